@@ -21,23 +21,14 @@ _BUFFER_BYTES = 1 << 20
 
 @dataclass(frozen=True, kw_only=True)
 class FileSum:
-    """Size and checksum of a file.
-
-    Attributes:
-        size: in bytes.
-        crc32: of all its bytes.
-    """
+    """Size and checksum of a file."""
 
     size: int
     crc32: int
 
     @classmethod
     def of(cls, path: Path) -> "FileSum":
-        """Read a file from its beginning to its end.
-
-        Raises:
-            OSError: it cannot be read.
-        """
+        """Read a file from its beginning to its end."""
         size = crc32 = 0
         # Into one buffer again and again: a file may be larger than the memory.
         with path.open("rb", buffering=0) as file:
@@ -79,12 +70,7 @@ class _SummedFile(io.FileIO):
 
 
 class NewFolder:
-    """A folder that is being filled with files.
-
-    Attributes:
-        path: of the folder.
-        sums: of the files written into it so far, by name.
-    """
+    """A folder that is being filled with files."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -92,11 +78,7 @@ class NewFolder:
 
     @contextmanager
     def create(self, name: str) -> Iterator[IO[bytes]]:
-        """Open a new file. At the end of the block it is on the disk and its sum is known.
-
-        Raises:
-            OSError: it could not be written.
-        """
+        """Open a new file. At the end of the block it is on the disk and its sum is known."""
         with _SummedFile(self.path / name) as raw:
             # Large blocks pass by the buffer, so they are not copied.
             stream = io.BufferedWriter(raw, _BUFFER_BYTES)
@@ -115,11 +97,7 @@ class NewFolder:
             self.sums[name] = raw.sum()
 
     def rename(self, old: str, new: str) -> None:
-        """Give a file that was written another name.
-
-        Raises:
-            OSError: it could not be renamed.
-        """
+        """Give a file that was written another name."""
         files.replace(self.path / old, self.path / new)
         self.sums[new] = self.sums.pop(old)
 
@@ -134,14 +112,7 @@ _REMEDY = "it was cut short or changed; load another checkpoint, and delete this
 
 @dataclass(frozen=True, kw_only=True)
 class Manifest:
-    """The step, the metrics and the files of a checkpoint.
-
-    Attributes:
-        step: optimization batches done.
-        metrics: values by name.
-        files: the sum of every file but the manifest, by name.
-        world_size: how many ranks saved it.
-    """
+    """The step, the metrics and the files of a checkpoint."""
 
     step: int
     metrics: Mapping[str, float]
@@ -152,11 +123,7 @@ class Manifest:
 def write_manifest(
     new: NewFolder, *, step: int, metrics: Mapping[str, float], world_size: int = 1
 ) -> None:
-    """Write the manifest of all files in a new folder.
-
-    Raises:
-        OSError: it could not be written.
-    """
+    """Write the manifest of all files in a new folder."""
     content = {
         "format": FORMAT,
         "step": step,
@@ -202,10 +169,6 @@ def verify(folder: Path, *, contents: bool = True, share: slice = _ALL) -> Manif
         folder: of the checkpoint.
         contents: read every file to the end. Without, only their sizes are compared.
         share: of which files to read, where other ranks read the others.
-
-    Raises:
-        DamagedCheckpointError: a file is missing, incomplete or was changed; the message names it.
-        CheckpointError: it has another format.
     """
     manifest = _read_manifest(folder)
     read = set(list(manifest.files)[share]) if contents else ()

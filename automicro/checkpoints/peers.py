@@ -47,9 +47,6 @@ ALONE = Peers()
 def together(peers: Peers, work: Callable[[], T]) -> T:
     """Do some work on every rank; what it gave here, once it succeeded everywhere.
 
-    Raises:
-        Exception: see `exchange`.
-
     >>> together(ALONE, lambda: "done")
     'done'
     """
@@ -60,11 +57,6 @@ def together(peers: Peers, work: Callable[[], T]) -> T:
 
 def exchange(peers: Peers, work: Callable[[], T]) -> list[T]:
     """Do some work on every rank; what it gave on each, once it succeeded everywhere.
-
-    Raises:
-        Exception: what went wrong on this rank.
-        OSError, CheckpointError: it went wrong on another rank, which the message names.
-        PeerLostError: a rank is gone.
 
     >>> exchange(ALONE, lambda: 3)
     [3]
@@ -97,9 +89,6 @@ def exchange(peers: Peers, work: Callable[[], T]) -> list[T]:
 
 def from_first(peers: Peers, work: Callable[[], T]) -> T:
     """The result of some work that rank 0 alone does.
-
-    Raises:
-        Exception: see `exchange`.
 
     >>> from_first(ALONE, lambda: 3)
     3

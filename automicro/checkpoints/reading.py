@@ -82,11 +82,7 @@ class FoundCheckpoint:
 
     @classmethod
     def at(cls, path: Path, *, peers: Peers = ALONE) -> "FoundCheckpoint":
-        """The checkpoint in a folder, once it was verified.
-
-        Raises:
-            CheckpointError: it is damaged, or has another format.
-        """
+        """The checkpoint in a folder, once it was verified."""
         # Each rank reads a part, as a shared disk would otherwise be read once for each of them.
         share = slice(peers.rank, None, peers.world_size)
         manifest = together(peers, lambda: verify(path, share=share))
@@ -96,32 +92,20 @@ class FoundCheckpoint:
 
     @functools.cached_property
     def structure(self) -> dict[str, Any]:
-        """The state as it was given, with its tensors on the meta device.
-
-        Raises:
-            CheckpointError: it cannot be read.
-        """
+        """The state as it was given, with its tensors on the meta device."""
         return _structure_of(self.path / structure_file(0))
 
     def read(
         self, into: Mapping[str, torch.Tensor], *, keys: Collection[str] | None = None
     ) -> dict[str, Any]:
-        """Read the state with the data of its tensors.
-
-        Raises:
-            CheckpointError: it cannot be read.
-        """
+        """Read the state with the data of its tensors."""
         structure = {
             key: value for key, value in self.structure.items() if keys is None or key in keys
         }
         return _filled(self.path, structure, into)
 
     def read_own(self, rank: int) -> dict[str, Any]:
-        """Read what was one rank's own, of those that saved; of rank 0 nothing.
-
-        Raises:
-            CheckpointError: it cannot be read.
-        """
+        """Read what was one rank's own, of those that saved; of rank 0 nothing."""
         if rank == 0:
             return {}
         structure = _structure_of(self.path / structure_file(rank))
@@ -131,11 +115,7 @@ class FoundCheckpoint:
 def open_checkpoint(
     checkpoint: FoundCheckpoint | Path | str, *, peers: Peers = ALONE
 ) -> FoundCheckpoint:
-    """Find a checkpoint and read its structure, without its data, to see whether it fits.
-
-    Raises:
-        CheckpointError: there is none, it is damaged, or it holds something else than data.
-    """
+    """Find a checkpoint and read its structure, without its data, to see whether it fits."""
     found = _find(checkpoint, peers)
     together(peers, lambda: found.structure)
     return found
@@ -146,9 +126,6 @@ def find_newest(folder: Path | str, *, peers: Peers = ALONE) -> FoundCheckpoint 
 
     Of several ranks the first chooses, and each reads some of the files: what one of them finds
     damaged is passed over by all.
-
-    Raises:
-        CheckpointError: all are damaged, or the newest has another format.
 
     Example:
         >>> find_newest("no-such-folder") is None
@@ -206,11 +183,7 @@ def load_checkpoint(
 def refuse_differences(
     found: FoundCheckpoint, saved: Mapping[str, Any], current: Mapping[str, Any]
 ) -> None:
-    """Refuse a checkpoint whose tensors do not fit.
-
-    Raises:
-        CheckpointError: names, shapes or dtypes differ.
-    """
+    """Refuse a checkpoint whose tensors do not fit."""
     if differing := differences(saved, current):
         raise CheckpointError(
             f"{found.path} does not fit: {differing}. Load it into what it was saved from, or "

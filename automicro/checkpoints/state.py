@@ -30,9 +30,6 @@ _ARRAY = "array of numpy"  # the key under which its dtype stands, beside its sh
 def take_apart(state: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """The structure of a state, and its tensors by their place, like ``model.0.weight``.
 
-    Raises:
-        CheckpointError: something in it is neither, so that loading it would run code.
-
     Example:
         >>> structure, tensors = take_apart({"model": {"w": torch.ones(2)}, "epoch": 3})
         >>> structure["model"]["w"].device, structure["epoch"], tensors
@@ -164,27 +161,16 @@ def _without_data(tensor: Tensor) -> Tensor:
 
 def _dense(place: str, leaf: Tensor) -> Tensor:
     if is_uninitialized(leaf):
-        raise CheckpointError(
-            f"{place} is of a lazy module that has no shape yet; run one forward before saving it"
-        )
-    tensor = leaf.detach()
-    if is_sharded(tensor) and is_pending(tensor):
-        raise CheckpointError(
-            f"{place} is a DTensor that is still to be summed over ranks, which a checkpoint "
-            "cannot hold; give it another placement with redistribute()"
-        )
-    if tensor.is_meta:
-        raise CheckpointError(
-            f"{place} is on the meta device, without data; give the model its parameters before "
-            "saving it"
-        )
-    if tensor.layout is not torch.strided or tensor.is_quantized:
-        kind = "quantized" if tensor.is_quantized else str(tensor.layout).removeprefix("torch.")
-        raise CheckpointError(
-            f"{place} is {kind}, which a checkpoint cannot hold; leave it out, or save "
-            "tensor.to_dense() or tensor.dequantize()"
-        )
-    return tensor
+        why = "of a lazy module that has no shape yet; run one forward before saving it"
+    elif is_sharded(leaf) and is_pending(leaf):
+        why = "a DTensor that is still to be summed over ranks; give it another with redistribute()"
+    elif leaf.is_meta:
+        why = "on the meta device, without data; give the model its parameters before saving it"
+    elif leaf.layout is not torch.strided or leaf.is_quantized:
+        why = "sparse or quantized; save tensor.to_dense() or tensor.dequantize()"
+    else:
+        return leaf.detach()
+    raise CheckpointError(f"{place} is {why}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -205,11 +191,7 @@ class Share:
     def of(
         cls, state: Mapping[str, Any], *, own: Mapping[str, Any] | None = None, rank: int = 0
     ) -> "Share":
-        """The share of a rank.
-
-        Raises:
-            CheckpointError: no checkpoint can hold it.
-        """
+        """The share of a rank."""
         structure, tensors = take_apart(state)
         sharded = {name: each for name, each in tensors.items() if is_sharded(each)}
         names = zlib.crc32(repr([(name, *each.shape) for name, each in sharded.items()]).encode())

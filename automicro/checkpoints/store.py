@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, SupportsFloat, TypeVar
+from typing import Any, SupportsFloat
 
 from automicro.checkpoints import writing as leftovers
 from automicro.checkpoints.manifest import Manifest, verify
@@ -15,7 +15,6 @@ from automicro.checkpoints.reading import (
     FoundCheckpoint,
     find_newest,
     load_checkpoint,
-    open_checkpoint,
 )
 from automicro.checkpoints.state import Share
 from automicro.checkpoints.writing import list_checkpoints, number_of, write_checkpoint
@@ -84,10 +83,6 @@ class CheckpointConfig:
 logger = logging.getLogger(__name__)
 
 
-T = TypeVar("T")
-_Metrics = Mapping[str, SupportsFloat] | None
-
-
 class CheckpointStore:
     """The checkpoints of a run, in a folder.
 
@@ -126,7 +121,7 @@ class CheckpointStore:
         state: Mapping[str, Any],
         *,
         step: int,
-        metrics: _Metrics = None,
+        metrics: Mapping[str, SupportsFloat] | None = None,
         own: Mapping[str, Any] | None = None,
     ) -> Path:
         """Save a state, and remove what need not stay. Its folder.
@@ -144,36 +139,35 @@ class CheckpointStore:
             PeerLostError: a rank is gone.
             ValueError: the step is no number from 0.
         """
-        values, shares = _checked(step, metrics), list[Share]()
-
-        def prepare() -> tuple[int, int]:
-            shares.append(Share.of(state, own=own, rank=self._peers.rank))
-            return step, shares[0].names
-
-        _require_same(exchange(self._peers, prepare))
-        return self._write(shares[0], step, values)
-
-    def together(self, work: Callable[[], T]) -> T:
-        """Do some work on all ranks that save here; an error on one of them is one on all.
-
-        Args:
-            work: what each rank does.
-
-        Raises:
-            Exception: what went wrong on this rank, or on another, which it names then.
-        """
-        return together(self._peers, work)
-
-    def open(self, checkpoint: FoundCheckpoint | Path | str) -> FoundCheckpoint:
-        """Read what a checkpoint holds, without its data, see `open_checkpoint`.
-
-        Args:
-            checkpoint: what `newest` or `best` found, or a folder.
-
-        Raises:
-            CheckpointError: there is none, or it cannot be loaded.
-        """
-        return open_checkpoint(checkpoint, peers=self._peers)
+        if type(step) is not int or step < 0:
+            raise ValueError(f"step={step!r} counts no batches; give a whole number from 0")
+        values, peers = {name: float(value) for name, value in (metrics or {}).items()}, self._peers
+        share = together(peers, lambda: Share.of(state, own=own, rank=peers.rank))
+        told = exchange(peers, lambda: (step, share.names))
+        if len(set(told)) > 1:
+            raise CheckpointError(
+                f"ranks save after different batches ({', '.join(str(each) for each, _ in told)}), "
+                "or sharded tensors of different names or shapes; let all of them save after the "
+                "same batch, with the same model and optimizer"
+            )
+        if peers.rank == 0:
+            self._attempt(
+                partial(leftovers.clear, self.folder), f"what a killed run left in {self.folder}"
+            )
+        try:
+            path = write_checkpoint(
+                self.folder, share=share, step=step, metrics=values, peers=peers
+            )
+        except OSError as error:
+            raise CheckpointError(
+                f"the checkpoint of step {step} could not be written to {self.folder}: "
+                f"{error.strerror or error}. The older ones are as they were; free space or give "
+                "another folder"
+            ) from error
+        if peers.rank == 0:
+            self._check_metric(values)
+            self._attempt(self._prune, f"what need not stay in {self.folder}")
+        return path
 
     def newest(self) -> FoundCheckpoint | None:
         """The newest checkpoint that is good; None where there is none at all.
@@ -227,29 +221,6 @@ class CheckpointStore:
         there = [path for path in good if not math.isnan(values[path])]
         return sorted(there, key=lambda path: sign * values[path])
 
-    def _write(self, share: Share, step: int, metrics: Mapping[str, float]) -> Path:
-        is_first = self._peers.rank == 0
-        if is_first:
-            self._attempt(
-                partial(leftovers.clear, self.folder), f"what a killed run left in {self.folder}"
-            )
-        try:
-            path = write_checkpoint(
-                self.folder, share=share, step=step, metrics=metrics, peers=self._peers
-            )
-        except OSError as error:
-            raise CheckpointError(
-                f"the checkpoint of step {step} could not be written to {self.folder}: "
-                f"{error.strerror or error}. The older ones are as they were; free space or give "
-                "another folder"
-            ) from error
-        if not is_first:
-            return path
-        logger.info("saved %s", path)
-        self._check_metric(metrics)
-        self._attempt(self._prune, f"what need not stay in {self.folder}")
-        return path
-
     def _prune(self) -> None:
         good, damaged = self._survey()
         best = self._best_of(good)[: self._config.keep_best]
@@ -299,24 +270,3 @@ class CheckpointStore:
             f"are: {', '.join(metrics)}. Give best_metric= one of them",
             CheckpointWarning,
         )
-
-
-def _require_same(parts: list[tuple[int, int]]) -> None:
-    """Refuse to put together what does not belong together."""
-    steps = [step for step, _ in parts]
-    if len(set(steps)) > 1:
-        raise CheckpointError(
-            f"ranks save checkpoints of different steps: {', '.join(map(str, steps))} on ranks 0 "
-            f"to {len(steps) - 1}. Let all ranks save after the same batch"
-        )
-    if len({names for _, names in parts}) > 1:
-        raise CheckpointError(
-            "the states of the ranks have sharded tensors of different names or shapes: build the "
-            "same model and the same optimizer on all ranks"
-        )
-
-
-def _checked(step: int, metrics: _Metrics) -> dict[str, float]:
-    if type(step) is not int or step < 0:
-        raise ValueError(f"step={step!r} counts no batches; give a whole number from 0")
-    return {name: float(value) for name, value in (metrics or {}).items()}

@@ -62,35 +62,21 @@ class TensorsToWrite(DefaultSavePlanner):
         return FileSystemWriter("").prepare_global_plan(plans), metadata
 
     def write(self, new: NewFolder, plan: SavePlan) -> list[WriteResult]:
-        """Write what this rank is to write; where it lies.
-
-        Raises:
-            OSError: it could not be written.
-        """
+        """Write what this rank is to write; where it lies."""
         writer = _Writer(new)
         writer.set_up_storage_writer(is_coordinator=self.is_coordinator)
         return list(writer.write_data(self.finish_plan(plan), self).value())
 
 
 def write_contents(new: NewFolder, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-    """Write the table of contents, once all ranks have written. On rank 0.
-
-    Raises:
-        OSError: it could not be written.
-    """
+    """Write the table of contents, once all ranks have written. On rank 0."""
     _Writer(new).finish(metadata, results)
     with new.create(INDEX) as stream:
         stream.write(json.dumps(_index_of(metadata, results), indent=1).encode())
 
 
 def read_tensors(folder: Path, into: Mapping[str, Tensor]) -> None:
-    """Read tensors from a folder into tensors that exist, on whatever device they lie.
-
-    Raises:
-        DamagedCheckpointError: the table of contents is not one.
-        OSError: a file cannot be read.
-        pickle.UnpicklingError: a file holds something else than a tensor.
-    """
+    """Read tensors from a folder into tensors that exist, on whatever device they lie."""
     path = folder / INDEX
     try:
         metadata = _metadata_of(json.loads(path.read_bytes()))

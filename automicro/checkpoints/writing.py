@@ -35,11 +35,7 @@ _in_flight: set[str] = set()
 
 @contextmanager
 def temporary_folder(parent: Path) -> Iterator[Path]:
-    """Make a folder that is gone after the block, unless it was renamed.
-
-    Raises:
-        OSError: it could not be made.
-    """
+    """Make a folder that is gone after the block, unless it was renamed."""
     with _named_as_in_flight() as name:
         try:
             files.make_folder(parent / name)
@@ -52,11 +48,7 @@ def temporary_folder(parent: Path) -> Iterator[Path]:
 
 
 def remove(path: Path) -> None:
-    """Remove a folder so that at no moment it can be taken for a complete one.
-
-    Raises:
-        OSError: it could not be renamed, or not removed.
-    """
+    """Remove a folder so that at no moment it can be taken for a complete one."""
     with _named_as_in_flight() as name:
         # Renamed first, which happens at once: half a folder would look like a damaged checkpoint.
         trash = path.parent / name
@@ -65,11 +57,7 @@ def remove(path: Path) -> None:
 
 
 def clear(parent: Path) -> None:
-    """Remove the temporary folders of processes that are gone.
-
-    Raises:
-        OSError: one could not be removed.
-    """
+    """Remove the temporary folders of processes that are gone."""
     for path in sorted(parent.glob(f"{PREFIX}*")):
         # A save may run in another process, or on another machine with the same disk.
         if not _is_alive(path):
@@ -125,11 +113,7 @@ _NAME = re.compile(r"(\d{5,})-step-(\d+)")
 
 
 def list_checkpoints(folder: Path) -> list[Path]:
-    """Folders named like checkpoints, the latest first.
-
-    Raises:
-        OSError: the folder cannot be read.
-    """
+    """Folders named like checkpoints, the latest first."""
     if not folder.is_dir():
         return []
     found = [path for path in folder.iterdir() if _NAME.fullmatch(path.name) and path.is_dir()]
@@ -155,11 +139,6 @@ def write_checkpoint(
 
     Of several ranks each writes its share. Rank 0 makes the folder, and gives it its name after
     all have written and told the sums of their files.
-
-    Raises:
-        OSError: it could not be written, here or on another rank. Nothing of it is left, as far
-            as that could be removed.
-        PeerLostError: a rank is gone.
     """
     # Importing it takes half a second, which who never saves does not pay.
     from automicro.checkpoints.tensors import TensorsToWrite, write_contents

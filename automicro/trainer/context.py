@@ -20,18 +20,11 @@ from automicro.trainer.progress import Progress, Speed
 
 @dataclass(frozen=True, kw_only=True)
 class TrainedBatch:
-    """The outcome of one optimization batch.
-
-    Attributes:
-        result: of its forward and backward.
-        losses: the parts of its loss by name, read.
-        grad_norm: of its gradient before clipping; None where it is not clipped.
-        learning_rates: that its step took, for each group of parameters.
-    """
+    """The outcome of one optimization batch."""
 
     result: StepResult
     losses: Mapping[str, float]
-    grad_norm: float | None
+    grad_norm: float | None  # before clipping; None where it is not clipped
     learning_rates: tuple[float, ...]
 
 
@@ -75,18 +68,7 @@ def _named_rates(rates: Sequence[float]) -> dict[str, float]:
 
 @dataclass(kw_only=True)
 class RunContext:
-    """A run, its listeners, and its ranks.
-
-    Attributes:
-        run: as callbacks see it: read-only, with their requests.
-        state: where training stands; its parts write it.
-        callbacks: told of every event.
-        loggers: take the numbers down.
-        ranks: all that train the model.
-        failures: keep a batch that does not fit.
-        mode: which weights of its optimizer the model has, where there are two.
-        progress: where to say how it goes, while something runs.
-    """
+    """A run, its listeners, and its ranks."""
 
     run: Run
     state: LoopState
@@ -94,7 +76,7 @@ class RunContext:
     loggers: LoggerGroup
     ranks: Ranks
     failures: Failures
-    mode: OptimizerMode
+    mode: OptimizerMode  # which weights the model has, where its optimizer keeps two
     progress: Progress = field(default_factory=Progress)
 
     @property

@@ -37,10 +37,6 @@ class Counter:
 
     A batch that lies on a device is counted there, and the host waits for the sum once per batch.
 
-    Raises:
-        TypeError: ``count`` cannot be called.
-        ValueError: a duration counts seconds, and nothing says what a batch's are.
-
     Example:
         >>> import torch
         >>> batch = {"input_ids": torch.zeros(2, 3), "attention_mask": torch.tensor([[1, 1, 0]])}
@@ -70,22 +66,14 @@ class Counter:
                 self.require_for(name, duration)
 
     def require_for(self, name: str, duration: Duration) -> None:
-        """Let every batch tell its amount from now on, where a duration counts it.
-
-        Raises:
-            ValueError: it counts seconds, and nothing says what a batch's are.
-        """
+        """Let every batch tell its amount from now on, where a duration counts it."""
         if duration.unit is self._unit:
             self._wanted = self._wanted or f"{name}='{duration}'"
             if not self._may_be_known:
                 raise self._refusal("nothing says how many a batch has")
 
     def count_all(self, batches: Sequence[Any], *, known: float | None = None) -> Any:
-        """The amount of several batches; None where nothing says what it is.
-
-        Raises:
-            ValueError: the callable gave no such number, or a duration counts what is not known.
-        """
+        """The amount of several batches; None where nothing says what it is."""
         if self._count is None and self._unit is Unit.SECONDS:
             return known
         amounts = [self._amount(batch) for batch in batches]
@@ -108,7 +96,8 @@ class Counter:
         is_number = isinstance(number, kinds) and not isinstance(number, bool)
         if not (is_number and math.isfinite(number) and number >= 0):
             kind = "a whole number from 0" if is_whole else "a number from 0"
-            raise ValueError(
+            error = ValueError if is_number else TypeError
+            raise error(
                 f"{self._name} gave {value!r} ({type(value).__name__}), not {kind}; return the "
                 f"{_WORDS[self._unit]} of the batch"
             )

@@ -16,9 +16,6 @@ def choose_device(device: torch.device | str) -> torch.device:
 
     ``"auto"`` is the accelerator that is there (CUDA or ROCm, XPU, MPS …), else the CPU.
 
-    Raises:
-        ValueError: there is no such device.
-
     >>> choose_device("cpu")
     device(type='cpu')
     """
@@ -69,10 +66,6 @@ def describe_device(device: torch.device, memory_limit: str | int | float | None
 def check_seed(seed: object) -> None:
     """Refuse what NumPy does not take.
 
-    Raises:
-        TypeError: not an int.
-        ValueError: outside of 0 to 2**32 - 1.
-
     >>> check_seed(7)
     """
     if isinstance(seed, bool) or not isinstance(seed, int):
@@ -83,10 +76,6 @@ def check_seed(seed: object) -> None:
 
 def seed_everything(seed: int) -> None:
     """Seed Python, NumPy, and torch on every device.
-
-    Raises:
-        TypeError: not an int.
-        ValueError: outside of what NumPy takes, 0 to 2**32 - 1.
 
     >>> seed_everything(7)
     >>> random.random() == random.Random(7).random()

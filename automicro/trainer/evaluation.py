@@ -77,17 +77,7 @@ class Interval:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Evaluation:
-    """Evaluates whole batches, at a size of its own.
-
-    Attributes:
-        name: of the evaluation; empty where there is only one.
-        dataloader: the data to evaluate on, of several ranks this one's part.
-        max_batches: of each pass; None for all.
-        microbatcher: runs the forward.
-        metrics: count every row once, from zero in each pass.
-        interval: how often.
-        loader_name: of the argument, for errors.
-    """
+    """Evaluates whole batches, at a size of its own."""
 
     name: str
     dataloader: Iterable[Any]
@@ -107,11 +97,7 @@ class Evaluation:
         return f"{self.name}/" if self.name else ""
 
     def check_passes(self, max_duration: Duration) -> None:
-        """Refuse an iterator where training may pass over it several times.
-
-        Raises:
-            ValueError: it can be passed over only once.
-        """
+        """Refuse an iterator where training may pass over it several times."""
         loader, every = self.dataloader, self.interval.every
         is_endless = self.max_batches is not None  # each pass takes the next ones
         if every is None or is_endless or not isinstance(loader, Iterator):
@@ -254,17 +240,7 @@ class Evaluation:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class EvaluationFactory:
-    """Makes evaluations: each with metrics and, where it asks for them, a size of its own.
-
-    Attributes:
-        microbatcher: the trainer's, for one evaluation without a name.
-        make_microbatcher: makes one for a named evaluation, whose size is found apart.
-        metrics: of those that give none of their own.
-        microbatch_size: the same.
-        interval: the same.
-        device: where metrics lie.
-        share: gives this rank its part of a loader.
-    """
+    """Makes evaluations: each with metrics and, where it asks for them, a size of its own."""
 
     microbatcher: Microbatcher
     make_microbatcher: Callable[..., Microbatcher]
@@ -275,11 +251,7 @@ class EvaluationFactory:
     share: Callable[..., Any]
 
     def make_given(self, dataloader: Any) -> list[Evaluation]:
-        """The evaluations that `Trainer.eval` was asked for. All ranks call it.
-
-        Raises:
-            DesyncError: ranks were given different things, or some do not evaluate now.
-        """
+        """The evaluations that `Trainer.eval` was asked for. All ranks call it."""
         given = read_evaluators("dataloader", dataloader)
         self.microbatcher.ranks.ready("evaluating on a loader of its own")
         require_same(partial(outline_evaluations, "dataloader", dataloader))
@@ -335,9 +307,6 @@ class EvaluationPlan:
 
     An evaluation that is broken off, by a signal or an error, counts for nothing and stays due:
     it comes first when training goes on, in a run that is taken up again, too.
-
-    Raises:
-        ValueError: data that can be passed over only once, for several evaluations.
     """
 
     def __init__(self, evaluations: Sequence[Evaluation], context: RunContext) -> None:
@@ -384,11 +353,7 @@ class EvaluationPlan:
             self._evaluate(evaluation, is_stopped)
 
     def refuse_empty(self) -> None:
-        """Refuse loaders without a batch now, and not after an epoch.
-
-        Raises:
-            DataLoaderError: with what may be the reason.
-        """
+        """Refuse loaders without a batch now, and not after an epoch."""
         for each in self._at_end:
             # Other ranks may have batches where this one has none.
             if not self._context.has_peers and num_batches(each.dataloader) == 0:
@@ -438,12 +403,7 @@ _SHUFFLING = (RandomSampler, SubsetRandomSampler, WeightedRandomSampler)
 def predict_all(
     microbatcher: Microbatcher, loader: Iterable[Any], context: RunContext
 ) -> list[Any]:
-    """The outputs of each batch, in order.
-
-    Raises:
-        ValueError: the loader shuffles.
-        DataLoaderError: there is not one batch.
-    """
+    """The outputs of each batch, in order."""
     check_loader("dataloader", loader)
     for sampler in samplers_of(loader):
         if isinstance(sampler, _SHUFFLING):

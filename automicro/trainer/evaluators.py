@@ -55,10 +55,6 @@ def read_evaluators(name: str, given: Any) -> dict[str, Evaluator]:
         name: of the argument, for errors.
         given: a loader, an `Evaluator`, a mapping from names to these, or None.
 
-    Raises:
-        TypeError: something cannot be iterated over.
-        ValueError: a mapping without entries, or a name that is no text or holds a slash.
-
     >>> list(read_evaluators("eval_dataloader", {"seen": [1], "new": [2]}))
     ['seen', 'new']
     """

@@ -30,7 +30,7 @@ from automicro.memory.device import capacity_bytes
 from automicro.memory.oom import is_out_of_memory
 from automicro.units import format_bytes
 
-FORMAT, VERSION = "automicro: a batch that did not fit", 1
+FORMAT = "automicro: a batch that did not fit, 1"
 MOST_BYTES = 256 * 2**20
 """Of a batch in a file. Larger ones are not kept."""
 KEPT = "failed-batch-"
@@ -73,10 +73,6 @@ class FailedBatch:
 def save_batch(path: str | os.PathLike[str], failed: FailedBatch) -> None:
     """Keep a batch in a file: tensors on the host, and plain values, without any code.
 
-    Raises:
-        UnreadableBatchError: it is too large, or holds what is neither.
-        OSError: the file cannot be written.
-
     Example:
         >>> import tempfile
         >>> folder = tempfile.TemporaryDirectory()
@@ -98,7 +94,6 @@ def save_batch(path: str | os.PathLike[str], failed: FailedBatch) -> None:
             )
         content = {
             "format": FORMAT,
-            "version": VERSION,
             **{each.name: getattr(failed, each.name) for each in dataclasses.fields(failed)},
             "batches": [_plain(each) for each in failed.batches],
         }
@@ -106,13 +101,7 @@ def save_batch(path: str | os.PathLike[str], failed: FailedBatch) -> None:
 
 
 def load_batch(path: str | os.PathLike[str], *, like: Any = None) -> FailedBatch:
-    """Read a batch that `save_batch` kept. Nothing in the file is run.
-
-    Raises:
-        UnreadableBatchError: the file is none of these, is damaged, or its batch is of a class that
-            only ``like`` can tell.
-        OSError: it cannot be read.
-    """
+    """Read a batch that `save_batch` kept. Nothing in the file is run."""
     try:
         with on_host():
             content = torch.load(path, map_location="cpu", weights_only=True)
@@ -125,11 +114,6 @@ def load_batch(path: str | os.PathLike[str], *, like: Any = None) -> FailedBatch
         ) from error
     if not isinstance(content, dict) or content.get("format") != FORMAT:
         raise UnreadableBatchError(f"{path} holds no batch that automicro has kept")
-    if content.get("version") != VERSION:
-        raise UnreadableBatchError(
-            f"{path} was written by another automicro (format {content.get('version')!r}, and this "
-            f"one reads {VERSION}): use that one"
-        )
     try:
         fields = {each.name: content[each.name] for each in dataclasses.fields(FailedBatch)}
         fields["batches"] = [_rebuilt(each, like) for each in fields["batches"]]
@@ -191,13 +175,7 @@ def _name_of(value: Any) -> str:
 
 @dataclass(kw_only=True)
 class Failures:
-    """Keeps a batch that does not fit even in the smallest microbatches.
-
-    Attributes:
-        device: that is too small.
-        rank: of this process.
-        folder: where to keep it; None for a new folder among the system's temporary files.
-    """
+    """Keeps a batch that does not fit even in the smallest microbatches."""
 
     device: torch.device
     rank: int = 0

@@ -77,16 +77,11 @@ class Fit:
 
     @contextlib.contextmanager
     def alone(self) -> Iterator[None]:
-        """One call at a time: two would write the same state.
-
-        Raises:
-            ValueError: another one has not returned yet.
-        """
+        """One call at a time: two would write the same state."""
         if self._is_running:
             raise ValueError(
                 "fit() was called while fit() of the same Trainer is running, as in one of its "
-                "callbacks; there, end training with run.stop(…) and call fit() once it has "
-                "returned, evaluate with eval(), or train with another Trainer"
+                "callbacks; there, end training with run.stop(…), or train with another Trainer"
             )
         self._is_running = True
         try:
@@ -95,16 +90,12 @@ class Fit:
             self._is_running = False
 
     def extend(self, duration: Duration) -> None:
-        """Train for that much more than is done.
-
-        Raises:
-            ValueError: the run is saved, or its tokens are not known.
-        """
+        """Train for that much more than is done."""
         if self.checkpointer is not None:
             raise ValueError(
-                f"fit(duration='{duration}') goes on from wherever training stands, so a run that "
-                "is killed and taken up again from its checkpoints would train for longer than "
-                "one that is not; give the Trainer the max_duration of all of it, or no checkpoint"
+                f"fit(duration='{duration}') would train for longer where a run is killed and "
+                "taken up again from its checkpoints; give the Trainer the max_duration of all of "
+                "it, or no checkpoint"
             )
         self.step.seconds.require_for("duration", duration)
         done = self._state.done(duration.unit)
@@ -113,11 +104,7 @@ class Fit:
         self.step.tokens.require_for("duration", until)
 
     def require_more(self) -> None:
-        """Refuse to train where all is done.
-
-        Raises:
-            ValueError: ``max_duration`` is reached.
-        """
+        """Refuse to train where all is done."""
         if self._has_reached_duration and self._is_complete:
             raise ValueError(
                 f"fit() has trained for max_duration='{self._run.max_duration}' already "
@@ -127,12 +114,7 @@ class Fit:
             )
 
     def run(self, max_seconds: float | None = None) -> FitSummary:
-        """Begin, or go on; train until the duration is reached, or the time; end in order.
-
-        Raises:
-            KeyboardInterrupt: Ctrl-C, after the batch that ran is done and saved.
-            SystemExit: SIGTERM, the same.
-        """
+        """Begin, or go on; train until the duration is reached, or the time; end in order."""
         context, saver = self.context, self.checkpointer
         reset_peak(self._run.device)
         self._run.requests.stop_reason = None
@@ -165,7 +147,11 @@ class Fit:
             context.mode.eval()
             context.flush()
             context.loggers.close()
-        self._end_interrupted()
+        self._interruption.raise_if_interrupted(
+            where=f"after batch {self._state.batch}",
+            checkpoint=None if saver is None else saver.saved_in,
+            say=context.progress.line,
+        )
         return self._sum_up()
 
     def where(self) -> str:
@@ -257,7 +243,14 @@ class Fit:
         if groups is None:
             if not self._is_taken_up:
                 if self._state.epoch_batch:
-                    self._warn_of_beginning_again()
+                    done = count_of(self._state.epoch_batch, "batch")
+                    warn(
+                        f"an earlier fit() ended with an error in epoch {self._state.epoch + 1}, "
+                        f"which begins again: {done} of it that it trained on come once more. To "
+                        "go on where training stood, give the Trainer a checkpoint with an "
+                        "interval in batches, and make a new one after an error",
+                        UserWarning,
+                    )
                 self._state.epoch_batch = 0
                 self.step.metrics.reset()
             groups = self.feed.groups(self._state.epoch)
@@ -269,16 +262,6 @@ class Fit:
         self._is_taken_up = False
         self.context.tell("epoch_start")
         return groups
-
-    def _warn_of_beginning_again(self) -> None:
-        done = count_of(self._state.epoch_batch, "batch")
-        warn(
-            f"an earlier fit() ended with an error in epoch {self._state.epoch + 1}, which begins "
-            f"again: {done} of it that it trained on come once more. To go on where training "
-            "stood, give the Trainer a checkpoint with an interval in batches, and make a new one "
-            "after an error",
-            UserWarning,
-        )
 
     def _prepare(self, loaded: Sequence[Any]) -> list[Any]:
         """An optimization batch as callbacks want it."""
@@ -388,14 +371,6 @@ class Fit:
     def _num_batches(self) -> int | None:
         """Optimization batches of an epoch, where the loader knows."""
         return self.feed.num_groups(self._state.epoch)
-
-    def _end_interrupted(self) -> None:
-        """Say where training was interrupted, and leave as whatever interrupted it would."""
-        self._interruption.raise_if_interrupted(
-            where=f"after batch {self._state.batch}",
-            checkpoint=None if self.checkpointer is None else self.checkpointer.saved_in,
-            say=self.context.progress.line,
-        )
 
     def _sum_up(self) -> FitSummary:
         """The summary of the run, shown and returned."""

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from automicro.checkpoints.state import put_together, take_apart
+from automicro.checkpoints.state import take_apart
 from automicro.errors import CheckpointError, CheckpointWarning, add_note, warn
 from automicro.memory.oom import once_more
 from automicro.sharding import num_ranks
@@ -62,9 +62,6 @@ def _on_device_of(metric: Any, value: Any) -> Any:
 def model_metrics(model: Any, *, is_train: bool) -> dict[str, Any] | None:
     """The metrics by name that a model with Composer's interface has.
 
-    Raises:
-        TypeError: ``get_metrics`` gave something else than metrics.
-
     Example:
         >>> model_metrics(nn.Linear(2, 1), is_train=True) is None
         True
@@ -89,10 +86,6 @@ def model_metrics(model: Any, *, is_train: bool) -> dict[str, Any] | None:
 
 class MetricSet:
     """Clones of metrics, on the device.
-
-    Raises:
-        TypeError: something in it is no metric.
-        ValueError: a metric is called ``"loss"``, the name of the loss.
 
     >>> from torchmetrics import MeanMetric
     >>> metrics = MetricSet({"size": MeanMetric()}, torch.device("cpu"))
@@ -177,9 +170,6 @@ class MetricSet:
         """The state for a rank, where another number of ranks has counted.
 
         The first goes on with what all have counted, the others with nothing.
-
-        Raises:
-            CheckpointError: the counts of a metric cannot be put together.
         """
         merged = {}
         for name, each in self._states.items():
@@ -360,10 +350,9 @@ class _MetricState:
         return {
             "class": self.class_name,
             "own": self._metric.state_dict() if self._saves_itself else None,
-            "states": {name: copy.copy(value) for name, value in self._counts().items()},
+            "states": dict(self._counts()),
             "updates": self._metric.update_count if self._is_known else 0,
-            # In other containers than those it counts in.
-            "attributes": put_together(*take_apart(changed)),
+            "attributes": changed,
         }
 
     def refusal(self, state: Mapping[str, Any]) -> str | None:
@@ -397,9 +386,6 @@ class _MetricState:
 
     def reshard(self, states: Sequence[Mapping[str, Any]], *, rank: int) -> dict[str, Any]:
         """The counts of a rank where another number of ranks saved: the first has all of them.
-
-        Raises:
-            CheckpointError: its counts cannot be put together.
 
         >>> from torchmetrics import SumMetric
         >>> metric = SumMetric()

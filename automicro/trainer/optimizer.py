@@ -21,7 +21,6 @@ from automicro.options import (
     innermost_optimizer,
 )
 from automicro.ranks.interface import Ranks
-from automicro.showing import short
 from automicro.values import as_text, comes_from, read_scalars
 
 FORM = "write mappings such as {'params': ['*.bias'], 'weight_decay': 0.0}"
@@ -34,9 +33,6 @@ class ParameterGroups:
         optimizer: a callable that makes one, as for the `Trainer`.
         groups: mappings such as ``{"params": ["*.bias", "*norm*"], "weight_decay": 0.0}``, with
             ``*``, ``?`` and ``[…]`` as in `fnmatch`. The first that matches counts.
-
-    Raises:
-        TypeError, ValueError: groups that say nothing, or an optimizer that is built already.
 
     >>> groups = [{"params": "bias", "weight_decay": 0.0}]
     >>> built = ParameterGroups(torch.optim.AdamW, groups).build(nn.Linear(2, 2))
@@ -72,11 +68,6 @@ def group_parameters(model: nn.Module, groups: Sequence[Mapping[str, Any]]) -> l
     their own, without options, in front of the others. A parameter that a model has under several
     names (tied weights) goes by any of them.
 
-    Raises:
-        TypeError: groups that are not such mappings.
-        ValueError: a name that no parameter has, or a group whose parameters are all in earlier
-            ones.
-
     >>> model = nn.Sequential(nn.Linear(4, 8), nn.LayerNorm(8))
     >>> rest, undecayed = group_parameters(model, [{"params": "1.*", "weight_decay": 0.0}])
     >>> len(rest["params"]), len(undecayed["params"]), undecayed["weight_decay"]
@@ -108,9 +99,6 @@ def group_parameters(model: nn.Module, groups: Sequence[Mapping[str, Any]]) -> l
 
 def check_group_options(optimizer: Optimizer, groups: Sequence[Mapping[str, Any]]) -> None:
     """Refuse options that the optimizer does not have: torch keeps them and never looks at them.
-
-    Raises:
-        ValueError: an option that the optimizer does not have.
 
     >>> import torch
     >>> model = nn.Linear(2, 2)
@@ -145,7 +133,7 @@ def _read_group(where: str, group: object) -> list[str]:
     patterns: Any = [params] if isinstance(params, str) else params
     is_listed = isinstance(patterns, list | tuple) and len(patterns) > 0
     if not is_listed or not all(isinstance(each, str) for each in patterns):
-        raise TypeError(f"{where} is {short(group)}, without names in 'params': {FORM}")
+        raise TypeError(f"{where} is {group!r:.60}, without names in 'params': {FORM}")
     return list(patterns)
 
 
@@ -186,13 +174,6 @@ def build_optimizer(
     loss_fn: object = None,
 ) -> Optimizer | None:
     """The optimizer, built from the model's parameters where a callable was given.
-
-    Raises:
-        TypeError: neither an optimizer nor something that makes one.
-        ValueError: an optimizer of another model, or groups that do not fit.
-
-    Warns:
-        UserWarning: the loss has parameters that are not trained.
 
     >>> model = nn.Linear(2, 2)
     >>> type(build_optimizer(torch.optim.AdamW, model, [model])).__name__
@@ -255,10 +236,6 @@ def _warn_of_untrained(loss_fn: nn.Module, optimizer: Optimizer) -> None:
 def build_scheduler(scheduler: SchedulerOrFactory | None, optimizer: Optimizer | None) -> Any:
     """The scheduler, built from the optimizer where a callable was given.
 
-    Raises:
-        TypeError: nothing that can be stepped after each batch.
-        ValueError: no optimizer to schedule, or the scheduler of another one.
-
     >>> optimizer = torch.optim.SGD(nn.Linear(2, 2).parameters())
     >>> build_scheduler(torch.optim.lr_scheduler.ConstantLR, optimizer).get_last_lr()
     [0.000333...]
@@ -298,9 +275,6 @@ SCHEDULER_INTERVALS = ("batch", "epoch")
 
 def read_scheduler_interval(scheduler: object, given: str | None) -> str:
     """After what the scheduler is stepped.
-
-    Raises:
-        ValueError: it is not known, missing, or other than what the scheduler says.
 
     >>> read_scheduler_interval(object(), "epoch")
     'epoch'
@@ -362,19 +336,7 @@ class OptimizerMode:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Update:
-    """The update from a gradient: unscale, clip, step, clear; then the scheduler.
-
-    Attributes:
-        optimizer: steps once per batch.
-        modules: whose gradients are cleared.
-        scaler: of the loss in half precision, which gives the microbatcher its backward; None
-            for none.
-        grad_clip_norm: the largest norm of the gradient; None for any.
-        scheduler: steps once per optimizer step, or once per epoch; None for none.
-        scheduler_interval: after what it is stepped: one of `SCHEDULER_INTERVALS`.
-        device: where it all happens.
-        ranks: all that train the model.
-    """
+    """The update from a gradient: unscale, clip, step, clear; then the scheduler."""
 
     optimizer: Optimizer
     modules: Sequence[nn.Module]
@@ -414,11 +376,7 @@ class Update:
         return self.scaler.read(self.optimizer, numbers)
 
     def step(self) -> bool:
-        """Step once; whether gradients did not overflow.
-
-        Raises:
-            OptimizerStepError: memory ran out inside the optimizer's step.
-        """
+        """Step once; whether gradients did not overflow."""
         return step_optimizer(self.optimizer, self.device, scaler=self.scaler)
 
     def clear(self) -> None:

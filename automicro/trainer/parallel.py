@@ -1,6 +1,7 @@
 """Models over several devices: put into DDP or FSDP2 here, or wrapped by the user already."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -20,9 +21,6 @@ PARALLEL_MODES = ("ddp", "fsdp")
 def read_parallel(parallel: str | None) -> str | None:
     """A valid way to be parallel, or None.
 
-    Raises:
-        ValueError: there is no such way.
-
     >>> read_parallel("ddp"), read_parallel(None)
     ('ddp', None)
     """
@@ -39,9 +37,6 @@ def check_parallel(
     optimizer: object = None,
 ) -> None:
     """Refuse what several processes cannot train together.
-
-    Raises:
-        ValueError: each with its remedy.
 
     >>> check_parallel(None, [nn.Linear(2, 2)], Process())
     """
@@ -64,16 +59,10 @@ def check_parallel(
         if any(each.requires_grad for each in module.parameters()):
             what = "loss_fn" if module is loss_fn else "modules"
             raise ValueError(
-                f"parallel={parallel!r} wraps the model, and {what} has a "
-                f"{type(module).__name__} with parameters to train outside of it, whose gradients "
-                "would not be averaged; make it a part of the model, or freeze it with "
-                "requires_grad_(False)"
+                f"parallel={parallel!r} would not average the gradients of {what} "
+                f"({type(module).__name__}), which is outside of the model; make it a part of the "
+                "model, or freeze it with requires_grad_(False)"
             )
-    if not any(each.requires_grad for each in modules[0].parameters()):
-        raise ValueError(
-            f"parallel={parallel!r}, and the model ({type(modules[0]).__name__}) has no parameter "
-            "that takes a gradient, so there is nothing to share; leave parallel out"
-        )
     if parallel == "fsdp" and isinstance(optimizer, torch.optim.Optimizer):
         raise ValueError(
             "parallel='fsdp' puts shards in the place of the parameters, which this "
@@ -88,9 +77,8 @@ def check_parallel(
         )
     if parallel == "fsdp" and (compiles or is_compiled(modules[0])):
         raise ValueError(
-            "parallel='fsdp' and compile do not go together here: a model compiled as a whole "
-            "would hold the gathering of its shards inside of compiled code; use parallel='ddp', "
-            "or compile each block, wrap it with fully_shard yourself, and leave both out"
+            "parallel='fsdp' and compile do not go together here; use parallel='ddp', or compile "
+            "each block, wrap it with fully_shard yourself, and leave both out"
         )
 
 
@@ -139,38 +127,29 @@ def find_blocks(model: nn.Module) -> list[nn.Module]:
             found.update((id(block), block) for block in blocks)
             inside |= {id(each) for block in blocks for each in block.modules()}
     owners = _owners(model)
-    return [block for block in found.values() if not _shares_parameters(block, owners)]
+    # One that shares a parameter has fewer of its owners than the model.
+    return [each for each in found.values() if _owners(each).items() <= owners.items()]
 
 
-def _owners(model: nn.Module) -> dict[int, set[int]]:
-    """The modules, by identity, that have each parameter as their own."""
-    owners: dict[int, set[int]] = {}
-    for module in model.modules():
-        for parameter in module.parameters(recurse=False):
-            owners.setdefault(id(parameter), set()).add(id(module))
-    return owners
-
-
-def _shares_parameters(block: nn.Module, owners: Mapping[int, set[int]]) -> bool:
-    inside = set(map(id, block.modules()))
-    return any(owners[id(parameter)] - inside for parameter in block.parameters())
+def _owners(module: nn.Module) -> dict[int, int]:
+    """How many modules have each parameter as their own, by its identity."""
+    each = (one for owner in module.modules() for one in owner.parameters(recurse=False))
+    return dict(Counter(map(id, each)))
 
 
 def _repeated(module: nn.Module) -> Iterator[nn.Module]:
     if not isinstance(module, nn.ModuleList | nn.Sequential):
         return
-    members = [each for each in module if _is_made_of_modules(each)]
-    classes = [type(each) for each in members]
-    for each in members:
-        if classes.count(type(each)) > 1:
-            yield each
-
-
-def _is_made_of_modules(module: nn.Module) -> bool:
-    has_parameters = next(module.parameters(), None) is not None
-    # A list has no forward that could gather it.
-    is_called = not isinstance(module, nn.ModuleList | nn.ModuleDict)
-    return has_parameters and is_called and next(module.children(), None) is not None
+    members = [
+        each
+        for each in module
+        if next(each.parameters(), None) is not None
+        and next(each.children(), None) is not None
+        # A list has no forward that could gather it.
+        and not isinstance(each, nn.ModuleList | nn.ModuleDict)
+    ]
+    classes = Counter(map(type, members))
+    yield from (each for each in members if classes[type(each)] > 1)
 
 
 def splits_layers(modules: Sequence[nn.Module]) -> bool:

@@ -46,9 +46,6 @@ class Process:
 def process_in_environment() -> Process:
     """Who this process is by the variables that torchrun sets; alone without them.
 
-    Raises:
-        ValueError: variables that are no numbers, or not all of them.
-
     >>> process_in_environment()
     Process(rank=0, world_size=1, local_rank=0)
     """
@@ -101,9 +98,6 @@ def own_device(device: torch.device | str, place: Process) -> torch.device | str
     Where a process sees one accelerator alone, it takes that: many clusters show each process its
     own.
 
-    Raises:
-        ValueError: more processes on this machine than accelerators.
-
     >>> own_device("cpu", Process(rank=1, world_size=2, local_rank=1))
     'cpu'
     """
@@ -128,10 +122,6 @@ def meet(device: torch.device, place: Process) -> None:
 
     It meets in a part of the store that is this start's alone: what processes of an earlier one
     left in the store would mislead those of this one.
-
-    Raises:
-        ValueError: several processes, and nothing says where they meet.
-        PeerLostError: some of them did not come.
     """
     if dist.is_initialized():
         return
@@ -221,9 +211,6 @@ def name_of_start(store: Store, place: Process) -> str:
 
     torchrun's restart count is no such name: each agent counts the failures of its own host. So
     each process says hello with a word of its own, and rank 0 answers to that word.
-
-    Raises:
-        PeerLostError: some did not come.
 
     >>> len(name_of_start(HashStore(), Process()))
     32

@@ -205,16 +205,7 @@ def _describe_size(size: int | str | Policy | None, savers: Savers) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class RunSettings:
-    """The model, the device and the settings of a run.
-
-    Attributes:
-        run: what is trained, where, and how far.
-        options: the arguments of the `Trainer`, by name.
-        parallel: how several processes train the model, in words; None for one.
-        expected: what optimization batches are expected to hold on average; None if not
-            known before.
-        accumulation: how many batches make up one, where that was chosen for a size; else None.
-    """
+    """The model, the device and the settings of a run."""
 
     run: Run
     options: Mapping[str, Any]
@@ -479,9 +470,6 @@ class Progress:
 
 def make_progress(enabled: bool, console: Console | None = None) -> Progress:
     """The way to show progress that suits where the output goes.
-
-    Raises:
-        TypeError: ``enabled`` is not True or False.
 
     >>> with make_progress(False) as progress:
     ...     progress.line("unread")

@@ -128,9 +128,6 @@ def find_costliest(
     A sampler with ``batch_costs`` is asked. Of a data set with indices the batches are made in
     this process from what the sampler gives; anything else is passed over. Both are bounded.
 
-    Raises:
-        ValueError: it can be passed over only once.
-
     >>> batches = [torch.zeros(2, 3), torch.zeros(2, 9), torch.zeros(2, 5)]
     >>> scan = find_costliest(batches, "train_dataloader")
     >>> [(each.index, each.cost) for each in scan.batches][0], str(scan)
@@ -369,20 +366,7 @@ class RehearsalReport:
 
 @dataclass(kw_only=True, eq=False)
 class Rehearsal:
-    """Runs the costliest batches before the first step of a run, and rolls all of it back.
-
-    Attributes:
-        loader: of the data to train on.
-        microbatcher: of training, whose sizes stay.
-        metrics: of training, updated and put back.
-        evaluations: all; those that happen in the run are rehearsed.
-        context: of the run.
-        count_rows: of a batch.
-        accumulate_batches: how many batches of the loader make up an optimization batch.
-        repeatable: whether no clock may decide what is found.
-        report: of what was found, once all is done.
-        at: where it stands while it runs, for errors.
-    """
+    """Runs the costliest batches before the first step of a run, and rolls all of it back."""
 
     loader: Any
     microbatcher: Microbatcher
@@ -399,12 +383,7 @@ class Rehearsal:
     _unknown: list[str] = field(default_factory=list)
 
     def run(self) -> None:
-        """Rehearse, and say what was found. All ranks call it.
-
-        Raises:
-            SampleTooLargeError: a batch does not fit.
-            ValueError: a loader that can be passed over only once, or layers without shapes.
-        """
+        """Rehearse, and say what was found. All ranks call it."""
         # They would get other random weights in a rehearsal than in the run.
         refuse_lazy("rehearse='worst'", self.context.run.modules)
         context = self.context

@@ -1,10 +1,11 @@
 """The summary of a run."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from automicro.events.run import GlobalBatch, LoopState, Sizes, describe_hours
-from automicro.trainer.progress import describe_number
+from automicro.trainer.progress import count_of, describe_number
 from automicro.units import format_bytes
 
 TIME_IS_OVER = "max_time is over"
@@ -113,14 +114,24 @@ class FitSummary:
 
     def _rows(self) -> dict[str, str]:
         """The reported values, by name, without those that are missing."""
-        peak, devices = self.peak_memory_bytes, self.global_batch.num_devices
+        peak, is_alone = self.peak_memory_bytes, self.global_batch.num_devices == 1
+        memory = "not measured" if peak is None else format_bytes(peak)
+        epoch = f"{'last' if self.epochs else 'part of an'} epoch"
+        ooms = f"{self.ooms} ({self.train_ooms} in train, {self.eval_ooms} in eval)"
+        ooms += f", and {self.nested_ooms} inside of parts" if self.nested_ooms else ""
+        size = count_of(self.microbatch_size, self.microbatch_unit.removesuffix("s"))
+        size += f" ({self.cut}{'' if is_alone else ' on each device'}) in train"
+        if self.eval_microbatch_size is not None:
+            size += f", {self.eval_microbatch_size} in eval"
+
+        def shown(values: Mapping[str, float]) -> Iterator[tuple[str, str]]:
+            return ((name, describe_number(value)) for name, value in values.items())
+
         rows = {
             "time": f"{self.seconds:.1f} s",
             "samples per second": f"{self.samples_per_second:,.0f}",
             "tokens per second": _count(self.tokens_per_second),
-            f"peak memory{'' if devices == 1 else ' (of rank 0)'}": "not measured"
-            if peak is None
-            else format_bytes(peak),
+            f"peak memory{'' if is_alone else ' (of rank 0)'}": memory,
             "epochs": f"{self.epochs:,}",
             "optimizer steps": f"{self.steps:,}",
             "stopped early": self.stop_reason or "",
@@ -133,27 +144,12 @@ class FitSummary:
             "rehearsed": self.rehearsed or "",
             "train loss (last batch)": describe_number(self.train_loss),
             "loss average": _SURE.get(self.loss_average_is, self.loss_average_is),
-            **{
-                f"train {name} ({'last' if self.epochs else 'part of an'} epoch)": describe_number(
-                    value
-                )
-                for name, value in self.train_metrics.items()
-            },
-            **{f"eval {name}": describe_number(value) for name, value in self.eval_metrics.items()},
-            "OOMs survived": f"{self.ooms} ({self.train_ooms} in train, {self.eval_ooms} in eval)"
-            + (f", and {self.nested_ooms} inside of parts" if self.nested_ooms else ""),
-            "final microbatch size": self._final_size(),
+            **{f"train {name} ({epoch})": each for name, each in shown(self.train_metrics)},
+            **{f"eval {name}": each for name, each in shown(self.eval_metrics)},
+            "OOMs survived": ooms,
+            "final microbatch size": size,
         }
         return {name: value for name, value in rows.items() if value}
-
-    def _final_size(self) -> str:
-        share = "" if self.global_batch.num_devices == 1 else " on each device"
-        unit = self.microbatch_unit
-        word = unit.removesuffix("s") if self.microbatch_size == 1 else unit
-        final = f"{self.microbatch_size} {word} ({self.cut}{share}) in train"
-        if self.eval_microbatch_size is not None:
-            final += f", {self.eval_microbatch_size} in eval"
-        return final
 
 
 _SURE = {
@@ -169,16 +165,8 @@ def _count(number: float | None) -> str:
     return "" if number is None else f"{number:,.0f}"
 
 
-def summarize(
-    state: LoopState,
-    *,
-    stop_reason: str | None,
-    peak_memory_bytes: int | None,
-    num_devices: int,
-    loss_average_is: str,
-    rehearsed: str | None,
-) -> FitSummary:
-    """Gather what the loop wrote down."""
+def summarize(state: LoopState, *, num_devices: int, **more: Any) -> FitSummary:
+    """Gather what the loop wrote down, and what else is told of a run, by its name."""
     cut = state.train.cut
     assert cut is not None
     assert state.loss is not None
@@ -187,7 +175,6 @@ def summarize(
         seconds=state.train.seconds + state.eval.seconds,
         samples_per_second=state.samples / seconds,
         tokens_per_second=None if state.tokens is None else state.tokens / seconds,
-        peak_memory_bytes=peak_memory_bytes,
         epochs=state.epoch,
         steps=state.batch - state.skipped,
         skipped_steps=state.skipped,
@@ -206,9 +193,7 @@ def summarize(
         batch_size=cut.num_rows,
         eval_microbatch_size=None if state.eval.cut is None else state.eval.cut.microbatch_size,
         train_loss=state.loss,
-        loss_average_is=loss_average_is,
-        rehearsed=rehearsed,
-        stop_reason=stop_reason,
         train_metrics=state.train.metrics,
         eval_metrics=state.eval.metrics,
+        **more,
     )

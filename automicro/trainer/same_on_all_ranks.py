@@ -17,7 +17,7 @@ from automicro.ranks.interface import Ranks
 from automicro.sharding import num_ranks
 from automicro.step.feature import Feature
 from automicro.torch_private import is_uninitialized
-from automicro.trainer.data.described import describe_for_ranks
+from automicro.trainer.data.sharing import describe_for_ranks
 from automicro.trainer.evaluators import Evaluator
 from automicro.trainer.resume.optimizer import given_options
 from automicro.values import as_text
@@ -198,9 +198,6 @@ _GIVE_THE_SAME = (
 def require_same(outline: Callable[[], Outline], *, what: str = "options") -> None:
     """Compare what ranks were given. All ranks call it; for one process it is free.
 
-    Raises:
-        DesyncError: on all ranks, with each thing that differs and every rank's value.
-
     >>> require_same(lambda: {"max_duration": "'2ep'"})
     """
     if num_ranks() == 1:
@@ -255,9 +252,6 @@ def _by_rank(values: Sequence[str]) -> str:
 def require_same_order(ranks: Ranks, checksum: int | None, name: str) -> None:
     """Compare the order of rows that ranks share. All ranks call it, once in a pass.
 
-    Raises:
-        DesyncError: on all ranks, where orders differ.
-
     >>> from automicro.ranks.interface import OneRank
     >>> require_same_order(OneRank(), 3, "train_dataloader")
     """
@@ -266,9 +260,6 @@ def require_same_order(ranks: Ranks, checksum: int | None, name: str) -> None:
 
 def compare_orders(checksums: Sequence[int | None], name: str) -> None:
     """Refuse orders of rows that differ.
-
-    Raises:
-        DesyncError: with the remedy.
 
     >>> compare_orders([7, None, 7], "train_dataloader")
     """

@@ -47,7 +47,6 @@ from automicro.trainer.rehearsal import Rehearsal, read_rehearsal
 from automicro.trainer.resume.checkpointer import (
     Checkpointer,
     check_best_metric,
-    check_optimizer_state,
     read_checkpoint,
 )
 from automicro.trainer.resume.snapshot import Part, Scope, Snapshot
@@ -299,7 +298,6 @@ def assemble_fit(
     if config is not None:
         context.failures.folder = Path(config.folder).parent
         check_best_metric(config, run.expected)
-        check_optimizer_state(optimizer)
         if config.interval is not None:
             seconds.require_for("checkpoint interval", Duration.parse(config.interval))
         metrics_of = {f"metrics of {each.name or 'eval'}": each.metrics for each in evaluations}

@@ -67,12 +67,7 @@ class Interruption:
         checkpoint: Path | str | None = None,
         say: Callable[[str], None] = lambda line: None,
     ) -> None:
-        """End the program as the signal would have, now that all is in order.
-
-        Raises:
-            KeyboardInterrupt: it was Ctrl-C.
-            SystemExit: it was SIGTERM; the exit code is 143, as a shell has it.
-        """
+        """End the program as the signal would have, now that all is in order."""
         if self._first is None:
             return
         saved = None if checkpoint is None else str(checkpoint)

@@ -43,18 +43,16 @@ class FinitenessGuard:
         return _is_finite if self.decides else None
 
     def object_to(self, loss: float, norm: float | None, state: LoopState) -> str | None:
-        """None where the optimizer may step, else what is not finite, in words.
-
-        Raises:
-            NonFiniteLossError: the mode is "stop", or too many batches were skipped in a row.
-        """
-        if not self.decides:
-            return None
-        what = _describe_loss(loss, norm)
-        if what is None:
+        """None where the optimizer may step, else what is not finite, in words."""
+        what = None
+        if not math.isfinite(loss):
+            what = f"the loss is {loss}"
+        elif norm is not None and not math.isfinite(norm):
+            what = f"the loss is {loss:.6g}, but the norm of its gradient is {norm}"
+        if what is None or not self.decides:
             return None
         if self._mode == "skip":
-            return self._skip(what, state)
+            return self.skip(what, state)
         raise NonFiniteLossError(
             f"{what} in {place_of(state)}; the optimizer did not step. Lower the learning rate, "
             "warm it up, clip gradients (grad_clip_norm=1.0), look for NaN and infinite values in "
@@ -62,21 +60,12 @@ class FinitenessGuard:
             "non_finite: skip)"
         )
 
-    def object_to_overflow(self, state: LoopState) -> str:
-        """The error for a batch whose gradients overflowed in half precision.
-
-        The scale of the loss is lowered then, so it is no error unless it goes on for long.
-
-        Raises:
-            NonFiniteLossError: too many batches were skipped in a row.
-        """
-        return self._skip("gradients overflowed, so the scale of the loss was lowered", state)
-
     def take_note_of_step(self) -> None:
         """The optimizer has stepped: the model is not lost."""
         self._in_a_row = 0
 
-    def _skip(self, what: str, state: LoopState) -> str:
+    def skip(self, what: str, state: LoopState) -> str:
+        """Leave a batch out, in words; too many in a row are an error."""
         self._in_a_row += 1
         if self._in_a_row <= MOST_IN_A_ROW:
             return f"{what} in {place_of(state)}"
@@ -91,27 +80,9 @@ def _is_finite(loss: Tensor) -> bool:
     return math.isfinite(loss.item())
 
 
-def _describe_loss(loss: float, norm: float | None) -> str | None:
-    if not math.isfinite(loss):
-        return f"the loss is {loss}"
-    if norm is not None and not math.isfinite(norm):
-        return f"the loss is {loss:.6g}, but the norm of its gradient is {norm}"
-    return None
-
-
 @dataclass(frozen=True, kw_only=True, eq=False)
 class TrainingStep:
-    """One optimization batch: its gradient, the optimizer's step, and what is counted.
-
-    Attributes:
-        microbatcher: gives the gradient.
-        update: what becomes of it.
-        metrics: updated with every row.
-        guard: decides about losses that are not finite.
-        tokens: counts the tokens of batches.
-        seconds: counts the seconds of data in them.
-        context: of the run; its state is written here.
-    """
+    """One optimization batch: its gradient, the optimizer's step, and what is counted."""
 
     microbatcher: Microbatcher
     update: Update
@@ -131,9 +102,6 @@ class TrainingStep:
         """Train on an optimization batch, and write down what came of it.
 
         Returns None where no rank has rows, and nothing was done.
-
-        Raises:
-            NonFiniteLossError: before the optimizer steps.
         """
         start = time.perf_counter()
         update, context = self.update, self.context
@@ -179,7 +147,9 @@ class TrainingStep:
                 state.loss, None if update.is_scaled else length, state
             )
         if objection is None and not update.step():
-            objection = self.guard.object_to_overflow(state)
+            # The scale is lowered then, so it is no error unless it goes on for long.
+            what = "gradients overflowed, so the scale of the loss was lowered"
+            objection = self.guard.skip(what, state)
         if not reads_first:  # late: the device has the optimizer's step to do meanwhile
             state.loss, length, losses = self._read(result, norm)
         if objection is None:

@@ -33,12 +33,6 @@ def prepare_cublas(device: torch.device | str) -> None:
     read it once in the life of a process. Call it before anything computes on the device, best
     before anything lies there. Nothing happens where the device has no cuBLAS.
 
-    Raises:
-        ValueError: the variable has a value that is not deterministic.
-
-    Warns:
-        DeterminismWarning: CUDA is in use already, so cuBLAS may have asked.
-
     Example:
         >>> prepare_cublas("cpu")
     """
@@ -74,9 +68,6 @@ def deterministic_algorithms(device: torch.device) -> Iterator[None]:
     ``torch.utils.deterministic.fill_uninitialized_memory`` says otherwise): without, a model that
     reads what it never wrote would differ from run to run, unnoticed.
 
-    Raises:
-        RuntimeError: an operation has no deterministic implementation: torch's own error.
-
     Example:
         >>> with deterministic_algorithms(torch.device("cpu")):
         ...     torch.are_deterministic_algorithms_enabled()
@@ -103,9 +94,6 @@ def deterministic_algorithms(device: torch.device) -> Iterator[None]:
 def refuse_lazy(option: str, modules: Iterable[nn.Module]) -> None:
     """Refuse modules that have no shape yet, for an option that needs it before the first batch.
 
-    Raises:
-        ValueError: names the first parameter or buffer.
-
     >>> refuse_lazy("parallel='ddp'", [nn.Linear(2, 2)])
     """
     for module in modules:
@@ -130,10 +118,6 @@ class RunSurroundings:
         residents: what lies there all the time.
         deterministic: whether to refuse algorithms that are not.
         console: where progress is shown; None for the usual one.
-
-    Raises:
-        TypeError: ``shows_progress`` is not True or False.
-        ValueError: no such limit for this device.
     """
 
     shows_progress: bool
@@ -152,11 +136,7 @@ class RunSurroundings:
 
     @contextlib.contextmanager
     def open(self, context: RunContext) -> Iterator[None]:
-        """Run inside; the context's progress is shown. Inside of itself it changes nothing.
-
-        Raises:
-            torch.OutOfMemoryError: what is resident alone exceeds a simulated limit.
-        """
+        """Run inside; the context's progress is shown. Inside of itself it changes nothing."""
         if self._is_open:
             yield
             return

@@ -128,7 +128,7 @@ def test_another_batch_over_all_ranks_is_refused_and_nothing_is_changed(
     world2.run(runs.train_on, tmp_path, "1ba", ROWS, "shuffled", **options)
     arguments = (runs.train_on, tmp_path, "2ep", ROWS, "shuffled")
     for error in world3.run(runs.error_of, *arguments, per_batch=18, **options):
-        assert error.startswith("CheckpointError: the checkpoint was saved by 2 ranks after 1 bat")
+        assert error.startswith("CheckpointError: 2 ranks saved it after 1 batches")
         assert "entries_per_step=12 (here 18); pass batch_size=4" in error
         assert error.endswith("go on with 2 ranks, or from a checkpoint of the end of an epoch")
     results = world3.run(runs.train_on, tmp_path, "2ep", ROWS, "shuffled", **options)

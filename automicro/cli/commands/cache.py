@@ -114,8 +114,7 @@ def cells(sizes: Iterable[RememberedSize]) -> list[list[str]]:
 
 
 def _num_microbatches(size: RememberedSize) -> int:
-    rows: int = size.key["rows"]
-    return -(-rows // size.microbatch_size)
+    return -(-int(size.key["rows"]) // size.microbatch_size)
 
 
 def _date(size: RememberedSize) -> str:
@@ -144,9 +143,7 @@ COLUMNS: Mapping[str, Callable[[RememberedSize], object]] = {
     "model": lambda size: size.key["model"],
     "parameters": lambda size: describe_count(size.key["parameters"]),
     "device": _device,
-    "precision": lambda size: (
-        size.key["precision"] + (", compiled" if size.key["compiled"] else "")
-    ),
+    "precision": lambda size: size.key["precision"] + ", compiled" * size.key["compiled"],
     "phase": lambda size: size.key["phase"],
     "batch (rows)": lambda size: size.key["rows"],
     "microbatch size (rows)": lambda size: size.microbatch_size,

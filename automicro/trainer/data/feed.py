@@ -11,7 +11,6 @@ from automicro.data import LengthBatchSampler
 from automicro.errors import CheckpointError, CheckpointWarning, DataLoaderError, warn
 from automicro.ranks.interface import Ranks
 from automicro.torch_private import forget_workers
-from automicro.trainer.data.described import IN_A_RUN, OF_SHARED_ORDER, changed, describe_loader
 from automicro.trainer.data.loading import (
     announce_epoch,
     begin,
@@ -26,7 +25,13 @@ from automicro.trainer.data.loading import (
     write_attributes,
     write_generators,
 )
-from automicro.trainer.data.sharing import shared_sampler
+from automicro.trainer.data.sharing import (
+    IN_A_RUN,
+    OF_SHARED_ORDER,
+    changed,
+    describe_loader,
+    shared_sampler,
+)
 from automicro.trainer.same_on_all_ranks import require_same_order
 from automicro.values import same_values
 
@@ -124,9 +129,6 @@ class Feed:
 
         A pass that was loaded is taken up if it is of this epoch and has not ended; the rest may
         be no batch at all. Nothing happens before the first batch is asked for.
-
-        Raises:
-            DataLoaderError: a new pass gave no batch, or the loader is not the one that was saved.
         """
         iterator = None
         if self._loaded is not None:
@@ -153,11 +155,7 @@ class Feed:
         return empty(self._loader, self._name)
 
     def require_same_order(self, ranks: Ranks) -> None:
-        """Compare the order of the pass with that of other ranks. All call it, once it has begun.
-
-        Raises:
-            DesyncError: it is another one.
-        """
+        """Compare the order of a pass that has begun with that of other ranks. All call it."""
         checksum = None if self._sampler is None else self._sampler.checksum
         require_same_order(ranks, checksum, self._name)
 
@@ -177,11 +175,7 @@ class Feed:
         }
 
     def reshard(self, states: Sequence[Mapping[str, Any]], *, rank: int) -> dict[str, Any]:
-        """The state for a rank in the middle of a pass, where another number of ranks saved it.
-
-        Raises:
-            CheckpointError: the batches to come would hold other rows than they would have.
-        """
+        """The state for a rank in the middle of a pass, where another number of ranks saved it."""
         order, last = describe_loader(self._loader), states[0]["passes"][-1]
         # Of the last batches of a pass, some ranks have no rows.
         given = max(int(each["passes"][-1]["given"]) for each in states if each["passes"])
@@ -262,15 +256,7 @@ class Feed:
         return {**state, "passes": [], "loader": None}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from there with the next `batches`.
-
-        Raises:
-            DataLoaderError: the loader is not the one that was saved.
-
-        Warns:
-            CheckpointWarning: it has become longer, its batches have other rows, or it cannot begin
-                again.
-        """
+        """Go on from there with the next `batches`."""
         passes = [_Pass(**each) for each in state["passes"]]
         if state["loader"] is not None and not self._keeps_state:
             raise DataLoaderError(

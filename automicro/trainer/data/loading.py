@@ -161,9 +161,6 @@ def write_generators(generators: Mapping[str, Generator], states: Mapping[str, A
 def check_loader(name: str, loader: object) -> None:
     """Refuse what gives no batches.
 
-    Raises:
-        TypeError: it cannot be iterated over, or gives keys or loaders.
-
     >>> check_loader("train_dataloader", [("a", "batch")])
     """
     if isinstance(loader, Mapping):
@@ -181,7 +178,9 @@ def check_loader(name: str, loader: object) -> None:
             f"{name} is a {type(loader).__name__} of {len(loader)}, and not of batches: "
             f"{', '.join(type(each).__name__ for each in loader)}; {remedy}"
         )
-    if loader is not None and not isinstance(loader, Iterable) and not _is_indexable(loader):
+    # What has indices can be iterated over as well, but a class has none of its own.
+    is_indexable = hasattr(type(loader), "__getitem__") and not isinstance(loader, type)
+    if not (loader is None or isinstance(loader, Iterable) or is_indexable):
         raise TypeError(
             f"{name} is a {type(loader).__name__} and cannot be iterated over; pass a "
             "torch.utils.data.DataLoader, or any iterable of whole batches"
@@ -190,9 +189,6 @@ def check_loader(name: str, loader: object) -> None:
 
 def check_passes(loader: object, duration: Duration) -> None:
     """Refuse an iterator where several passes are asked for.
-
-    Raises:
-        ValueError: it can be passed over only once.
 
     >>> check_passes([1, 2], Duration.parse("2ep"))
     """
@@ -212,9 +208,6 @@ def fetch(loader: Any, name: str, *, may_be_empty: bool = False) -> Iterator[Any
 
     Persistent workers draw a seed when they start and not with every pass, so that a run that is
     taken up would draw one more than the undisturbed one: random numbers are put back after it.
-
-    Raises:
-        DataLoaderError: there is not one batch.
 
     >>> list(fetch([1, 2], "train_dataloader"))
     [1, 2]
@@ -334,10 +327,6 @@ def average_batch(loader: object) -> AverageBatch | None:
 def read_accumulation(value: object) -> int | Duration:
     """How many batches make up an optimization batch, or the size that they are to reach.
 
-    Raises:
-        TypeError: neither a whole number nor text.
-        ValueError: too small, or text that is no size.
-
     >>> read_accumulation(4), read_accumulation("1024sp")
     (4, Duration.parse('1024sp'))
     """
@@ -354,9 +343,6 @@ def read_accumulation(value: object) -> int | Duration:
 
 def choose_accumulation(size: Duration, loader: object, num_devices: int) -> int:
     """How many batches of each device make up an optimization batch that reaches a size.
-
-    Raises:
-        ValueError: the size of a batch is unknown.
 
     >>> rows = torch.utils.data.TensorDataset(torch.zeros(64))
     >>> choose_accumulation(Duration.parse("100sp"), DataLoader(rows, batch_size=8), 4)
@@ -423,7 +409,3 @@ def announce_epoch(loader: object, epoch: int) -> None:
 def _is_loader(value: object) -> bool:
     """Whether it gives batches, where a batch was expected."""
     return isinstance(value, DataLoader | Iterator) or comes_from(value, "automicro.Evaluator")
-
-
-def _is_indexable(loader: object) -> bool:
-    return hasattr(type(loader), "__getitem__") and not isinstance(loader, type)

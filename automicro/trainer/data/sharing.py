@@ -1,4 +1,4 @@
-"""Data loaders shared among ranks."""
+"""Data loaders shared among ranks, and what decides which rows their batches have."""
 
 import contextlib
 import copy
@@ -6,7 +6,7 @@ import itertools
 import random
 import zlib
 from array import array
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import KW_ONLY, dataclass
 from typing import Any, TypeAlias
 
@@ -110,20 +110,10 @@ class SharedBatchSampler(_OneOrder):
         [[[0, 1], [4, 5], [8]], [[2, 3], [6, 7]]]
     """
 
-    def __init__(
-        self,
-        sampler: Indices,
-        batch_size: int,
-        *,
-        drop_last: bool,
-        rank: int,
-        world_size: int,
-        seed: int,
-    ) -> None:
-        super().__init__(sampler, rank=rank, world_size=world_size, seed=seed)
-        self.batch_size = batch_size
-        self.drop_last = drop_last
-        self.per_batch = batch_size * world_size
+    def __init__(self, sampler: Indices, batch_size: int, *, drop_last: bool, **place: int) -> None:
+        super().__init__(sampler, **place)
+        self.batch_size, self.drop_last = batch_size, drop_last
+        self.per_batch = batch_size * self.world_size
 
     def __iter__(self) -> Iterator[list[int]]:
         order = self.order()
@@ -200,12 +190,6 @@ ITSELF = "is_sharded"
 class LoaderSharing:
     """Gives each rank its part of loaders.
 
-    Attributes:
-        place: of this process.
-        seed: of the order of rows, the same on all ranks.
-        device: where ranks can exchange tensors.
-        has_parted_layers: whether some ranks hold parts of one layer, and so need the same rows.
-
     Example:
         >>> from torch.utils.data import TensorDataset
         >>> loader = DataLoader(TensorDataset(torch.arange(5)), batch_size=2)
@@ -219,19 +203,13 @@ class LoaderSharing:
     _: KW_ONLY
     seed: int
     device: torch.device
-    has_parted_layers: bool = False
+    has_parted_layers: bool = False  # then some ranks need the same rows
 
     def share(self, loader: Any, name: str, *, is_evaluated: bool = False) -> Any:
         """This rank's part of a loader: the loader itself, where it is shared already.
 
         A ``DataLoader`` over a data set with a length gets a sampler that shares the rows out; all
         else about it stays. A `LengthBatchSampler` shares them out itself. All ranks call it.
-
-        Raises:
-            ValueError: data of which every rank would get all, or some twice in an evaluation.
-
-        Warns:
-            UserWarning: rows that come twice in an epoch.
         """
         place = self.place
         dataset = getattr(loader, "dataset", None)
@@ -248,10 +226,9 @@ class LoaderSharing:
                 return loader
         if self.has_parted_layers:
             raise ValueError(
-                f"the model has layers that are parted among ranks (tensor parallelism), and "
-                f"nothing says which ranks need the same rows of {name}; give it a "
-                "DistributedSampler with the rank and the number of the data-parallel groups, or "
-                f"set {ITSELF} = True on it"
+                f"ranks hold parts of layers (tensor parallelism), and nothing says which need the "
+                f"same rows of {name}; give it a DistributedSampler over the data-parallel groups, "
+                f"or set {ITSELF} = True on it"
             )
         if isinstance(batch_sampler, LengthBatchSampler):
             if batch_sampler.has_place:
@@ -315,10 +292,98 @@ def _check_padding(sampler: DistributedSampler[Any], name: str, *, is_evaluated:
         return
     twice = f"{more} of its {rows} rows come twice" if more > 0 else f"it leaves out {-more} rows"
     text = (
-        f"{name} has a DistributedSampler for {sampler.num_replicas} ranks, with which {twice} "
-        "in every pass"
+        f"{name} has a DistributedSampler for {sampler.num_replicas} ranks, with which {twice} in "
+        "every pass; leave it out: the Trainer shares the rows out, each exactly once"
     )
-    remedy = "leave it out: the Trainer shares the rows out, each exactly once"
-    if is_evaluated:
-        raise ValueError(f"{text}, so losses and metrics would be wrong; {remedy}")
-    warn(f"{text}; {remedy}", UserWarning)
+    if is_evaluated:  # losses and metrics would be wrong
+        raise ValueError(text)
+    warn(text, UserWarning)
+
+
+# Loaders in plain values that decide which rows their batches have, for ranks and runs
+
+IN_A_RUN = ("batches", "rows", "batch_size", "sampler", "has_generator", "num_workers")
+"""Values that stay the same in the middle of a pass, or rows come twice or not at all."""
+OF_SHARED_ORDER = ("shared_by", "sampler", "entries", "entries_per_step")
+"""Values that stay the same where another number of ranks goes on in the middle of a pass."""
+_ON_RANKS = (
+    *("loader", "dataset", "rows", "sampler", "entries"),
+    *("batch_sampler", "batches", "batch_size", "drop_last"),
+)
+
+
+def describe_loader(loader: object) -> dict[str, Any]:
+    """All that is known of a loader, as far as torch's classes and ours tell.
+
+    >>> told = describe_loader(DataLoader(range(8), batch_size=4, shuffle=True))
+    >>> told["rows"], told["batch_size"], told["sampler"], told["shared_by"]
+    (8, 4, 'RandomSampler', None)
+    """
+    of_loader, batch_sampler, of_batches = samplers_of(loader)
+    dataset, shared = getattr(loader, "dataset", None), shared_sampler(loader)
+    sampler = of_loader if of_batches is None else of_batches
+    is_plain = type(batch_sampler) is BatchSampler or isinstance(batch_sampler, SharedBatchSampler)
+    is_of_torch = type(sampler).__module__ == BatchSampler.__module__
+    is_stream = isinstance(dataset, IterableDataset)
+    own = {id(each) for each in attached_generators(shared).values()}
+    return {
+        "loader": type(loader).__name__,
+        "dataset": None if dataset is None else type(dataset).__name__,
+        "batches": num_batches(loader),
+        "rows": None if dataset is None else num_batches(dataset),
+        "sampler": None if sampler is None else _named(sampler),
+        "entries": num_batches(sampler),
+        "batch_sampler": None if batch_sampler is None else type(batch_sampler).__name__,
+        "batch_size": batch_sampler.batch_size if is_plain else None,
+        "drop_last": batch_sampler.drop_last if is_plain else None,
+        "has_generator": is_of_torch and getattr(sampler, "generator", None) is not None,
+        "num_workers": getattr(loader, "num_workers", None) if is_stream else None,
+        "shared_by": None if shared is None else type(shared).__name__,
+        "entries_per_step": getattr(shared, "per_batch", None),
+        "seed": getattr(shared, "seed", None),
+        "world_size": getattr(shared, "world_size", 1),
+        "generators": [
+            place for place, each in attached_generators(loader).items() if id(each) in own
+        ],
+    }
+
+
+def describe_for_ranks(loader: object) -> str:
+    """A loader in words, with the lengths that decide which rows each rank gets.
+
+    >>> describe_for_ranks([1, 2]), describe_for_ranks(None)
+    ('loader=list', 'None')
+    """
+    if loader is None:
+        return "None"
+    told: Mapping[str, Any] = describe_loader(loader)
+    dataset = getattr(loader, "dataset", None)
+    has_own_rows = getattr(loader, ITSELF, False) or getattr(dataset, ITSELF, False)
+    names: tuple[str, ...] = _ON_RANKS
+    if not isinstance(loader, DataLoader):
+        names = names[:1]
+    elif has_own_rows or isinstance(dataset, IterableDataset):
+        names = names[:2]
+    return ", ".join(f"{name}={told[name]}" for name in names if told[name] is not None)
+
+
+def _named(sampler: object) -> str:
+    if not isinstance(sampler, DistributedSampler):
+        return type(sampler).__name__
+    return (
+        f"DistributedSampler(num_replicas={sampler.num_replicas}, shuffle={sampler.shuffle}, "
+        f"seed={sampler.seed}, drop_last={sampler.drop_last})"
+    )
+
+
+def changed(saved: Mapping[str, Any], here: Mapping[str, Any]) -> list[str]:
+    """The values that were others, in words. A name that only one of both has is left out.
+
+    >>> changed({"lr": 0.1, "old": 1}, {"lr": 0.2, "new": 2})
+    ['lr=0.1 (here 0.2)']
+    """
+    return [
+        f"{name}={saved[name]} (here {value})"
+        for name, value in here.items()
+        if name in saved and saved[name] != value
+    ]

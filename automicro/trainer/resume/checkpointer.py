@@ -6,10 +6,9 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-import torch
-
 from automicro.batch.device import on_host
-from automicro.checkpoints.reading import FoundCheckpoint
+from automicro.checkpoints.peers import together
+from automicro.checkpoints.reading import FoundCheckpoint, open_checkpoint
 from automicro.checkpoints.store import CheckpointConfig, CheckpointStore
 from automicro.errors import CheckpointError, CheckpointWarning, suggestion, warn
 from automicro.events.run import IN_EVALUATION, NO_EVALUATION, ExpectedValues
@@ -25,9 +24,6 @@ _NO_METRICS: Mapping[str, float] = MappingProxyType({})
 def read_checkpoint(checkpoint: object) -> CheckpointConfig | None:
     """The config, or None.
 
-    Raises:
-        TypeError: anything else.
-
     >>> read_checkpoint(None) is None
     True
     """
@@ -41,9 +37,6 @@ def read_checkpoint(checkpoint: object) -> CheckpointConfig | None:
 def check_best_metric(config: CheckpointConfig, expected: ExpectedValues) -> None:
     """Refuse a metric to keep the best by that no evaluation in training gives.
 
-    Raises:
-        ValueError: names it, and those that there are.
-
     >>> check_best_metric(CheckpointConfig(folder="runs/a"), ExpectedValues())
     """
     if not config.keep_best:
@@ -56,22 +49,6 @@ def check_best_metric(config: CheckpointConfig, expected: ExpectedValues) -> Non
             f"checkpoint.best_metric={name!r}{hint} is not a value of an evaluation in training, "
             f"and keep_best={config.keep_best} keeps by such: "
             + (f"give one such as {', '.join(there)}" if there else NO_EVALUATION)
-        )
-
-
-def check_optimizer_state(optimizer: torch.optim.Optimizer) -> None:
-    """Refuse an optimizer whose state no rank has whole, so that none can save it.
-
-    Raises:
-        ValueError: names it.
-
-    >>> check_optimizer_state(torch.optim.SGD([torch.zeros(1, requires_grad=True)]))
-    """
-    if callable(getattr(optimizer, "consolidate_state_dict", None)):
-        raise ValueError(
-            f"{type(optimizer).__name__} shares its state out among the ranks, none of which has "
-            "what a checkpoint saves; with checkpoint=…, use parallel='fsdp', whose optimizer "
-            "state is shared out and saved, or the optimizer inside of it with parallel='ddp'"
         )
 
 
@@ -116,20 +93,16 @@ class Checkpointer:
         """Go on from a checkpoint, if the config says so and there is one; what was loaded.
 
         Random numbers are left for the caller to put back, after whatever else draws some.
-
-        Raises:
-            CheckpointError: it is of another run, or all are damaged, or the one that was asked
-                for is not there.
         """
         if self._config.resume == "never":
             return None
         with on_host():
             chosen = self._choose()
-            opened = None if chosen is None else self._store.open(chosen)
+            opened = None if chosen is None else open_checkpoint(chosen, peers=self._snapshot.peers)
         if opened is None:
             return None
-        self._store.together(partial(self._snapshot.compare, opened))
-        saved = self._store.together(partial(self._snapshot.restore, opened))
+        together(self._snapshot.peers, partial(self._snapshot.compare, opened))
+        saved = together(self._snapshot.peers, partial(self._snapshot.restore, opened))
         state, progress = self._context.state, self._context.progress
         self._interval.catch_up(state)
         # One of another folder is saved here, too, even if there is nothing left to train.
@@ -161,11 +134,7 @@ class Checkpointer:
             self.save(metrics)
 
     def rehearse(self) -> None:
-        """Refuse now what no checkpoint can hold, before anything was trained.
-
-        Raises:
-            CheckpointError: something of the run has a state that cannot be saved.
-        """
+        """Refuse now what no checkpoint can hold, before anything was trained."""
         with on_host():  # where random numbers lie
             self._snapshot.rehearse()
 
@@ -177,7 +146,7 @@ class Checkpointer:
             self._save(self._context.state.batch, metrics)
 
     def _save(self, batch: int, metrics: Mapping[str, float]) -> None:
-        snapshot = self._store.together(self._gather)
+        snapshot = together(self._snapshot.peers, self._gather)
         try:
             with on_host():  # where what is written is read
                 own = self._snapshot.own(snapshot)

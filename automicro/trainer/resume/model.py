@@ -47,18 +47,13 @@ class ModuleState:
 
     def gather(self) -> dict[str, Any]:
         """The state as it is now. Its tensors are the models' own where they can be."""
-        states = [module.state_dict() for module in self._modules]
-        return {
-            "modules": states,
-            "buffers": [
-                _unlisted_buffers(module, state)
-                for module, state in zip(self._modules, states, strict=True)
-            ],
-            "generators": read_generators(self._reach.named_generators()),
-        }
+        return {"modules": [module.state_dict() for module in self._modules], **self.own()}
 
     def own(self) -> dict[str, Any]:
-        """State that may differ between ranks: all buffers, and the generators."""
+        """State that may differ between ranks: generators, and all buffers.
+
+        Buffers that are not persistent are among these: a forward may change them all the same.
+        """
         return {
             "buffers": [
                 {
@@ -100,11 +95,7 @@ class ModuleState:
         }
 
     def compare(self, opened: FoundCheckpoint) -> None:
-        """Refuse the checkpoint of other models.
-
-        Raises:
-            CheckpointError: names, shapes or dtypes differ.
-        """
+        """Refuse the checkpoint of other models."""
         here = [module.state_dict() for module in self._modules]
         refuse_differences(
             opened,
@@ -118,11 +109,7 @@ class ModuleState:
         return {place: each for place, each in tensors_of(state).items() if is_sharded(each)}
 
     def restore(self, saved: Mapping[str, Any]) -> None:
-        """Put back what was not read in place.
-
-        Raises:
-            CheckpointError: a model's own ``load_state_dict`` refuses it.
-        """
+        """Put back what was not read in place."""
         for module, state in zip(self._modules, saved["modules"], strict=True):
             _load(module, state)
         self.restore_own(saved)
@@ -177,15 +164,6 @@ def _write(name: str, target: Tensor, value: Tensor) -> None:
             f"the elements of {name} share memory here, and have different values in the "
             "checkpoint; make it a tensor of its own with .clone()"
         )
-
-
-def _unlisted_buffers(module: nn.Module, state: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Buffers that are not persistent: a forward may change them all the same."""
-    return {
-        name: buffer
-        for name, buffer in module.named_buffers()
-        if name not in state and not is_uninitialized(buffer)
-    }
 
 
 def _load_buffers(module: nn.Module, saved: Mapping[str, Tensor]) -> None:

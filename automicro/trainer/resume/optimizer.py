@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from automicro.errors import CheckpointError, CheckpointWarning, warn
 from automicro.sharding import is_sharded
-from automicro.trainer.data.described import changed
+from automicro.trainer.data.sharing import changed
 
 
 def optimizer_state(
@@ -32,20 +32,10 @@ def optimizer_state(
     names = _names(optimizer, modules)
     saved = optimizer.state_dict()
     _refuse_unsharded(optimizer, names)
-    own = {key: values for key, values in saved["state"].items() if not isinstance(key, int)}
-    unnamed = [repr(key) for key in own if not isinstance(key, str)]
-    if unnamed:
-        raise CheckpointError(
-            f"{type(optimizer).__name__} keeps state by {', '.join(unnamed)}, and a checkpoint "
-            "knows parameters and text; key optimizer.state by these"
-        )
+    state = saved["state"]
     return {
-        "state": {
-            names[index]: _copied(values)
-            for index, values in saved["state"].items()
-            if index not in own
-        },
-        "own": {key: _copied(values) for key, values in own.items()},
+        "state": {names[key]: each for key, each in state.items() if isinstance(key, int)},
+        "own": {key: each for key, each in state.items() if not isinstance(key, int)},
         "groups": [
             {
                 **{name: value for name, value in group.items() if name != "params"},
@@ -62,26 +52,22 @@ def named_parameters(modules: Sequence[nn.Module]) -> Iterator[tuple[str, nn.Par
     >>> [name for name, _ in named_parameters([nn.Linear(2, 1), nn.Linear(1, 1)])]
     ['weight', 'bias', 'modules[0].weight', 'modules[0].bias']
     """
-    for prefix, module in zip(_prefixes(modules), modules, strict=True):
+    for index, module in enumerate(modules):
         for name, parameter in module.named_parameters():
-            yield f"{prefix}{name}", parameter
+            yield f"modules[{index - 1}].{name}" if index else name, parameter
 
 
 def load_optimizer_state(
     optimizer: torch.optim.Optimizer, modules: Sequence[nn.Module], state: Mapping[str, Any]
 ) -> None:
-    """Go on with the state and the options that `optimizer_state` gave.
-
-    Raises:
-        CheckpointError: the groups hold other parameters.
-    """
+    """Go on with the state and the options that `optimizer_state` gave."""
     compare_groups(optimizer, modules, state)
     indices = {name: index for index, name in enumerate(_names(optimizer, modules))}
     optimizer.load_state_dict(
         {
             "state": {
-                **{indices[name]: _copied(values) for name, values in state["state"].items()},
-                **{key: _copied(values) for key, values in state["own"].items()},
+                **{indices[name]: values for name, values in state["state"].items()},
+                **state["own"],
             },
             "param_groups": [
                 {
@@ -97,11 +83,7 @@ def load_optimizer_state(
 def compare_groups(
     optimizer: torch.optim.Optimizer, modules: Sequence[nn.Module], state: Mapping[str, Any]
 ) -> None:
-    """Refuse the state of an optimizer of other parameters.
-
-    Raises:
-        CheckpointError: the groups hold other parameters.
-    """
+    """Refuse the state of an optimizer of other parameters."""
     names = _names(optimizer, modules)
     here = [len(group["params"]) for group in optimizer.param_groups]
     listed = [name for group in state["groups"] for name in group["names"]]
@@ -121,10 +103,6 @@ _ADDED = (
     ". A group that a callback adds in the middle of a run is not there yet at a resume: give the "
     "optimizer all groups from the start, and freeze their parameters until then: FreezeSchedule"
 )
-
-
-def _copied(values: Any) -> Any:
-    return dict(values) if isinstance(values, Mapping) else values
 
 
 def _names(optimizer: torch.optim.Optimizer, modules: Sequence[nn.Module]) -> list[str]:
@@ -157,10 +135,6 @@ def _refuse_unsharded(optimizer: torch.optim.Optimizer, names: Sequence[str]) ->
                     "which no checkpoint can put back on another number of ranks; use an "
                     "optimizer whose state has the shape of its parameter, such as AdamW"
                 )
-
-
-def _prefixes(modules: Sequence[nn.Module]) -> list[str]:
-    return ["", *(f"modules[{index}]." for index in range(len(modules) - 1))]
 
 
 # Counters of a schedule, and what repeats the optimizer's own options.
@@ -227,11 +201,7 @@ def _plain(place: str, value: Any) -> Iterator[tuple[str, Any]]:
 
 
 def refuse_other_classes(saved: Mapping[str, Any], given: Mapping[str, Any]) -> None:
-    """Refuse the checkpoint of a run with another optimizer or scheduler.
-
-    Raises:
-        CheckpointError: names both classes.
-    """
+    """Refuse the checkpoint of a run with another optimizer or scheduler."""
     for what, name in given["classes"].items():
         was = saved["classes"].get(what)
         if was != name:

@@ -96,11 +96,7 @@ class Snapshot:
         self._saved_given = self._given
 
     def gather(self) -> dict[str, Any]:
-        """The state as it is now. Its tensors are those of the run, not copies.
-
-        Raises:
-            CheckpointError: a part has no state.
-        """
+        """The state as it is now. Its tensors are those of the run, not copies."""
         return {
             **self._models.gather(),
             "optimizer": optimizer_state(self._optimizer, self._modules),
@@ -129,22 +125,14 @@ class Snapshot:
         }
 
     def rehearse(self) -> None:
-        """Gather a state that is not saved.
-
-        Raises:
-            CheckpointError: no checkpoint can hold it.
-        """
+        """Gather a state that is not saved."""
         state = self.gather()
         for key in ("modules", "buffers"):  # lazy modules have a shape once it is saved
             state[key] = [_initialized(each) for each in state[key]]
         take_apart(state)
 
     def compare(self, opened: FoundCheckpoint) -> None:
-        """Refuse the checkpoint of another run, and say what starts fresh. Nothing is changed.
-
-        Raises:
-            CheckpointError: a state of something else than is here.
-        """
+        """Refuse the checkpoint of another run, and say what starts fresh. Nothing is changed."""
         saved = opened.structure
         refuse_other_classes(saved["given"], self._given)
         self._models.compare(opened)
@@ -164,9 +152,6 @@ class Snapshot:
         """Put everything back but random numbers; what was put back, but the models.
 
         The models come last, so that they are untouched where anything refuses its own state.
-
-        Raises:
-            CheckpointError: something refuses its own state, or the disk fails.
         """
         is_same_world = opened.world_size == self.peers.world_size
         with on_host():
@@ -205,10 +190,9 @@ class Snapshot:
                 states[name] = part.owner.reshard(of_all, rank=rank)
             except CheckpointError as error:
                 raise CheckpointError(
-                    f"the checkpoint was saved by {_ranks(was)} after {batches} batches of an "
-                    f"epoch, and this run has {_ranks(now)}, which share the rows in "
-                    f"another way: {error}. Otherwise go on with {_ranks(was)}, or from a "
-                    "checkpoint of the end of an epoch"
+                    f"{_ranks(was)} saved it after {batches} batches of an epoch, and "
+                    f"{_ranks(now)} share the rows in another way: {error}. Otherwise go on with "
+                    f"{_ranks(was)}, or from a checkpoint of the end of an epoch"
                 ) from error
 
     def _parameter_names(self) -> set[str]:

@@ -146,20 +146,6 @@ def test_an_error_of_a_callback_that_is_saved_names_it(tmp_path: Path) -> None:
     assert "automicro: in the callback Fails, at state_dict" in caught.value.__notes__
 
 
-def test_an_optimizer_whose_state_no_rank_has_whole_is_refused_at_construction(
-    tmp_path: Path,
-) -> None:
-    class SharedOut(torch.optim.SGD):
-        """As torch's ZeroRedundancyOptimizer."""
-
-        def consolidate_state_dict(self, to: int = 0) -> None:
-            """Gather it on one rank."""
-
-    with pytest.raises(ValueError, match=r"SharedOut shares its state out .* parallel='fsdp'"):
-        trainer(tmp_path, optimizer=SharedOut)
-    assert make_trainer(model(), optimizer=SharedOut).fit().steps == 4
-
-
 class AddsAGroup(Callback):
     def batch_end(self, run: Run, result: Any) -> None:
         assert run.optimizer is not None
