@@ -20,11 +20,9 @@ from automicro.cli.config.nodes import is_node, items_inside, prepare_value
 from automicro.cli.config.schema import At, RunConfig, keys_inside
 from automicro.data import LengthBatchSampler, with_batch_sampler
 from automicro.errors import CheckpointError, ConfigError, about
-from automicro.events.callback import Callback
 from automicro.features import WORDS, with_features
 from automicro.loggers import Logger
 from automicro.memory.oom import first_line
-from automicro.policy.policy import Policy
 from automicro.trainer.device import seed_everything
 from automicro.trainer.evaluators import Evaluator
 from automicro.trainer.optimizer import ParameterGroups
@@ -35,15 +33,6 @@ _ARGUMENTS = {*signature(Trainer).parameters, *WORDS}
 FIRST_ARGUMENTS = {
     "optimizer": ["the model's parameters"],
     "scheduler": ["the optimizer"],
-}
-_NO_POLICY = "name one, such as automicro.Halving, or give a whole number, auto or null"
-# What nodes have to make, and what to name there.
-PROTOCOLS: Mapping[str, tuple[type, str]] = {
-    "callbacks": (Callback, "name a subclass of automicro.Callback"),
-    "loggers": (Logger, "name a class with start, log and close, such as one of automicro.loggers"),
-    "microbatch_size": (Policy, _NO_POLICY),
-    "eval_microbatch_size": (Policy, _NO_POLICY),
-    "eval_dataloader.microbatch_size": (Policy, _NO_POLICY),
 }
 LOADERS = ("train_dataloader", "eval_dataloader")
 SHOWN = 3
@@ -164,7 +153,7 @@ def _prepare(value: Any, key: str, kind: str, at: At) -> Callable[..., Any]:
         # Without a name left there is no evaluation.
         return lambda: {name: make() for name, make in inside.items()} or None
     make = prepare_value(value, key, first=FIRST_ARGUMENTS.get(key, ()))
-    return _checking(make, value["call"], key, kind) if is_node(value) else make
+    return _checking(make, value["call"], key) if is_node(value) and kind in LOADERS else make
 
 
 def _make_evaluator(options: dict[str, Any]) -> Evaluator:
@@ -172,29 +161,22 @@ def _make_evaluator(options: dict[str, Any]) -> Evaluator:
     return Evaluator(dataloader=options.pop("data"), metrics=metrics, **options)
 
 
-def _checking(make: Callable[..., Any], call: str, key: str, kind: str) -> Callable[..., Any]:
-    """Return what makes the same, and refuses what has no place under its key.
+def _checking(make: Callable[[], Any], call: str, key: str) -> Callable[..., Any]:
+    """Return what makes the same loader, and refuses what is none.
 
-    >>> _checking(lambda: None, "my_data.loader", "eval_dataloader", "eval_dataloader")()
+    >>> _checking(lambda: None, "my_data.loader", "eval_dataloader")()
     Traceback (most recent call last):
         ...
     automicro.errors.ConfigError: eval_dataloader: my_data.loader returned None: return ...
     """
-    wanted, remedy = PROTOCOLS.get(kind, (object, ""))
 
-    def made(*first: Any) -> Any:
-        found = make(*first)
-        # A class has the methods of a protocol just as its instances do.
-        if not isinstance(found, wanted) or (remedy and isinstance(found, type)):
-            raise ConfigError(
-                f"{key}.call={call!r} made a {type(found).__name__}, which is not a "
-                f"{wanted.__name__}: {remedy}"
-            )
-        if kind in LOADERS and found is None:
+    def made() -> Any:
+        found = make()
+        if found is None:
             raise ConfigError(f"{key}: {call} returned None: return a DataLoader")
         # A dataset that is iterated over may give whole batches; one with places gives rows.
         is_rows = isinstance(found, Dataset) and not isinstance(found, IterableDataset)
-        if kind in LOADERS and is_rows:
+        if is_rows:
             raise ConfigError(
                 f"{key}: {call} gave a {type(found).__name__}, which gives single rows: wrap it in "
                 f"a torch.utils.data.DataLoader"
@@ -247,7 +229,9 @@ def _check_batch_size(config: RunConfig, loader: Any) -> None:
 
 def _with_config(logger: Logger, config: Mapping[str, Any]) -> Logger:
     """Let a logger take down the config among what is run."""
-    start = logger.start
+    start = getattr(logger, "start", None)
+    if start is None or isinstance(logger, type):
+        return logger  # the Trainer refuses it
 
     def start_with_config(run: Mapping[str, Any], *, resume_step: int | None) -> None:
         start({**run, "config": config}, resume_step=resume_step)
