@@ -34,6 +34,9 @@ class ParameterGroups:
         groups: mappings such as ``{"params": ["*.bias", "*norm*"], "weight_decay": 0.0}``, with
             ``*``, ``?`` and ``[…]`` as in `fnmatch`. The first that matches counts.
 
+    Raises:
+        TypeError, ValueError: groups that say nothing, or an optimizer that is built already.
+
     >>> groups = [{"params": "bias", "weight_decay": 0.0}]
     >>> built = ParameterGroups(torch.optim.AdamW, groups).build(nn.Linear(2, 2))
     >>> [group["weight_decay"] for group in built.param_groups]
