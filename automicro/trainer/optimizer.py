@@ -14,12 +14,7 @@ from torch.optim import Optimizer
 
 from automicro.errors import nearest, suggestion, warn
 from automicro.optimizer.step import GradientScaler, clip_gradients, step_optimizer
-from automicro.options import (
-    check_choice,
-    check_modules,
-    check_optimizer,
-    innermost_optimizer,
-)
+from automicro.options import check_choice, check_modules, check_optimizer, innermost_optimizer
 from automicro.ranks.interface import Ranks
 from automicro.values import as_text, comes_from, read_scalars
 
