@@ -20,12 +20,10 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from automicro.errors import BatchError, LossError, add_note
-from automicro.memory.oom import Failure, classify
+from automicro.errors import BatchError, LossError
 from automicro.nested.split import split
 from automicro.policy.policy import Policy
 from automicro.step.parts import attached_to
-from automicro.units import format_bytes
 
 Size: TypeAlias = int | str | Policy | None
 
@@ -100,33 +98,19 @@ class Contrastive(nn.Module):
 
         Raises:
             BatchError: there is none for an encoder, or encoders gave unlike rows.
-            torch.OutOfMemoryError: representations do not fit, even with the smallest slices.
         """
         if set(inputs) != set(self.encoders):
             raise BatchError(
                 f"the batch has {', '.join(sorted(inputs)) or 'nothing'}, and the encoders are "
                 f"{', '.join(sorted(self.encoders))}; name what each of them encodes"
             )
-        encoded: dict[str, Tensor] = {}
-        try:
-            for name, encoder in self.encoders.items():
-                encoded[name] = _encode(name, encoder, inputs[name])
-            counts = {name: len(each) for name, each in encoded.items()}
-            if len({*counts.values()}) > 1:
-                raise BatchError(
-                    f"the encoders give {counts} rows; row by row they belong together"
-                )
-            loss = self.loss(*encoded.values())
-        except Exception as error:
-            if classify(error) is Failure.RETRYABLE:
-                held = format_bytes(sum(each.nbytes for each in encoded.values()))
-                add_note(
-                    error,
-                    f"automicro: {len(encoded)} of {len(self.encoders)} representations of all "
-                    f"rows were there ({held}, and as much for their gradients); take smaller "
-                    "batches, fewer features, or more devices",
-                )
-            raise
+        encoded = {
+            name: _encode(name, encoder, inputs[name]) for name, encoder in self.encoders.items()
+        }
+        counts = {name: len(each) for name, each in encoded.items()}
+        if len({*counts.values()}) > 1:
+            raise BatchError(f"the encoders give {counts} rows; row by row they belong together")
+        loss = self.loss(*encoded.values())
         if loss.dim():
             raise LossError(
                 f"the loss has the shape {tuple(loss.shape)}; give one number for all rows, such "

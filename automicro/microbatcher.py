@@ -541,7 +541,7 @@ class Microbatcher:
 
     @property
     def why_not_reserved(self) -> str | None:
-        """Why no memory is reserved for the optimizer's first step; None if it is or is not needed.
+        """Why no memory is reserved for the optimizer's first step; None if it is, or needs none.
 
         Available after the first batch.
         """

@@ -66,7 +66,6 @@ __all__ = [
     "forward_of_class",
     "function_modes",
     "gradient_hooks",
-    "has_forward_hooks",
     "in_backward",
     "inductor_is_deterministic",
     "is_accumulation",
@@ -277,11 +276,6 @@ def writes_own_state(module: nn.Module) -> bool:
     names = ("get_extra_state", "state_dict", "_save_to_state_dict")
     is_own = any(getattr(type(module), name) is not getattr(nn.Module, name) for name in names)
     return is_own or bool(module._state_dict_hooks)
-
-
-def has_forward_hooks(module: nn.Module) -> bool:
-    """Return whether a module has hooks on its forward's output."""
-    return bool(module._forward_hooks)
 
 
 def gradient_hooks(leaf: Tensor) -> tuple[Hooks | None, Hooks | None]:

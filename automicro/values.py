@@ -418,7 +418,7 @@ def _inside_function(value: types.FunctionType) -> Iterator[tuple[str, Any]]:
 
 
 def is_owned(tensor: Tensor) -> bool:
-    """Whether a forward may set attributes of a tensor: a parameter, or a trained leaf."""
+    """Whether a tensor belongs to the optimizer: a parameter, or a trained leaf."""
     return (tensor.requires_grad and tensor.is_leaf) or isinstance(tensor, nn.Parameter)
 
 

@@ -1,7 +1,7 @@
-"""Two towers in miniature: which right half belongs to which left half of a handwritten digit.
+"""Two towers in miniature: match the right half of a handwritten digit to its left half.
 
-One network encodes left halves, another right ones, and what belongs together has to be more alike
-than all else in the batch: a larger batch asks more. The images are those of
+One network encodes left halves, another one right halves, and matching halves must be more similar
+than all other pairs in the batch, so a larger batch is harder. The images are those of
 `automicro.demo.digits`.
 """
 
@@ -17,15 +17,15 @@ from automicro.demo import digits
 
 
 def loader(split: str, *, batch_size: int, seed: int | None = 0) -> "DataLoader[Any]":
-    """Batches of ``left`` and ``right``, float32 of (rows, 1, 8, 4), as `digits.loader` has them.
+    """Return batches of ``left`` and ``right``, float32 of (rows, 1, 8, 4), like `digits.loader`.
 
-    Rows that would not fill a batch are left out in training: in a smaller batch there is less to
-    compare with, which is another loss.
+    In training, rows that would not fill a batch are dropped: a smaller batch has fewer pairs to
+    compare, which is another loss.
 
     Args:
         split: ``"train"`` or ``"eval"``.
         batch_size: rows of a batch.
-        seed: decides the order.
+        seed: determines the order.
 
     Raises:
         ValueError: an unknown split.
@@ -52,12 +52,12 @@ def _collate(rows: Sequence[tuple[Tensor, ...]]) -> dict[str, Tensor]:
 
 
 class Tower(nn.Module):
-    """Encodes halves: (rows, 1, 8, 4) become (rows, features).
+    """A network that encodes halves: (rows, 1, 8, 4) become (rows, features).
 
     Args:
         channels: of the convolutions; a multiple of 8.
-        features: of a representation.
-        dropout: share of what training drops before the last layer.
+        features: length of a representation.
+        dropout: share of values that training drops before the last layer.
 
     >>> Tower(channels=8, features=5)(torch.zeros(3, 1, 8, 4)).shape
     torch.Size([3, 5])
@@ -78,18 +78,18 @@ class Tower(nn.Module):
         )
 
     def forward(self, images: Tensor) -> Tensor:
-        """The representation of each image."""
+        """Return the representation of each image."""
         encoded: Tensor = self.head(self.convolutions(images))
         return encoded
 
 
 def update_found(metric: "Found", outputs: Any, batch: Any) -> None:
-    """Feed `Found` with a batch."""
+    """Update `Found` with a batch."""
     metric.update(outputs["left"], outputs["right"])
 
 
 class Found(Metric):
-    """The share of left halves whose own right half is the most alike of all in the batch.
+    """The share of left halves whose own right half is the most similar one in the batch.
 
     >>> metric = Found()
     >>> metric.update(torch.eye(3), torch.eye(3)[[0, 2, 1]])
@@ -114,12 +114,12 @@ class Found(Metric):
 
         Args:
             left: representations of (rows, features).
-            right: the same.
+            right: representations of the same shape.
         """
         likeness = left @ nn.functional.normalize(right, dim=-1).T
         self.found += (likeness.argmax(1) == torch.arange(len(left), device=left.device)).sum()
         self.rows += len(left)
 
     def compute(self) -> Tensor:
-        """The share."""
+        """Return the share."""
         return self.found / self.rows

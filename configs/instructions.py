@@ -1,7 +1,7 @@
-"""Instructions in miniature: prompts and answers of log-normal lengths, of which answers count.
+"""Instructions in miniature: prompts and answers of log-normal lengths; only answers count.
 
 A prompt is an instruction, some words to be ignored and a first number; the answer counts on from
-there in the steps that the instruction names. A model has to look back to the prompt to answer.
+there in the steps that the instruction names. A model has to attend to the prompt to answer.
 """
 
 import math
@@ -28,9 +28,9 @@ class Instructions(Dataset[Row]):
     """Rows with ``input_ids`` and ``labels``, -100 in the prompt, both int64 of (length,).
 
     Args:
-        num_rows: of the data set.
-        seed: the rows are the same for the same one.
-        longest: the most tokens of a row.
+        num_rows: rows of the dataset.
+        seed: determines the rows.
+        longest: most tokens of a row.
 
     >>> row = Instructions(1, seed=0)[0]
     >>> answer = row["input_ids"][row["labels"] != IGNORED]
@@ -58,14 +58,14 @@ def loader(
     longest: int = 96,
     seed: int = 0,
 ) -> "DataLoader[dict[str, Tensor]]":
-    """Batches for a causal language model, as transformers takes them, padded on the right.
+    """Return batches for a causal language model of transformers, padded on the right.
 
     Args:
         split: ``"train"`` or ``"eval"``.
         batch_size: rows of a batch.
-        num_rows: of the data set; 6,400 to train on and 256 to evaluate unless given.
-        longest: the most tokens of a row.
-        seed: decides the order, in a generator of the loader's own.
+        num_rows: rows of the dataset; by default 6,400 for training and 256 for evaluation.
+        longest: most tokens of a row.
+        seed: determines the order, by a generator of the loader.
 
     Raises:
         ValueError: an unknown split.
@@ -88,7 +88,7 @@ def loader(
 
 
 def collate(rows: Sequence[Row]) -> dict[str, Tensor]:
-    """Rows as one batch, padded to the longest; see `loader`."""
+    """Join rows into one batch, padded to the longest; see `loader`."""
     ids = pad_sequence([row["input_ids"] for row in rows], batch_first=True, padding_value=PADDING)
     return {
         "input_ids": ids,
@@ -116,7 +116,7 @@ def _row(drawn: torch.Generator, longest: int) -> Row:
 
 
 class AnswerAccuracy(Metric):
-    """Of all tokens of answers, the share that is predicted.
+    """The share of all tokens of answers that is predicted correctly.
 
     >>> metric = AnswerAccuracy()
     >>> metric.update(torch.eye(3)[None], torch.tensor([[IGNORED, 0, 2]]))
@@ -141,12 +141,12 @@ class AnswerAccuracy(Metric):
 
         Args:
             logits: of (rows, length, vocabulary); those at a position predict the next one.
-            labels: of (rows, length), not shifted; -100 where nothing is predicted.
+            labels: of (rows, length), not shifted; -100 for tokens that are not predicted.
         """
         counts = labels[:, 1:] != IGNORED
         self.right += ((logits[:, :-1].argmax(-1) == labels[:, 1:]) & counts).sum()
         self.tokens += counts.sum()
 
     def compute(self) -> Tensor:
-        """The share."""
+        """Return the share."""
         return self.right / self.tokens

@@ -1,7 +1,7 @@
-"""Speech in miniature: made sounds of varying length, their letters, and a model that reads them.
+"""Speech in miniature: synthetic sounds of varying length, their letters, and a recognizer.
 
-Each letter is a tone of its own pitch, held for a while and followed by a breath; noise lies over
-all. Rows have log-normal numbers of letters, so that most of a batch is padding, as with speech.
+Each letter is a tone with its own pitch, held for a while and followed by a pause, under noise.
+Rows have log-normal numbers of letters, so most of a batch is padding, as with speech.
 """
 
 import functools
@@ -18,7 +18,7 @@ from torchmetrics import Metric
 
 LETTERS = 8
 BLANK = 0
-SAMPLE_RATE = 4000  # samples of a second
+SAMPLE_RATE = 4000  # samples per second
 HOP = 80  # samples from one frame to the next
 WINDOW = 256
 MELS = 24
@@ -31,8 +31,8 @@ class Sounds(Dataset[Row]):
     """Rows with ``frames`` (float32 log-mel energies of (length, 24)), ``letters``, ``seconds``.
 
     Args:
-        num_rows: of the data set.
-        seed: the rows are the same for the same one.
+        num_rows: rows of the dataset.
+        seed: determines the rows.
 
     >>> row = Sounds(4, seed=0)[0]
     >>> row["frames"].shape[1], round(len(row["frames"]) * HOP / SAMPLE_RATE - row["seconds"], 1)
@@ -53,7 +53,7 @@ class Sounds(Dataset[Row]):
 def loader(
     split: str, *, batch_size: int = 32, num_rows: int | None = None, seed: int = 0
 ) -> "DataLoader[dict[str, Tensor]]":
-    """Batches for `Recognizer`.
+    """Return batches for `Recognizer`.
 
     A batch maps ``audio`` to float32 of (rows, most frames, 24), ``audio_lengths`` to frames,
     ``labels`` to int64 of (rows, most letters), ``label_lengths`` to letters and ``seconds`` to
@@ -62,8 +62,8 @@ def loader(
     Args:
         split: ``"train"`` or ``"eval"``.
         batch_size: rows of a batch.
-        num_rows: of the data set; 640 to train on and 96 to evaluate unless given.
-        seed: decides the order, in a generator of the loader's own.
+        num_rows: rows of the dataset; by default 640 for training and 96 for evaluation.
+        seed: determines the order, by a generator of the loader.
 
     Raises:
         ValueError: an unknown split.
@@ -86,7 +86,7 @@ def loader(
 
 
 def collate(rows: Sequence[Row]) -> dict[str, Tensor]:
-    """Rows as one batch, padded to the longest; see `loader`."""
+    """Join rows into one batch, padded to the longest; see `loader`."""
     return {
         "audio": pad_sequence([row["frames"] for row in rows], batch_first=True),
         "audio_lengths": torch.tensor([len(row["frames"]) for row in rows]),
@@ -97,7 +97,7 @@ def collate(rows: Sequence[Row]) -> dict[str, Tensor]:
 
 
 def count_seconds(batch: dict[str, Tensor]) -> float:
-    """The seconds of sound in a batch.
+    """Return the seconds of sound in a batch.
 
     >>> count_seconds({"seconds": torch.tensor([1.5, 0.5])})
     2.0
@@ -121,7 +121,7 @@ def _row(drawn: torch.Generator) -> Row:
 
 
 def _log_mel(wave: Tensor) -> Tensor:
-    """Log-mel energies of (frames, 24)."""
+    """Return log-mel energies of (frames, 24)."""
     spectrum = torch.stft(
         wave, WINDOW, HOP, window=torch.hann_window(WINDOW), center=True, return_complex=True
     )
@@ -130,7 +130,7 @@ def _log_mel(wave: Tensor) -> Tensor:
 
 @functools.cache
 def _filters() -> Tensor:
-    """Triangles of equal width in mel, of (24, frequencies)."""
+    """Return triangles of equal width in mel, of (24, frequencies)."""
     highest = 2595 * math.log10(1 + SAMPLE_RATE / 2 / 700)
     edges = 700 * (10 ** (torch.linspace(0, highest, MELS + 2) / 2595) - 1)
     at = torch.linspace(0, SAMPLE_RATE / 2, WINDOW // 2 + 1)
@@ -140,11 +140,11 @@ def _filters() -> Tensor:
 
 
 class Recognizer(nn.Module):
-    """Convolutions over frames, and a score of each letter for each.
+    """Convolutions over frames, with a score of each letter for each frame.
 
-    What lies beyond the end of a row is zero before every convolution, so that padding changes
-    nothing. The loss is that of connectionist temporal classification (Graves et al., 2006), in
-    nats for each letter, averaged over rows.
+    Values beyond the end of a row are zero before every convolution, so padding changes nothing.
+    The loss is connectionist temporal classification (Graves et al., 2006), in nats per letter,
+    averaged over rows.
 
     >>> batch = collate([Sounds(2, seed=0)[index] for index in range(2)])
     >>> outputs = Recognizer(width=16)(**batch)
@@ -169,7 +169,7 @@ class Recognizer(nn.Module):
         label_lengths: Tensor,
         **others: Any,
     ) -> dict[str, Tensor]:
-        """Loss and logits of (rows, frames, letters and blank)."""
+        """Return the loss, and logits of (rows, frames, letters and blank)."""
         places = torch.arange(audio.shape[1], device=audio.device)
         inside = (places < audio_lengths[:, None])[..., None]
         hidden = self.stem(audio)
@@ -190,14 +190,14 @@ class Recognizer(nn.Module):
 
 
 def update_letter_errors(metric: "LetterErrorRate", outputs: Any, batch: Any) -> None:
-    """Feed `LetterErrorRate` with a microbatch."""
+    """Update `LetterErrorRate` with a microbatch."""
     metric.update(
         outputs["logits"], batch["audio_lengths"], batch["labels"], batch["label_lengths"]
     )
 
 
 class LetterErrors(Metric):
-    """Counts letters to insert, remove or replace, for each letter that is right."""
+    """Letters to insert, remove or replace, per correct letter."""
 
     higher_is_better = False
     is_differentiable = False
@@ -217,12 +217,12 @@ class LetterErrors(Metric):
         self.letters += len(right)
 
     def compute(self) -> Tensor:
-        """Errors for each letter."""
+        """Return errors per letter."""
         return self.errors / self.letters
 
 
 class LetterErrorRate(LetterErrors):
-    """Letters to insert, remove or replace, for each letter that is right.
+    """Letters to insert, remove or replace, per correct letter.
 
     >>> metric = LetterErrorRate()
     >>> logits = F.one_hot(torch.tensor([[1, 1, 0, 2, 0]]), 9).float()
@@ -251,7 +251,7 @@ class LetterErrorRate(LetterErrors):
 
 
 def edit_distance(one: Sequence[int], other: Sequence[int]) -> int:
-    """The fewest insertions, removals and replacements from one to the other (Levenshtein, 1966).
+    """Return the fewest insertions, removals and replacements between two (Levenshtein, 1966).
 
     >>> edit_distance([1, 2, 3], [1, 3, 3, 4])
     2

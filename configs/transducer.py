@@ -1,9 +1,9 @@
-"""A transducer in miniature: it reads the letters of made sounds, with a joint of four dimensions.
+"""A transducer in miniature: it reads letters of synthetic sounds, with a four-dimensional joint.
 
-An encoder goes over frames, a prediction network over the letters so far, and the joint network
+An encoder runs over frames, a prediction network over the letters so far, and the joint network
 scores the next letter for each pair of both: (rows, frames, letters + 1, scores). That is far more
-than anything before it, so `Joint`, which gives the loss, is the part that needs a size of its own.
-The sounds are those of `sounds`; its ``loader`` gives the batches.
+than all earlier activations, so `Joint`, which returns the loss, needs a size of its own.
+The sounds are those of `sounds`; its ``loader`` returns the batches.
 """
 
 from typing import Any
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from sounds import BLANK, LETTERS, MELS, LetterErrors
 
-# Stands for a probability of zero. An infinity would make the gradient of log(0 + 0) NaN.
+# Represents a probability of zero. An infinity would make the gradient of log(0 + 0) NaN.
 _IMPOSSIBLE = -1e30
 _MOST_IN_A_FRAME = 4  # letters, in decoding
 
@@ -28,25 +28,25 @@ def transducer_loss(
     blank: int = 0,
     reduction: str = "mean",
 ) -> Tensor:
-    """Negative log-likelihood of labels, summed over all their alignments (Graves, 2012).
+    """Return the negative log-likelihood of labels, summed over all alignments (Graves, 2012).
 
-    An alignment emits each label in some frame, and a blank to leave each frame, the last one
-    included. The forward recursion goes over the diagonals of frames and labels, in log space; all
-    labels and rows of a diagonal are computed at once. What lies behind the lengths of a row counts
-    for nothing, whatever its values.
+    An alignment emits each label in some frame, and a blank to leave each frame, including the
+    last one. The forward recursion runs over the diagonals of frames and labels, in log space; all
+    labels and rows of a diagonal are computed at once. Values beyond the lengths of a row do not
+    count.
 
     Args:
-        logits: of (rows, frames, labels + 1, classes). In half precision, computed in float32.
+        logits: of (rows, frames, labels + 1, classes). Half precision is computed in float32.
         targets: int64 of (rows, labels), padded with any class.
         time_lengths: int64 of (rows,), frames of each row; at least 1.
         label_lengths: int64 of (rows,), labels of each row; 0 is allowed.
-        blank: which class leaves a frame.
-        reduction: ``"mean"`` over rows, ``"sum"``, or ``"none"``: one loss for each row.
+        blank: the class that leaves a frame.
+        reduction: ``"mean"`` over rows, ``"sum"``, or ``"none"``: one loss per row.
 
     Raises:
-        ValueError: shapes or lengths that do not go together, or an unknown reduction.
+        ValueError: shapes or lengths do not match, or the reduction is unknown.
 
-    One frame and one label leave one alignment: the label, then a blank.
+    One frame and one label allow one alignment: the label, then a blank.
 
     >>> logits = torch.zeros(1, 1, 2, 4)
     >>> loss = transducer_loss(logits, torch.tensor([[3]]), torch.tensor([1]), torch.tensor([1]))
@@ -91,17 +91,17 @@ def _check(
 def _log_likelihoods(
     leaving: Tensor, emitting: Tensor, time_lengths: Tensor, label_lengths: Tensor
 ) -> Tensor:
-    """That of each row.
+    """Return the log-likelihood of each row.
 
     Args:
         leaving: log-probabilities of a blank, of (rows, frames, labels + 1).
-        emitting: those of the next label, of (rows, frames, labels).
+        emitting: log-probabilities of the next label, of (rows, frames, labels).
         time_lengths: frames of each row.
         label_lengths: labels of each row.
     """
     num_rows, frames, _ = leaving.shape
     labels = emitting.shape[2]
-    # Entry (n, u) of a diagonal layout is frame n - u with u labels behind it.
+    # Entry (n, u) of a diagonal layout is frame n - u after u labels.
     diagonals = torch.arange(frames + labels, device=leaving.device)[:, None]
     places = torch.arange(labels + 1, device=leaving.device)
     frame = diagonals - places
@@ -126,10 +126,10 @@ def _log_likelihoods(
 class Joint(nn.Module):
     """Scores of each letter and the blank for each frame and each number of letters, and the loss.
 
-    Rows are cut to their longest, so a slice of short rows takes little.
+    Rows are cut to their longest, so a slice of short rows takes little memory.
 
     Args:
-        width: of what encoder and prediction network give.
+        width: features of encoder and prediction network.
         hidden: width for each pair of frame and letter.
         classes: letters and the blank.
 
@@ -145,7 +145,7 @@ class Joint(nn.Module):
         self.head = nn.Linear(hidden, classes)
 
     def logits(self, encoded: Tensor, predicted: Tensor) -> Tensor:
-        """Scores of (rows, frames, letters + 1, classes)."""
+        """Return scores of (rows, frames, letters + 1, classes)."""
         pairs = self.from_frames(encoded)[:, :, None] + self.from_letters(predicted)[:, None]
         scores: Tensor = self.head(pairs.tanh())
         return scores
@@ -158,7 +158,7 @@ class Joint(nn.Module):
         time_lengths: Tensor,
         label_lengths: Tensor,
     ) -> Tensor:
-        """The mean of the rows' losses.
+        """Return the mean of the rows' losses.
 
         Args:
             encoded: of (rows, frames, width).
@@ -175,17 +175,17 @@ class Joint(nn.Module):
 
 
 class Transducer(nn.Module):
-    """Reads letters from frames; see the module.
+    """A model that reads letters from frames; see the module.
 
-    In training it gives the loss, in nats for each row, averaged over rows. In evaluation also
-    ``read``, the letters of (rows, most letters), padded with blanks: in each frame the best letter
-    is taken for as long as that is no blank.
+    In training it returns the loss, in nats per row, averaged over rows. In evaluation it also
+    returns ``read``, the letters of (rows, most letters), padded with blanks: in each frame, the
+    best letter is emitted until the best one is a blank.
 
     Args:
         width: of encoder and prediction network.
         layers: convolutions of the encoder.
         hidden: of the joint network.
-        dropout: share of the encoder's and the prediction network's features that training drops.
+        dropout: share of the encoder's and prediction network's features that training drops.
 
     >>> import sounds
     >>> batch = next(iter(sounds.loader("eval", batch_size=2, num_rows=2)))
@@ -203,7 +203,7 @@ class Transducer(nn.Module):
             nn.Conv1d(width, width, 5, padding=2) for _ in range(layers)
         )
         self.norms = nn.ModuleList(nn.LayerNorm(width) for _ in range(layers))
-        self.letters = nn.Embedding(LETTERS + 1, width)  # a blank stands for the beginning
+        self.letters = nn.Embedding(LETTERS + 1, width)  # a blank marks the beginning
         self.prediction = nn.GRU(width, width, batch_first=True)
         self.dropout = nn.Dropout(dropout)
         self.joint = Joint(width, hidden)
@@ -216,7 +216,7 @@ class Transducer(nn.Module):
         label_lengths: Tensor,
         **others: Any,
     ) -> dict[str, Tensor]:
-        """Loss, and in evaluation what was read; a batch of `sounds.loader`."""
+        """Return the loss, and in evaluation the letters read; takes batches of `sounds.loader`."""
         encoded, time_lengths = self.encode(audio, audio_lengths)
         predicted, _ = self.prediction(self.letters(F.pad(labels, (1, 0), value=BLANK)))
         predicted = self.dropout(predicted)
@@ -226,9 +226,9 @@ class Transducer(nn.Module):
         return {"loss": loss, "read": self.read(encoded, time_lengths)}
 
     def encode(self, audio: Tensor, audio_lengths: Tensor) -> tuple[Tensor, Tensor]:
-        """Features of (rows, frames / 4, width), and how many of these are a row's own.
+        """Return features of (rows, frames / 4, width), and how many of them belong to each row.
 
-        What lies beyond the end of a row is zero before every convolution, so that padding changes
+        Values beyond the end of a row are zero before every convolution, so padding changes
         nothing.
         """
         inside = _inside(audio.shape[1], audio_lengths)
@@ -242,7 +242,7 @@ class Transducer(nn.Module):
 
     @torch.no_grad()
     def read(self, encoded: Tensor, time_lengths: Tensor) -> Tensor:
-        """The letters that are heard, of (rows, most letters), padded with blanks."""
+        """Return the letters read, of (rows, most letters), padded with blanks."""
         rows = len(encoded)
         latest = torch.full((rows,), BLANK, device=encoded.device)
         predicted, state = self.prediction(self.letters(latest[:, None]))
@@ -261,24 +261,24 @@ class Transducer(nn.Module):
                 state = next_state.where(goes_on[None, :, None], state)
         if not heard:
             return latest[:, None]
-        # Rows hear at different times: their letters go to the front.
+        # Rows emit letters at different times, so move their letters to the front.
         letters = torch.stack(heard, 1)
         order = (letters == BLANK).int().argsort(dim=1, stable=True)
         return letters.gather(1, order)
 
 
 def _inside(length: int, lengths: Tensor) -> Tensor:
-    """Which places are a row's own, of (rows, length, 1)."""
+    """Return which places belong to a row, of (rows, length, 1)."""
     return (torch.arange(length, device=lengths.device) < lengths[:, None])[..., None]
 
 
 def update_letter_errors(metric: "LetterErrorRate", outputs: Any, batch: Any) -> None:
-    """Feed `LetterErrorRate` with a microbatch."""
+    """Update `LetterErrorRate` with a microbatch."""
     metric.update(outputs["read"], batch["labels"], batch["label_lengths"])
 
 
 class LetterErrorRate(LetterErrors):
-    """Letters to insert, remove or replace, for each letter that is right.
+    """Letters to insert, remove or replace, per correct letter.
 
     >>> metric = LetterErrorRate()
     >>> metric.update(torch.tensor([[1, 2, 0]]), torch.tensor([[1, 3]]), torch.tensor([2]))

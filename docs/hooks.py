@@ -14,7 +14,7 @@ from typing import Any
 
 import measure_recipes
 
-from automicro.cli.commands.config import markdown_page
+from automicro.cli.commands.config import describe_keys
 from benchmarks.beside_composer import table
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -27,7 +27,18 @@ def readme() -> str:
 
 
 def every_key() -> str:
-    return markdown_page()
+    """A section with a table for each group of keys."""
+    parts = [
+        "## Every key\n\nAs `automicro config --keys` prints them. A node is\n"
+        "`{call: dotted.path, args: {name: value}}`.\n"
+    ]
+    for group, keys in describe_keys().items():
+        parts += [f"\n### {group}\n", "| Key | Type | Default | What it is |", "|---|---|---|---|"]
+        for key in keys:
+            needed = key.needed if key.example or key.default is None else f"`{key.default}`"
+            meaning = key.meaning.replace("|", r"\|")
+            parts.append(f"| `{key.name}` | {key.kind} | {needed} | {meaning} |")
+    return "\n".join(parts) + "\n"
 
 
 def changed_lines() -> str:

@@ -3,8 +3,8 @@
     OMP_NUM_THREADS=1 python docs/measure_sizes.py
 
 Every model trains a few steps under each limit with microbatch_size="auto", in a `Trainer`, which
-remembers what it found. The table is what `automicro cache --markdown` prints of that; a second
-run of each starts from it.
+remembers what it found. The table has the first columns of `automicro cache`; a second run of each
+starts from it.
 """
 
 import os
@@ -12,7 +12,7 @@ import pathlib
 import sys
 import tempfile
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,9 +21,9 @@ import transformers
 from torch import Tensor, nn
 
 from automicro import FitSummary, Trainer
-from automicro.cli.commands.cache import as_markdown
+from automicro.cli.commands.cache import COLUMNS, cells
 from automicro.demo import digits, topics
-from automicro.remembered.cache import SizeCache
+from automicro.remembered.cache import RememberedSize, SizeCache
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 PAGE = ROOT / "benchmarks" / "results" / "measured_sizes.md"
@@ -160,6 +160,24 @@ def train(job: Job, limit: str, *, steps: int) -> FitSummary:
         device="cpu",
         progress=False,
     ).fit()
+
+
+NUMBERS = (
+    *("parameters", "batch (rows)", "microbatch size (rows)", "microbatches", "peak memory"),
+)
+MEASURED = 9  # columns: the others tell runs apart
+
+
+def as_markdown(sizes: Sequence[RememberedSize]) -> str:
+    """The table, with when and with which versions it was measured."""
+    titles = list(COLUMNS)[:MEASURED]
+    rules = ["--:" if title in NUMBERS else "---" for title in titles]
+    rows = [titles, rules, *(row[:MEASURED] for row in cells(sizes))]
+    lines = [f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in row)} |" for row in rows]
+    named = sorted({"automicro {automicro} on torch {torch}".format(**s.key) for s in sizes})
+    when = sorted(row[list(COLUMNS).index("written")] for row in cells(sizes))
+    dates = " to ".join(dict.fromkeys((when[0], when[-1])))
+    return "\n".join([*lines, "", f"Measured {dates} with {', '.join(named)}.", ""])
 
 
 def main() -> None:

@@ -1,4 +1,4 @@
-"""What exactness is tested on: models, structures of batches and losses, each by a name.
+"""Cases for exactness tests: models, batch structures and losses, each by name.
 
 A `Case` says what a user would write twice: once for plain torch on the whole batch (`loss`), once
 for a `Microbatcher` (`options`).
@@ -46,7 +46,7 @@ Loss = Callable[[nn.Module, Any], Any]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Case:
-    """One way to train: a model, a batch, the plain-torch loss, and the same for a Microbatcher."""
+    """One way to train: a model, a batch, the plain torch loss, and the Microbatcher's options."""
 
     model: Callable[[], nn.Module]
     batch: Callable[[], Any]
@@ -69,7 +69,7 @@ def gradients(*modules: nn.Module) -> dict[str, Tensor | None]:
 
 
 def difference(one: Mapping[str, Tensor | None], other: Mapping[str, Tensor | None]) -> float:
-    """The largest absolute difference; infinite where only one has a gradient, or for NaN."""
+    """Return the largest absolute difference; infinite for NaN or if only one has a gradient."""
     assert one.keys() == other.keys()
     worst = 0.0
     for name, first in one.items():
@@ -90,14 +90,14 @@ def mean_of_tokens(logits: Tensor, targets: Tensor) -> Tensor:
 
 
 def masked_mean(logits: Tensor, targets: Tensor) -> Any:
-    """A mean as people write it: zero divided by zero where every target is ignored."""
+    """A typical mean in user code: zero divided by zero if every target is ignored."""
     mask = targets != IGNORED
     each = F.cross_entropy(logits.movedim(-1, 1), targets.where(mask, 0), reduction="none")
     return (each * mask).sum() / mask.sum()
 
 
 def contrastive(embeddings: Tensor, _: Any) -> Any:
-    """A loss in the batch: every row is told from all others."""
+    """A loss within the batch: every row is compared with all others."""
     return F.cross_entropy(embeddings @ embeddings.T, torch.arange(len(embeddings)))
 
 
@@ -115,14 +115,14 @@ def pair_case(
     loss_fn: Callable[..., Any],
     **options: Any,
 ) -> Case:
-    """A case of ``loss_fn`` on batches of ``(inputs, targets)``."""
+    """Make a case of ``loss_fn`` on batches of ``(inputs, targets)``."""
     return Case(
         model=model, batch=batch, loss=on_pairs(loss_fn), options=dict(options, loss_fn=loss_fn)
     )
 
 
 def forward_case(batch: Callable[[], Any], forward: Loss, **options: Any) -> Case:
-    """A case of a ``forward`` of one's own on an `Mlp`."""
+    """Make a case of a custom ``forward`` on an `Mlp`."""
     return Case(model=Mlp, batch=batch, loss=forward, options=dict(options, forward=forward))
 
 
@@ -182,7 +182,7 @@ def _samples_forward(model: nn.Module, batch: Any) -> Tensor:
 
 
 def _mean_of_rows(model: nn.Module, batch: Any) -> Tensor:
-    """The mean over every vector of ragged rows, whichever way they are held together."""
+    """Return the mean over all vectors of ragged rows, in any container."""
     sequences, targets = batch
     values = sequences.values() if isinstance(sequences, Tensor) else sequences.data
     goals = targets.values() if isinstance(targets, Tensor) else targets.data

@@ -73,7 +73,7 @@ device: cpu
 
 
 def enter_folder_with_job(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Go where job.yaml and its module lie, as a user would."""
+    """Enter the folder of job.yaml and its module, like a user."""
     monkeypatch.chdir(folder)
     monkeypatch.setattr(sys, "path", [each for each in sys.path if each])
     monkeypatch.delitem(sys.modules, "cli_job", raising=False)

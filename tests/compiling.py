@@ -1,4 +1,4 @@
-"""C++ of the tests, compiled against torch's headers: once, and for all who share a folder."""
+"""C++ of the tests, compiled against torch's headers once, and shared through a folder."""
 
 import fcntl
 import functools
@@ -18,7 +18,7 @@ FLAGS = ["-std=c++20", "-O1", "-fPIC", f"-isystem{TORCH / 'include'}"]
 
 
 def find_compiler() -> str | None:
-    """The C++ compiler of this machine: $CXX, or the first of the usual names."""
+    """Return the C++ compiler of this machine: $CXX, or the first of the usual names."""
     names = [os.environ.get("CXX", ""), "g++", "c++", "clang++"]
     return next((found for name in names if name and (found := shutil.which(name))), None)
 
@@ -26,7 +26,7 @@ def find_compiler() -> str | None:
 def compile_library(
     compiler: str, sources: Sequence[Path], folder: Path, libraries: Sequence[str]
 ) -> Path:
-    """The library, compiled anew only where sources, torch or compiler are other ones."""
+    """Return the library, compiled again only if sources, torch or compiler changed."""
     folder.mkdir(parents=True, exist_ok=True)
     objects = [_name(compiler, [source], folder, ".o") for source in sources]
     library = _name(compiler, sources, folder, ".so")
@@ -48,7 +48,7 @@ def _name(compiler: str, sources: Sequence[Path], folder: Path, suffix: str) -> 
 
 
 def _with_headers(source: Path) -> list[Path]:
-    """A file and those beside it that it includes."""
+    """Yield a file and the neighboring files that it includes."""
     names = re.findall(r'^#include "(.+)"$', source.read_text(), re.M)
     return [source, *(each for name in names for each in _with_headers(source.with_name(name)))]
 
@@ -57,7 +57,7 @@ def _compile(compiler: str, source: Path, target: Path) -> None:
     if not target.exists():
         unfinished = target.with_suffix(".unfinished")
         _run([compiler, *FLAGS, "-c", str(source), "-o", str(unfinished)])
-        unfinished.rename(target)  # in one go
+        unfinished.rename(target)  # atomically
 
 
 def _link(compiler: str, objects: Sequence[Path], library: Path, libraries: Sequence[str]) -> None:

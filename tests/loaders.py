@@ -1,11 +1,11 @@
-"""What loaders draw with, shared by the tests of feeds on one process and on several."""
+"""Samplers for the tests of feeds on one process and on several."""
 
 import torch
 from torch.utils.data import BatchSampler
 
 
 class WholeBatches(BatchSampler):
-    """Not torch's own, so whole batches of it are shared, and it cannot be cut anew."""
+    """A custom batch sampler, whose whole batches are shared, because it cannot be cut again."""
 
 
 def seeded_generator() -> torch.Generator:

@@ -27,7 +27,7 @@ CLASS_WEIGHT = torch.tensor([0.2, 3.0, 1.0, 0.5, 2.0], dtype=torch.float64)
 
 
 class Mlp(nn.Sequential):
-    """Rows of six numbers to five logits."""
+    """A model from rows of six numbers to five logits."""
 
     def __init__(self, inputs: int = 6, outputs: int = CLASSES) -> None:
         super().__init__(nn.Linear(inputs, 8), nn.Tanh(), nn.Linear(8, outputs))
@@ -35,12 +35,12 @@ class Mlp(nn.Sequential):
 
 
 def norm_model() -> nn.Sequential:
-    """Rows that a layer of BatchNorm compares."""
+    """A model with BatchNorm, which depends on the whole batch."""
     return nn.Sequential(nn.BatchNorm1d(6), Mlp()).double()
 
 
 class ConvNet(nn.Module):
-    """Images to logits per pixel, or to logits per image."""
+    """A model from images to logits per pixel, or per image."""
 
     def __init__(self, norm: nn.Module | None = None, *, per_pixel: bool = False) -> None:
         super().__init__()
@@ -56,7 +56,7 @@ class ConvNet(nn.Module):
 
 
 class Recurrent(nn.Module):
-    """Padded or packed sequences to logits; the rows lie along `batch_dim` of padded ones."""
+    """A model from padded or packed sequences to logits; padded rows are in `batch_dim`."""
 
     def __init__(self, *, batch_first: bool = True) -> None:
         super().__init__()
@@ -72,7 +72,7 @@ class Recurrent(nn.Module):
 
 
 class Encoder(nn.Module):
-    """Tokens to logits per token, with a transformer; tied weights are optional."""
+    """A transformer from tokens to logits per token; tied weights are optional."""
 
     def __init__(self, *, tied: bool = False) -> None:
         super().__init__()
@@ -88,7 +88,7 @@ class Encoder(nn.Module):
 
 
 class Memory(nn.Module):
-    """Runs out of memory with too many rows, or in chosen calls."""
+    """A model that runs out of memory with too many rows, or in chosen calls."""
 
     seen = Unreached()
 
@@ -106,7 +106,7 @@ class Memory(nn.Module):
 
 
 class ComposerStyle(nn.Module):
-    """Composer's interface, without Composer."""
+    """A model with Composer's interface, without Composer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -123,9 +123,9 @@ class ComposerStyle(nn.Module):
 
 
 class Detector(nn.Module):
-    """Images of any size to one vector each; its loss counts boxes, as detectors' losses do.
+    """A model from images of any size to one vector each, whose loss counts boxes.
 
-    Like torchvision's, it gives losses in training and boxes in evaluation.
+    Like torchvision's detectors, it returns losses in training and boxes in evaluation.
     """
 
     def __init__(self) -> None:
@@ -174,7 +174,7 @@ def pair(rows: int = ROWS) -> tuple[Tensor, Tensor]:
 
 
 def with_ignored(targets: Tensor, ignored: int = IGNORED) -> Tensor:
-    """The targets, some of them ignored: more in later rows, and all of the last row."""
+    """Return the targets with some ignored: more in later rows, and all in the last row."""
     share = torch.linspace(0, 0.9, len(targets)).reshape(-1, *[1] * (targets.dim() - 1))
     generator = torch.Generator().manual_seed(2)
     out = targets.masked_fill(torch.rand(targets.shape, generator=generator) < share, ignored)

@@ -1,10 +1,10 @@
-"""Run tests with the oldest versions that are supported, in an environment of its own.
+"""Run tests with the oldest supported versions, in a separate environment.
 
     python -m tests.oldest {hosts,libraries} [ARGUMENTS OF PYTEST]
 
-The versions are those from which requirements in ``pyproject.toml`` begin: of the hosts, for the
-tests of the integrations, or of torch and all else that the package needs, for tests of what stands
-on it. All that they do not bring is that of the environment which runs this.
+The versions are the lower bounds of the requirements in ``pyproject.toml``: of the hosts, for the
+tests of the integrations, or of torch and all other requirements, for tests of the parts that
+use them. The present environment provides everything else.
 """
 
 import subprocess
@@ -17,7 +17,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 HOSTS = ("accelerate", "keras", "lightning", "transformers")
-# FSDP2 and some losses came later, and messages of YAML and rich have changed: not with these.
+# Not for these: FSDP2 and some losses came later, and messages of YAML and rich have changed.
 OF_LIBRARIES = (
     *("batch", "callbacks", "checkpoints", "data", "loss", "memory", "optimizer", "oracle"),
     *("policy", "remembered", "savers", "state", "step", "trainer", "transaction"),
@@ -25,7 +25,7 @@ OF_LIBRARIES = (
 
 
 def oldest(requirements: Sequence[str]) -> list[str]:
-    """The first version of each, as pip is told it.
+    """Return the first version of each requirement, for pip.
 
     >>> oldest(["keras>=3.7", "mkdocs>=1.6,<2"])
     ['keras==3.7', 'mkdocs==1.6']
@@ -35,7 +35,7 @@ def oldest(requirements: Sequence[str]) -> list[str]:
 
 
 def make_environment(folder: Path, requirements: list[str]) -> str:
-    """An environment with these, made anew where they are others than before; its Python."""
+    """Make an environment with these versions, again only if they changed; return its Python."""
     python = str(folder / "bin" / "python")
     wanted = "\n".join([sys.prefix, *requirements])
     stamp = folder / "requirements.txt"
@@ -46,7 +46,7 @@ def make_environment(folder: Path, requirements: list[str]) -> str:
     ours = sysconfig.get_path("purelib")
     theirs = sysconfig.get_path("purelib", vars={"base": str(folder), "platbase": str(folder)})
     (Path(theirs) / "beneath.pth").write_text(ours + "\n", encoding="utf-8")
-    # pip counts what lies beneath as installed, and tells what does not fit it: newer hosts.
+    # pip treats the lower environment as installed, and complains about its newer hosts.
     command = [python, "-m", "pip", "install", "-q", "--disable-pip-version-check", *requirements]
     installed = subprocess.run(command, capture_output=True, text=True)
     if installed.returncode:

@@ -1,6 +1,6 @@
-"""Where a test keeps what a failed attempt must not undo: its own triggers and counts.
+"""State of tests that a failed attempt must not undo: their triggers and counts.
 
-All of it lies in defaults of context variables, which no capture reaches.
+All of it is in defaults of context variables, which no capture reaches.
 """
 
 from contextvars import ContextVar
@@ -37,7 +37,7 @@ def _of(values: dict[str, Any]) -> Outside:
 
 
 class Unreached:
-    """One such attribute, of an object whose other attributes are reached.
+    """One such attribute, in an object whose other attributes are reached.
 
     >>> class Model:
     ...     calls = Unreached()

@@ -1,4 +1,4 @@
-"""Work in forked processes, each with a deadline, and ended with all that it has started."""
+"""Work in forked processes, each with a deadline, and ended with all processes that it started."""
 
 import contextlib
 import os
@@ -14,11 +14,11 @@ KILLED = -signal.SIGKILL
 
 
 def start(work: Callable[[], object], *, log: Path) -> int:
-    """Fork a process that does the work in a session of its own. Its number.
+    """Fork a process that does the work in a new session, and return its number.
 
     Args:
         work: what to do; the exit code is 0 after it, 1 after an exception, that of a SystemExit.
-        log: takes what it writes, and its traceback.
+        log: receives its output, and its traceback.
     """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12: forking with threads.
@@ -31,7 +31,7 @@ def start(work: Callable[[], object], *, log: Path) -> int:
         descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         os.dup2(descriptor, 1)
         os.dup2(descriptor, 2)
-        sys.stdout, sys.stderr = sys.__stdout__, sys.__stderr__  # not those of pytest
+        sys.stdout, sys.stderr = sys.__stdout__, sys.__stderr__  # not the streams of pytest
         work()
         code = 0
     except SystemExit as error:
@@ -43,14 +43,14 @@ def start(work: Callable[[], object], *, log: Path) -> int:
 
 
 def end(number: int, *, log: Path, timeout_seconds: float = 60.0) -> int:
-    """Wait for a process that was started, and end what is left of its session. Its exit code.
+    """Wait for a started process, end the rest of its session, and return its exit code.
 
     Raises:
-        TimeoutError: it had to be killed.
+        TimeoutError: the process had to be killed.
     """
     deadline = time.monotonic() + timeout_seconds
     is_late = False
-    # Without reaping it, so that its number stays that of its session.
+    # Without reaping it, so that its number still refers to its session.
     while os.waitid(os.P_PID, number, os.WEXITED | os.WNOWAIT | os.WNOHANG) is None:
         is_late = time.monotonic() > deadline
         if is_late:

@@ -14,7 +14,7 @@ SEED = int(os.environ.get("AUTOMICRO_SEED", "0"))  # the date in make nightly
 def mostly_in_sweeps(
     *values: Iterable[Any], quick: Collection[Any] = (), few: int | None = None
 ) -> list[Any]:
-    """Every combination of the values; those that are not among the quick ones are sweeps.
+    """Return all combinations of the values, of which only the quick ones are not sweeps.
 
     Args:
         values: of each argument.

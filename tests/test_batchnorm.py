@@ -1,4 +1,4 @@
-"""Which layers cannot be split exactly, and what is said about them."""
+"""Layers that cannot be split exactly, and the messages about them."""
 
 from collections.abc import Callable
 
@@ -15,7 +15,7 @@ from automicro.batchnorm import (
 
 
 class BatchNormAct2d(nn.BatchNorm2d):
-    """Like timm's: normalisation and activation in one layer, with a buffer of its own."""
+    """A layer like timm's: normalization and activation in one, with an additional buffer."""
 
     def __init__(self, num_features: int) -> None:
         super().__init__(num_features)
@@ -24,7 +24,7 @@ class BatchNormAct2d(nn.BatchNorm2d):
 
 
 class FrozenBatchNorm2d(nn.Module):
-    """Like torchvision's: constant statistics, no subclass of BatchNorm."""
+    """A layer like torchvision's: constant statistics, not a subclass of BatchNorm."""
 
     def __init__(self, num_features: int) -> None:
         super().__init__()

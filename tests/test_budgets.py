@@ -1,4 +1,4 @@
-"""The size of the package, held by a table: `make shape` prints it.
+"""The size of the package, limited by a table that `make shape` prints.
 
 Each row of tests/budgets.toml has a budget and a goal. A figure above its budget fails; a budget
 only falls. After a reduction write the table down to what is measured:
@@ -29,7 +29,7 @@ CONSTRUCTORS = {
     "parameters of Microbatcher": ("automicro.microbatcher", "Microbatcher"),
     "parameters of Trainer": ("automicro.trainer.trainer", "Trainer"),
 }
-AT_LEAST = "comments per 100 lines"  # of all rows the only one that should grow
+AT_LEAST = "comments per 100 lines"  # the only row that should grow
 NO_CODE = {
     tokenize.COMMENT,
     tokenize.NL,
@@ -42,7 +42,7 @@ DOCUMENTED = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 
 
 class Lines(NamedTuple):
-    """What the lines of a file are."""
+    """The kinds of lines in a file."""
 
     code: int
     docstring: int
@@ -51,7 +51,7 @@ class Lines(NamedTuple):
 
 @functools.cache
 def lines_of(path: Path) -> Lines:
-    """Count by tokens: a line of code holds one that is no comment and of no docstring."""
+    """Count by tokens: a line of code has a token outside of comments and docstrings."""
     docstring: set[int] = set()
     for node in nodes(path):
         if isinstance(node, DOCUMENTED) and ast.get_docstring(node, clean=False) is not None:
@@ -140,7 +140,7 @@ def table() -> Mapping[str, Mapping[str, float]]:
 
 @dataclass(frozen=True)
 class Row:
-    """One figure beside its budget and its goal."""
+    """One figure with its budget and its goal."""
 
     section: str
     name: str
@@ -211,7 +211,7 @@ def test_code_is_counted_without_docstrings_comments_and_blank_lines(tmp_path: P
 
 
 def write_lower() -> None:
-    """Write the table with every budget that can fall at what is measured."""
+    """Write the table with every budget lowered to its measurement, where possible."""
     found = measured()
     text = [
         "# What the package may measure at most (tests/test_budgets.py), and where it is to go.",

@@ -5,7 +5,6 @@ from pathlib import Path
 import pytest
 
 from automicro.cli import main
-from automicro.cli.commands.config import markdown_page
 from automicro.cli.config.keys import KEYS
 from automicro.cli.config.sources import read_file
 from tests.cli_jobs import enter_folder_with_job
@@ -83,10 +82,6 @@ def test_keys_are_found_by_part_of_a_name_or_by_pattern(
 ) -> None:
     out = printed(capsys, "--keys", pattern)
     assert [line.split(":")[0] for line in out.splitlines() if line[:1].islower()] == keys
-
-
-def test_the_page_of_the_documentation_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
-    assert printed(capsys, "--keys", "--markdown") == markdown_page()
 
 
 MY_MODULE = """\

@@ -335,24 +335,6 @@ def test_a_function_can_be_handed_over_as_the_message_says(
     assert re.search(r"^tokens +24,576$", capsys.readouterr().out, re.MULTILINE)
 
 
-@pytest.mark.parametrize("where", ["while making", "while training"])
-def test_a_bug_of_automicro_is_not_blamed_on_the_user(
-    where: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    # Code of a file in the package, as far as a traceback knows.
-    source = Path(main.__code__.co_filename).with_name("training.py")
-    names: dict[str, object] = {}
-    exec(compile("def slip(*args, **kwargs):\n    return undefined", str(source), "exec"), names)
-    monkeypatch.setattr(Trainer, "__init__" if where == "while making" else "fit", names["slip"])
-    assert main(["train", "job.yaml", "progress=false"]) == 1
-    err = capsys.readouterr().err.splitlines()
-    assert err[0] == "Traceback (most recent call last):"
-    assert err[-2:] == [
-        "automicro: NameError: name 'undefined' is not defined",
-        "  this is a bug of automicro and no mistake of yours: report it with what is above",
-    ]
-
-
 def test_warnings_are_one_line_each_and_those_of_one_line_of_torch_come_once(
     capsys: pytest.CaptureFixture[str],
 ) -> None:

@@ -91,9 +91,6 @@ WRONG_USES = {
         "no key matches 'optimzer' (did you mean 'optimizer'?): give part of a name, a pattern "
         "such as '*_size', or none for all keys"
     ),
-    ("config", "--markdown"): (
-        "--markdown is a form of --keys: say automicro config --keys --markdown"
-    ),
     ("config", "job.yaml", "--template"): (
         "--template looks at no config, but 'job.yaml' was given: leave it out, or leave out "
         "--template to print that config"

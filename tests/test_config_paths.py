@@ -37,11 +37,6 @@ def test_a_file_that_is_not_there_is_answered_with_those_that_are(path: str, mes
         load_config(path)
 
 
-def test_without_any_config_nearby_the_error_says_so() -> None:
-    with pytest.raises(ConfigError, match=r"give the path of a YAML file; there is none here$"):
-        load_config("job.yaml")
-
-
 def test_an_error_while_a_module_is_imported_passes_through(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -239,19 +239,6 @@ def test_memory_that_runs_out_shrinks_the_encoder_alone() -> None:
         torch.testing.assert_close(found[name], each, rtol=1e-3, atol=1e-6)
 
 
-def test_representations_that_do_not_fit_are_named() -> None:
-    wide = nn.Linear(4, 4096)
-    model = Contrastive({"one": wide, "other": wide})
-    batch = {"one": torch.randn(64, 4), "other": torch.randn(64, 4)}
-    with (
-        MemoryBudget("1.5MiB"),
-        pytest.raises(
-            torch.OutOfMemoryError, match=r"representations of all rows .*fewer features"
-        ),
-    ):
-        model(**batch)["loss"].backward()
-
-
 def test_wrong_uses_are_refused_with_their_remedy() -> None:
     model = contrastive(4)
     batch = batch_of()

@@ -1,4 +1,4 @@
-"""What the documentation shows runs and prints what is shown, and what it links to exists."""
+"""The code in the documentation runs and prints the shown output, and its links exist."""
 
 import contextlib
 import importlib
@@ -12,17 +12,17 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
-# A snippet, and what it prints, in a block of its own or behind a print.
+# A snippet, and its output, in a separate block or after a print.
 CODE = re.compile(r"^```(python|output)\n(.*?)^```", re.DOTALL | re.MULTILINE)
 PRINTED = re.compile(r"^ *print\(.*\)  # (.+)$", re.MULTILINE)
 REFERENCE = ROOT / "docs" / "reference.md"
-# In the reference by their shorter names.
+# The reference lists these under shorter names.
 REEXPORTED = {"features.Feature", "checkpoints.CheckpointConfig"}
 LINK = re.compile(r"\]\(([^)#\s]+)(#[^)\s]*)?\)")
 
 
 def snippets(text: str) -> list[tuple[str, list[str]]]:
-    """Each block of code of a page, and the lines that are shown as its output."""
+    """Return each block of code of a page, and the lines shown as its output."""
     found: list[tuple[str, list[str]]] = []
     for kind, block in CODE.findall(text):
         if kind == "python":
@@ -42,20 +42,20 @@ def blocks() -> list[tuple[str, str, list[str]]]:
 
 
 def run(name: str, code: str) -> list[str]:
-    """What a snippet prints."""
+    """Run a snippet and return its output."""
     with contextlib.redirect_stdout(io.StringIO()) as printed:
         exec(compile(code, name, "exec"), {"__name__": "__main__"})
     return printed.getvalue().splitlines()
 
 
 def not_printed(shown: list[str], printed: list[str]) -> list[str]:
-    """The lines that were not printed, in that order; … stands for anything."""
+    """Return the lines that were not printed, in order; … matches anything."""
     rest = iter(printed)
     wanted = [".*".join(map(re.escape, map(str.strip, line.split("…")))) for line in shown]
     return [line for line in wanted if not any(re.fullmatch(line, each.strip()) for each in rest)]
 
 
-# Seconds each, of what tests/integrations asks in less.
+# Slow snippets, whose content tests/integrations covers in less time.
 LONG = {"docs/integrations/transformers.md-0"}
 
 
@@ -80,7 +80,7 @@ def test_output_that_is_shown_wrongly_is_found() -> None:
     page = "```python\nprint(1 + 1)  # 2\nprint('a b c')  # a …\n```\nIt says\n```output\n2\n```\n"
     [(code, shown)] = snippets(page)
     assert shown == ["2", "a …", "2"]
-    assert not_printed(shown, run("page", code)) == ["2"]  # not once more
+    assert not_printed(shown, run("page", code)) == ["2"]  # it was printed only once
     assert not_printed(["3"], run("page", code)) == ["3"]
 
 

@@ -1,4 +1,4 @@
-"""The example in docs/drop_in: three changed lines, one loop that dies and one that does not."""
+"""The example in docs/drop_in: three changed lines, one loop that fails and one that does not."""
 
 import contextlib
 import copy
@@ -30,7 +30,7 @@ def load(name: str) -> types.ModuleType:
 
 
 def code(name: str) -> list[str]:
-    """The lines of code: no docstring, no blank lines."""
+    """Return the lines of code, without docstrings and blank lines."""
     lines = (DOCS / f"{name}.py").read_text(encoding="utf-8").splitlines()[1:]
     return [line for line in lines if line.strip()]
 
@@ -70,11 +70,11 @@ def test_without_a_limit_the_losses_are_the_same_bit_for_bit() -> None:
     assert load("microbatched_loop").train() == load("plain_loop").train()
 
 
-# The recipes of the page, each beside the plain loop.
+# The recipes of the page, each compared with the plain loop.
 
 
 def small() -> tuple[nn.Module, nn.Module, list[Any]]:
-    """A model twice, and batches."""
+    """Return a model twice, and batches."""
     model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 3))
     batches = [(torch.randn(32, 8), torch.randint(3, (32,))) for _ in range(3)]
     return model, copy.deepcopy(model), batches
@@ -189,7 +189,7 @@ def test_a_gan_trains_to_the_weights_of_the_plain_loop() -> None:
             nets[step].backward(batch)
             nets[optimizer].step()
     trained = {name: nets[name] for name in before}
-    nets |= before  # as the functions of the recipe see them
+    nets |= before  # the functions of the recipe use them as globals
     generator, discriminator = before["generator"], before["discriminator"]
     optimizer_g = torch.optim.Adam(generator.parameters(), lr=2e-4)
     optimizer_d = torch.optim.Adam(discriminator.parameters(), lr=2e-4)

@@ -1,4 +1,4 @@
-"""Evaluation mode for a while: each module has its own mode again, and merged weights go on."""
+"""Temporary evaluation mode: modules return to their own modes, and merged weights still work."""
 
 import pytest
 import torch
@@ -10,7 +10,7 @@ from tests.step.test_named_state import data
 
 
 class Merging(nn.Module):
-    """Adds its small weights to the large one in evaluation mode, as LoRA does."""
+    """A layer that merges its small weights into the large one in evaluation mode, like LoRA."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""What trainers of others ask of the primitive: state of theirs, averages, ranks, closures."""
+"""Features of the primitive for other trainers: additional state, averages, ranks, closures."""
 
 import itertools
 from collections.abc import Callable
@@ -24,7 +24,7 @@ x, y = models.x(), models.y()
 
 
 def limited(told: list[int], then: Callable[[], Any] = lambda: None) -> Callable[..., Tensor]:
-    """A forward that tells of its rows, and then runs out of memory with more than six."""
+    """Return a forward that records its rows, and runs out of memory with more than six."""
 
     def forward(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
         inputs, targets = batch
@@ -38,7 +38,7 @@ def limited(told: list[int], then: Callable[[], Any] = lambda: None) -> Callable
 
 
 class Host:
-    """Keeps what hosts keep: numbers, series by name, a tensor."""
+    """The state of a typical host: numbers, series by name, a tensor."""
 
     def __init__(self) -> None:
         self.calls = 0
@@ -75,7 +75,7 @@ def test_state_of_the_caller_is_as_no_failed_attempt_had_been(evaluates: bool) -
 
 
 class Counted:
-    """A transaction's part of the caller's own."""
+    """A part of a transaction that the caller provides."""
 
     def __init__(self) -> None:
         self.calls: list[str] = []
@@ -131,7 +131,7 @@ def test_evaluation_under_inference_mode_is_evaluation(within: bool) -> None:
     assert expected.loss is not None
     assert torch.equal(result.loss, expected.loss)
     assert torch.equal(result.outputs, expected.outputs)
-    # What evaluation left behind can still be trained with.
+    # Tensors that evaluation left can still be used in training.
     step.backward((x, y))
 
 
@@ -162,7 +162,7 @@ def test_a_probe_that_is_no_choice_is_refused() -> None:
 
 
 def test_a_step_inside_a_closure_has_the_memory_that_was_held_for_it() -> None:
-    """The optimizer asks its closure for the loss after its hooks ran: state is built beside it."""
+    """The optimizer calls its closure after its hooks, and creates state during the call."""
     model = nn.Linear(64, 64)
     optimizer = torch.optim.AdamW(model.parameters())
     step = Microbatcher(
@@ -223,7 +223,7 @@ def test_gradients_that_a_forward_clears_are_let_go_where_nobody_wants_them_back
     assert outside.rows == ((6, 3, 3) if fails else (6,))
     torch.testing.assert_close(model.weight.grad, expected[0])
     torch.testing.assert_close(kept.grad, 1 + expected[1])
-    step.backward(batch[:3])  # it held for one batch
+    step.backward(batch[:3])  # the release covered only one batch
     assert outside.rows[-1] == 3
 
 

@@ -1,4 +1,4 @@
-"""What a Microbatcher does with sizes, failures and evaluations."""
+"""Sizes, failures and evaluations of a Microbatcher."""
 
 import gc
 import random
@@ -39,7 +39,7 @@ def on(model: nn.Module, **options: Any) -> Microbatcher:
 
 
 class Shrinking(Policy):
-    """A policy of one's own: three rows fewer after each failure."""
+    """A custom policy: three rows fewer after each failure."""
 
     def __init__(self) -> None:
         self.size, self.outcomes = 11, list[Outcome]()
@@ -100,7 +100,7 @@ def test_strict_divisible_refuses_a_rest_and_lets_auto_look_for_divisors() -> No
 
 
 class Drawing(nn.Module):
-    """Draws from every stream of random numbers, and keeps statistics."""
+    """A model that draws from every random stream, and keeps statistics."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -166,7 +166,7 @@ def test_the_smallest_size_that_does_not_fit_is_an_error_that_says_what_was_trie
     assert isinstance(raised.value, torch.OutOfMemoryError)
     assert all(parameter.grad is None for parameter in model.parameters())
     model.most = ROWS
-    assert microbatcher.backward(pair()).microbatch_size == ROWS  # nothing was learned from it
+    assert microbatcher.backward(pair()).microbatch_size == ROWS  # it learned nothing before
 
 
 def test_state_that_the_optimizer_has_yet_to_build_is_named_where_it_fills_the_device() -> None:
@@ -188,7 +188,7 @@ def test_a_budget_too_small_for_the_model_says_that_no_batch_is_to_blame() -> No
 
 
 class Interrupted(nn.Module):
-    """Changes all that a forward may change, and then fails in its third call."""
+    """A model that changes everything a forward may change, and then fails in its third call."""
 
     def __init__(self, error: BaseException) -> None:
         super().__init__()
@@ -225,7 +225,7 @@ def test_any_other_error_comes_through_unchanged_with_the_state_as_before(
     assert all(p.grad is t for p, t in zip(model.parameters(), tensors, strict=True))
 
 
-# Further modules, hooks, precision
+# Additional modules, hooks, precision
 
 
 @pytest.mark.parametrize("size", [1, 4, 20])
@@ -297,7 +297,7 @@ def test_the_result_hangs_on_no_graph_and_keeps_no_activation() -> None:
 
 
 class Squeezes(nn.Module):
-    """Loses the dimension of rows where there is one row."""
+    """A model that loses the dimension of rows if there is only one row."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -323,7 +323,7 @@ def test_a_squeeze_of_one_row_is_named(rows: int, size: int, which: str) -> None
 
 
 def of_groups(model: nn.Module, batch: Any) -> Tensor:
-    scores: Tensor = model(batch).view(-1, 4)  # four rows of one query after the other
+    scores: Tensor = model(batch).view(-1, 4)  # four consecutive rows belong to one query
     return scores.logsumexp(1).mean()
 
 
@@ -365,7 +365,7 @@ def test_a_class_too_many_is_told_as_that_and_as_nothing_else(limit: str | None,
         MemoryBudget(limit),
         pytest.raises(IndexError, match=r"^Target 10 is out of bounds") as caught,
     ):
-        microbatcher.backward(batch)  # a warning would be an error
+        microbatcher.backward(batch)  # a warning would raise
     assert not hasattr(caught.value, "__notes__")
 
 
@@ -379,7 +379,7 @@ def test_memory_of_a_model_is_free_once_nobody_has_it(size: Any) -> None:
         with MemoryBudget("24KiB"):
             return weakref.ref(model), step.backward(batch).ooms
 
-    run()  # what torch imports when it is needed keeps the frames that it was imported in
+    run()  # lazy imports of torch keep the frames that they were imported in
     gc.collect()
     gc.disable()
     try:
@@ -437,7 +437,7 @@ class OwnLoss(nn.Module):
 
 
 def traced(model: nn.Module) -> Any:
-    with warnings.catch_warnings(action="ignore"):  # a trace through BatchNorm is warned of
+    with warnings.catch_warnings(action="ignore"):  # tracing through BatchNorm warns
         return torch.jit.trace(model, torch.randn(4, 6))
 
 

@@ -1,4 +1,4 @@
-"""The index of modules: whatever changes in them, it finds what a walk would find."""
+"""The index of modules: after any change, it finds the same as a walk."""
 
 import copy
 from collections.abc import Callable, Iterator
@@ -127,7 +127,7 @@ def test_nothing_is_walked_while_nothing_changes(monkeypatch: pytest.MonkeyPatch
 
 
 class OwnWalk(nn.Module):
-    """Shows its child to some walks only."""
+    """A module that shows its child only to some walks."""
 
     def __init__(self) -> None:
         super().__init__()

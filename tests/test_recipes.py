@@ -1,4 +1,4 @@
-"""The loops in docs/recipes: the bits of the plain ones, also on a device where those die."""
+"""The loops in docs/recipes: the same bits as the plain ones, even if those run out of memory."""
 
 import importlib.util
 import runpy
@@ -12,7 +12,7 @@ import torch
 pytestmark = pytest.mark.sweep
 
 DOCS = Path(__file__).resolve().parent.parent / "docs"
-SHORT = [1]  # an epoch, or a step
+SHORT = [1]  # one epoch, or one step
 
 
 def load_script() -> types.ModuleType:
@@ -20,7 +20,7 @@ def load_script() -> types.ModuleType:
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses look their module up
+    sys.modules[spec.name] = module  # dataclasses look up their module
     spec.loader.exec_module(module)
     return module
 

@@ -1,4 +1,4 @@
-"""Hooks, attacks and foreign leaves: what is refused or named, and that nothing of it stays.
+"""Hooks, attacks and foreign leaves: refused or named, and always without a trace.
 
 That every step leaves what plain torch leaves is judged by the oracle, twist by twist.
 """
@@ -159,7 +159,7 @@ def test_hooks_on_a_node_are_named_where_a_batch_is_split(kind: str) -> None:
     microbatcher = Microbatcher(model, forward=loss_of, microbatch_size=4)
     with pytest.warns(GradientWarning, match=r"AccumulateGrad node of '0\.weight' see"):
         microbatcher.backward((x(), y()))
-    microbatcher.backward((x(), y()))  # said once
+    microbatcher.backward((x(), y()))  # warned only once
 
 
 def test_hooks_that_the_forward_registers_are_named() -> None:
@@ -171,11 +171,11 @@ def test_hooks_that_the_forward_registers_are_named() -> None:
         Microbatcher(Mlp(), forward=forward, microbatch_size=4, probe=False).backward((x(), y()))
 
 
-# What cannot be made exact
+# Computations that cannot be exact
 
 
 def attack(clear: Callable[[nn.Module], Any]) -> Callable[[nn.Module, Batch], Tensor]:
-    """A forward that goes backward for its inputs' sake, and lets go of the other gradients."""
+    """A forward that calls backward for gradients of its inputs, and drops other gradients."""
 
     def forward(model: nn.Module, batch: Batch) -> Tensor:
         inputs = batch[0].detach().clone().requires_grad_()
@@ -201,7 +201,7 @@ def backward_that_stays(model: nn.Module, batch: Batch) -> Tensor:
 
 
 def cached_loss(model: nn.Module, batch: Batch) -> Tensor:
-    """Goes backward itself, in a hook of a loss that has no graph."""
+    """A loss without a graph whose hook calls backward."""
     with torch.no_grad():
         outputs = model(batch[0])
     outputs.requires_grad_()
@@ -263,7 +263,7 @@ def test_of_a_whole_batch_it_is_right_or_refused(name: str) -> None:
         with pytest.raises(LossError, match=r"torch\.autograd\.grad"):
             microbatcher.backward((x(), y()))
         return
-    for _ in range(2):  # the second adds to what is left of the first
+    for _ in range(2):  # the second batch adds to the gradients of the first
         microbatcher.backward((x(), y()))
         forward(plain, (x(), y())).backward()
         torch.testing.assert_close(gradients_of(model), gradients_of(plain))
@@ -354,7 +354,7 @@ def test_a_leaf_first_reached_in_a_later_attempt_is_refused_where_it_cannot_be_t
     for _ in range(5):
         microbatcher.backward((x(), y()))
     assert len(calls) == 10
-    late.grad = torch.ones_like(late)  # of somebody's, or of the failed attempt?
+    late.grad = torch.ones_like(late)  # set by other code, or by the failed attempt?
     batch = numbers(18, 6), torch.cat([y(), y()])[:18]
     with pytest.raises(RollbackError, match=r"first reached a tensor .* during a failed attempt"):
         microbatcher.backward(batch)
@@ -364,7 +364,7 @@ def test_a_leaf_first_reached_in_a_later_attempt_is_refused_where_it_cannot_be_t
 
 
 def narrow_errors(dtype: torch.dtype, num_microbatches: int, **options: Any) -> float:
-    """The relative error of the gradient, against float64 of the same weights and rows."""
+    """Return the relative error of the gradient compared with float64."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 4)).to(dtype)
     inputs, targets = torch.randn(1024, 32).to(dtype), torch.randint(4, (1024,))

@@ -31,8 +31,8 @@ class EarlyStopping(Callback):
         TypeError, ValueError: arguments that make no sense.
 
     A name that nothing gives is a ``ValueError`` before training begins. Where only values tell
-    (losses with names, metric collections), it is one right after the evaluation; for training, a
-    warning in the second batch and an error after the first epoch.
+    (losses with names, metric collections), it is one right after the evaluation; for training,
+    after the first epoch.
 
     Example:
         >>> stopping = EarlyStopping(monitor="eval/accuracy", mode="max", patience=2)
@@ -62,7 +62,6 @@ class EarlyStopping(Callback):
         self._is_training = False  # evaluations on their own do not count
         self._was_found = False
         self._was_loaded = False
-        self._batches = 0
 
     @property
     def best(self) -> float | None:
@@ -105,14 +104,7 @@ class EarlyStopping(Callback):
             )
 
     def batch_end(self, run: Run, result: StepResult) -> None:
-        """Look at a value of a batch.
-
-        Warns:
-            UserWarning: nothing of training so far has that name.
-        """
-        self._batches += 1
-        if self._batches == 2:  # what others log of the first one is there
-            self._warn_of_name(run)
+        """Look at a value of a batch."""
         # A metric of training covers an epoch: between two of them it would be looked at again and
         # again, and its patience would run out in batches.
         is_of_epochs = self._monitor.removeprefix(IN_TRAINING) in run.state.train.metrics
@@ -177,20 +169,6 @@ class EarlyStopping(Callback):
             whats = what if self._patience == 1 else f"{self._patience} {what}s in a row"
             verb = "was not" if self._patience == 1 else "has not been"
             run.stop(f"{self._monitor} {verb} {than} in {whats} (at last {value:.6g})")
-
-    def _warn_of_name(self, run: Run) -> None:
-        name = self._monitor
-        is_known = name in run.values or run.expected.gives(name)
-        if is_known or not name.startswith(IN_TRAINING):
-            return
-        known = {*run.values, *run.expected.names}
-        names = sorted(each for each in known if each.startswith(IN_TRAINING))
-        warn(
-            f"EarlyStopping monitors {name!r}{suggestion(name, names)}, which nothing has given "
-            f"so far, and ends the run after the first epoch if nothing does; the names are: "
-            f"{', '.join(names)}",
-            UserWarning,
-        )
 
     def _refuse(self, names: list[str] | None) -> None:
         there = f"the names are: {', '.join(names)}" if names else NO_EVALUATION

@@ -164,13 +164,8 @@ def _matches(name: str, patterns: Any) -> bool:
 def _require_match(pattern: str, names: list[str]) -> None:
     if any(fnmatchcase(name, pattern) for name in names):
         return
-    # The commonest mistake: a module is named, and patterns are of parameters.
-    if any(name.startswith(f"{pattern}.") for name in names):
-        raise ValueError(
-            f"no parameter is called {pattern!r}, which is a module; for all parameters of it say "
-            f"'{pattern}.*'"
-        )
     near = difflib.get_close_matches(pattern, names, n=3, cutoff=0.3) or names[:3]
     raise ValueError(
-        f"no parameter matches {pattern!r}; there are {len(names)}, such as {', '.join(near)}"
+        f"no parameter matches {pattern!r}; there are {len(names)}, such as {', '.join(near)}, and "
+        "those of a module are 'module.*'"
     )

@@ -201,18 +201,18 @@ def _find_images(batch: Any) -> Tensor:
     is_named = isinstance(batch, Mapping)
     among: list[Any] = [batch.get(key) for key in _IMAGE_KEYS] if is_named else [first]
     found: list[Tensor] = [each for each in among if _is_image(each)]
-    if len(found) == 1:
-        return found[0]
-    if is_named:
+    if len(found) != 1:
         raise ValueError(
-            f"to resize images, the batch has {'several' if found else 'none'} of "
-            f"{', '.join(_IMAGE_KEYS)} as a 4-D tensor (it has "
-            f"{', '.join(sorted(map(str, batch)))}); {_OWN}"
+            f"there are {'several' if found else 'no'} images to resize in {_describe(batch)}: "
+            "they would be one tensor of the shape (rows, channels, height, width), the first of a "
+            f"pair or called {', '.join(_IMAGE_KEYS)}; {_OWN}"
         )
-    raise ValueError(
-        f"there are no images to resize in a batch of type {type(batch).__name__}: they would be "
-        f"a tensor of the shape (rows, channels, height, width), or the first of a pair; {_OWN}"
-    )
+    return found[0]
+
+
+def _describe(batch: Any) -> str:
+    held = f" with {', '.join(sorted(map(str, batch)))}" if isinstance(batch, Mapping) else ""
+    return f"a batch of type {type(batch).__name__}{held}"
 
 
 def _is_image(value: object) -> bool:
@@ -303,7 +303,11 @@ def cut_tokens(batch: Any, size: int, *, keys: Sequence[str] | None = None) -> A
     else:
         named, tokens = [inputs], inputs if _is_tokens(inputs) else None
     if tokens is None:
-        raise _no_tokens(inputs, keys)
+        raise ValueError(
+            f"there are no tokens to cut in {_describe(inputs)}: they would be whole numbers of "
+            "the shape (rows, tokens), alone, the first of a pair, or called "
+            f"{', '.join(keys or _TOKEN_KEYS)}; name them in keys=[…], or {_OWN}"
+        )
     length = tokens.shape[1]
     if length <= size:
         return batch
@@ -317,8 +321,7 @@ def cut_tokens(batch: Any, size: int, *, keys: Sequence[str] | None = None) -> A
 def _token_parts(inputs: Mapping[str, Any], keys: Sequence[str] | None) -> list[Tensor]:
     if missing := [key for key in keys or () if key not in inputs]:
         raise ValueError(
-            f"the batch lacks {', '.join(missing)} of keys= (it has "
-            f"{', '.join(sorted(map(str, inputs)))}); leave them out"
+            f"{', '.join(missing)} of keys= is missing in {_describe(inputs)}; leave it out"
         )
     known = (inputs.get(key) for key in (_TOKEN_KEYS if keys is None else keys))
     return [each for each in known if isinstance(each, Tensor)]
@@ -349,17 +352,3 @@ def _cut(value: Any, size: int, length: int) -> Any:
 
 def _is_tokens(value: object) -> bool:
     return isinstance(value, Tensor) and not value.is_floating_point() and value.dim() == 2
-
-
-def _no_tokens(inputs: Any, keys: Sequence[str] | None) -> ValueError:
-    if isinstance(inputs, Mapping):
-        return ValueError(
-            f"there are no tokens to cut: the batch has none of {', '.join(keys or _TOKEN_KEYS)} "
-            f"with at least two dimensions (it has {', '.join(sorted(map(str, inputs)))}); name "
-            f"them in keys=[…], or {_OWN}"
-        )
-    return ValueError(
-        f"there are no tokens to cut in a batch of type {type(inputs).__name__}: they would be a "
-        "mapping with input_ids, or whole numbers of the shape (rows, tokens), alone or as the "
-        f"first of a pair; {_OWN}"
-    )

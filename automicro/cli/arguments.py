@@ -160,21 +160,13 @@ def is_path(argument: str) -> bool:
 
 
 def _files_near(path: Path) -> str:
-    folders = {Path(), Path("configs"), path.parent}
-    found = {
-        str(each)
-        for folder in folders
-        for pattern in ("*.yaml", "*.yml")
-        for each in folder.glob(pattern)
-        if not each.name.startswith(".")
-    }
     # A key without =VALUE was taken for a path.
     if str(path).partition(".")[0] in KEYS and not path.suffix.startswith(".y"):
         return f": to set this key, say {path}=VALUE"
-    names = {Path(each).stem: each for each in sorted(found)}
+    folders = {Path(), Path("configs"), path.parent}
+    found = sorted({str(each) for folder in folders for each in folder.glob("[!.]*.y*ml")})
+    names = {Path(each).stem: each for each in found}
     near = nearest(path.stem, names)
     if near is not None:
         return f": did you mean {names[near]!r}?"
-    if not found:
-        return ": give the path of a YAML file; there is none here"
-    return f": give the path of a YAML file, such as {', '.join(sorted(found)[:3])}"
+    return f": give the path of a YAML file, such as {', '.join(found[:3]) or 'job.yaml'}"

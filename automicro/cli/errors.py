@@ -13,7 +13,6 @@ import traceback
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
-from types import FrameType
 
 from automicro.cli.output import complain, has_peers, warn
 from automicro.errors import (
@@ -37,10 +36,6 @@ PACKAGE = Path(__file__).parent.parent
 DEMO = PACKAGE / "demo"
 STANDARD_LIBRARY = Path(os.__file__).parent
 INSTALLED = ("site-packages", "dist-packages")
-# Torch calls back into automicro with every operation: what is below is torch again.
-BELOW_TORCH = ("__torch_dispatch__", "__torch_function__")
-# Only the author of the line can have meant these.
-SLIPS = (AssertionError, AttributeError, KeyError, NameError)
 # A worker process of a DataLoader sends its traceback as text.
 WORKER_FRAME = re.compile(r'^  File "(.+)", line (\d+), in (.+)$', re.MULTILINE)
 IN_WORKER = "Original Traceback (most recent call last):"
@@ -58,12 +53,11 @@ def show_failure(error: BaseException, *, debug: bool) -> int:
         if said:
             complain(said)
         return code
-    is_ours = is_bug_of_ours(error)
-    if debug or is_ours:
+    if debug:
         traceback.print_exception(error)
     complain(text)
     _leave_for_torchrun(error, text)
-    if not (debug or is_ours) and _has_more_to_show(error):
+    if not debug and _has_more_to_show(error):
         print(DEBUG_HINT, file=sys.stderr)
     return code
 
@@ -137,33 +131,23 @@ def forget_stdout() -> None:
 
 def _share(error: BaseException, text: str) -> str:
     """The text that one process among several says; empty where another one says it."""
-    from automicro.trainer.processes import is_said_by_first, leave, place_for_output
+    from automicro.trainer.processes import leave, place_for_output
 
     place = place_for_output()
     # The error is caught, so Python does not know of it: at its exit it would end the process group
     # in order, and wait there for ranks that are gone.
     leave()
-    mine = f"rank {place.rank} of {place.world_size}: {text}"
-    if _is_most_likely_of_all(error):
-        is_said = is_said_by_first(text)
-        if place.is_first:
-            return text
-        if is_said:
-            return ""
-        if is_said is False and isinstance(error, ConfigError):  # a mistake on this host alone
-            return mine
-    # The first rank tells all of what the run was asked to end by.
-    elif not isinstance(error, RankError) and (
-        place.is_first or not isinstance(error, KeyboardInterrupt | SystemExit)
-    ):
-        return text
     if isinstance(error, PeerLostError):
         # Any rank that is left says it.
         return "; ".join(line.strip() for line in text.splitlines())
-    if facts_of(error).stopped is not None and not place.is_first:
+    is_shared = _is_most_likely_of_all(error) or isinstance(error, KeyboardInterrupt | SystemExit)
+    is_of_another = isinstance(error, PeerFailedError)
+    if not is_of_another and (place.is_first or not is_shared):
+        return text
+    if facts_of(error).stopped is not None:
         return ""  # in order, which the first one says
     # As much of it as one line holds: the other ranks' share of one error. Ours name the rank.
-    line = text if isinstance(error, PeerFailedError) else mine
+    line = text if is_of_another else f"rank {place.rank} of {place.world_size}: {text}"
     return textwrap.shorten(line, _SHORT, placeholder=" …")
 
 
@@ -185,9 +169,6 @@ def _describe(error: BaseException) -> tuple[int, str]:
 
     if isinstance(error, AutomicroError) or is_out_of_memory(error) or is_refusal(error):
         return FAILED, _with_notes(error)
-    if is_bug_of_ours(error):
-        bug = "this is a bug of automicro and no mistake of yours: report it with what is above"
-        return FAILED, "\n  ".join([_headline(error), *_notes(error), bug])
     return FAILED, f"the run failed: {_in_words(error, _users_place(error))}"
 
 
@@ -249,7 +230,7 @@ def _users_place(error: BaseException) -> str | None:
         code = f": {error.text.strip()}" if error.text else ""
         return f"{shorten(error.filename)}:{error.lineno}{code}"
     # Lines of a worker process lie further inside than those that passed its error on.
-    for place in reversed([*_places(error), *_places_in_worker(error)]):
+    for place in reversed([*traceback.extract_tb(error.__traceback__), *_places_in_worker(error)]):
         if is_users(place.filename):
             return _describe_place(place)
     return None
@@ -267,27 +248,9 @@ def is_refusal(error: BaseException) -> bool:
     """
     if not isinstance(error, TypeError | ValueError):
         return False
-    places = list(_places(error))
+    places = traceback.extract_tb(error.__traceback__)
     # By a raise statement: a TypeError that an expression of ours ran into refuses nothing.
     return bool(places) and _is_ours(places[-1].filename) and _is_raised_in(places[-1])
-
-
-def is_bug_of_ours(error: BaseException) -> bool:
-    """Tell whether an error looks like a slip in a line of automicro alone.
-
-    >>> is_bug_of_ours(NameError("not raised at all"))
-    False
-    """
-    places = list(_places(error))
-    if not places or not isinstance(error, SLIPS) or not _is_ours(places[-1].filename):
-        return False
-    # No object of a user's can be the reason of these.
-    if isinstance(error, AssertionError | NameError):
-        return True
-    # An attribute or a key may be missing in what a user, or a metric, has handed over.
-    beside = facts_of(error).bystander
-    is_metrics = beside is not None and beside.kind == "metric"
-    return _users_place(error) is None and not is_metrics and not _is_of_users_object(error)
 
 
 def is_users(filename: str) -> bool:
@@ -322,21 +285,6 @@ def shorten(filename: str) -> str:
         return filename
 
 
-def _frames(error: BaseException) -> Iterator[tuple[FrameType, int]]:
-    for frame, line in traceback.walk_tb(error.__traceback__):
-        # A slip in the mode itself is still automicro's.
-        is_below = frame.f_code.co_name in BELOW_TORCH and _is_ours(frame.f_code.co_filename)
-        if is_below and not isinstance(error, SLIPS):
-            return
-        yield frame, line
-
-
-def _places(error: BaseException) -> list[traceback.FrameSummary]:
-    # Read once more by extract_tb(), which knows the columns of an expression.
-    wanted = sum(1 for _ in _frames(error))
-    return list(traceback.extract_tb(error.__traceback__, limit=wanted)) if wanted else []
-
-
 def _places_in_worker(error: BaseException) -> list[traceback.FrameSummary]:
     text = str(error).partition(IN_WORKER)[2]
     return [
@@ -351,13 +299,6 @@ def _describe_place(place: traceback.FrameSummary) -> str:
         text += f", in {place.name}"
     # What it raises is the message already.
     return text if _is_raised_in(place) else f"{text}: {place.line}"
-
-
-def _is_of_users_object(error: BaseException) -> bool:
-    """Whether something that the user wrote lacks what automicro asks of it."""
-    # Python keeps with an AttributeError the object that lacks the attribute.
-    module = sys.modules.get(type(getattr(error, "obj", None)).__module__)
-    return is_users(getattr(module, "__file__", None) or "<none>")
 
 
 def _is_raised_in(place: traceback.FrameSummary) -> bool:

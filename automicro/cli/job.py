@@ -10,7 +10,7 @@ from torch import nn
 
 from automicro.cli.config.build import Recipe
 from automicro.cli.config.load import LoadedConfig, read_config
-from automicro.cli.errors import is_bug_of_ours, is_refusal, summarize_error
+from automicro.cli.errors import is_refusal, summarize_error
 from automicro.errors import AutomicroError, ConfigError, DataLoaderError, keys_of
 from automicro.options import check_model
 from automicro.trainer.device import choose_device
@@ -49,8 +49,6 @@ class Job:
         try:
             yield
         except Exception as error:
-            if is_bug_of_ours(error):
-                raise
             text = str(error) if isinstance(error, ConfigError) else summarize_error(error)
             raise ConfigError(self._located(text, keys_of(error))) from error
 

@@ -4,9 +4,7 @@ Nothing of another run is overwritten. A run that saves checkpoints goes on in i
 """
 
 import contextlib
-import dataclasses
 import json
-import math
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -22,7 +20,6 @@ from automicro.cli.config.nodes import leaves
 from automicro.cli.config.sources import read_file
 from automicro.cli.output import to_json
 from automicro.errors import ConfigError, PeerLostError, about, add_note, facts_of, remember
-from automicro.events.run import GlobalBatch
 from automicro.files import write_whole
 from automicro.trainer.failed_batch import CONFIG, KEPT
 from automicro.trainer.report import TIME_IS_OVER, FitSummary
@@ -52,19 +49,19 @@ class RunDir:
             _refuse_another_run(self._path, config, goes_on=goes_on)
 
     @about("run_dir")
-    def finished(self) -> FitSummary | None:
-        """The summary of a run that trained to its end."""
+    def finished(self) -> dict[str, Any] | None:
+        """The summary of a run that trained to its end, as it was written."""
         if self._path is None or not self._goes_on or not (self._path / SUMMARY).exists():
             return None
         try:
-            summary = _read_summary((self._path / SUMMARY).read_text(encoding="utf-8"))
-        except (OSError, TypeError, ValueError) as error:
+            summary: dict[str, Any] = json.loads((self._path / SUMMARY).read_text("utf-8"))
+            # A run whose time was over is not at its end: it goes on when it is started again.
+            return None if summary["stop_reason"] == TIME_IS_OVER else summary
+        except (OSError, KeyError, TypeError, ValueError) as error:
             raise ConfigError(
                 f"run_dir={str(self._path)!r} holds a summary.json that cannot be read ({error}): "
                 f"remove this file to go on from the checkpoints, or {ANOTHER}"
             ) from error
-        # A run whose time was over is not at its end: it goes on when it is started again.
-        return None if summary.stop_reason == TIME_IS_OVER else summary
 
     @about("run_dir")
     def begin(self) -> None:
@@ -124,28 +121,6 @@ def _changes(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
 
 def _show(value: object) -> str:
     return "not set" if value is UNSET else to_yaml({"": value}).partition(": ")[2].strip()
-
-
-def _read_summary(text: str) -> FitSummary:
-    """Read a summary that was written as JSON. What is null there is NaN where it has to be.
-
-    >>> _read_summary("{}")
-    Traceback (most recent call last):
-        ...
-    TypeError: ...
-    """
-    values = json.loads(text)
-    if not isinstance(values, dict):
-        raise TypeError(f"a {type(values).__name__} in place of a mapping")
-    for each in dataclasses.fields(FitSummary):
-        if each.type in (float, "float") and values.get(each.name, 0.0) is None:
-            values[each.name] = math.nan
-    for name in ("train_metrics", "eval_metrics"):
-        found = values.get(name) or {}
-        values[name] = {key: math.nan if each is None else each for key, each in found.items()}
-    if isinstance(values.get("global_batch"), dict):
-        values["global_batch"] = GlobalBatch(**values["global_batch"])
-    return FitSummary(**values)
 
 
 def goes_on(checkpoint: CheckpointConfig | None) -> bool:

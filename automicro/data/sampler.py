@@ -31,6 +31,7 @@ from automicro.errors import CheckpointError
 from automicro.options import check_choice, read_amount, read_count
 from automicro.torch_private import forget_workers
 
+LENGTHS = ("lengths", "second_lengths")
 UNITS = ("seconds", "tokens")
 
 
@@ -130,9 +131,9 @@ class LengthBatchSampler(Sampler[list[int]]):
         rule = MODES[check_choice("mode", mode, MODES)]
         self.mode, self.shuffle, self.seed = mode, shuffle, read_count("seed", seed, least=0)
         given = {"lengths": lengths, "second_lengths": second_lengths}
-        for name in list(given)[: rule.dimensions]:
-            if given[name] is None:
-                raise ValueError(f"mode={mode!r} goes by {name}, and there are none: give {name}=…")
+        budgets = {"batch_size": batch_size, "batch_length": batch_length, "batch_cost": batch_cost}
+        others = {"cost": cost, "bucket_edges": bucket_edges, "num_buckets": num_buckets}
+        _check_options(mode, given | budgets | others)
         # What a mode has no need of may still be told, for reports.
         self._known: dict[str, Array] = {
             name: read_lengths(each, dataset, name=name)
@@ -151,20 +152,8 @@ class LengthBatchSampler(Sampler[list[int]]):
             self._by_unit[check_choice(option, counted, UNITS)] = self._known[name]
         self.num_rows = _count_rows(dataset, self._known)
         self._lengths = list(self._known.values())[: rule.dimensions]
-        amounts = {"batch_size": batch_size, "batch_length": batch_length, "batch_cost": batch_cost}
-        _check_budget(mode, amounts)
-        if cost is not None and batch_cost is None:
-            raise ValueError("cost says what a row adds to batch_cost: give batch_cost, or no cost")
-        for option, value, which, other in (
-            ("bucket_edges", bucket_edges, "given", "1D-bucketing"),
-            ("num_buckets", num_buckets, "derived", "1D-bucketing-dyn"),
-        ):
-            if value is not None and rule.buckets != which:
-                raise ValueError(
-                    f"mode={mode!r} takes no {option}: leave it out, or say mode={other!r}"
-                )
         self._buckets: Array | None = None
-        if rule.buckets == "given":
+        if bucket_edges is not None:
             self._buckets = assign_buckets(self._lengths[0], _read_edges(bucket_edges))
         elif rule.buckets == "derived":
             self._buckets = derive_buckets(self._lengths, _read_counts(num_buckets, rule))
@@ -478,25 +467,24 @@ def _count_rows(dataset: Any, known: Mapping[str, Array]) -> int:
     return counts[0]
 
 
-def _check_budget(mode: str, budgets: Mapping[str, Any]) -> None:
-    wanted = MODES[mode].budgets
-    given = {name: value for name, value in budgets.items() if value is not None}
-    if len(given) != 1 or not given.keys() <= set(wanted):
-        has = ", ".join(f"{name}={value!r}" for name, value in given.items()) or "none"
-        one = wanted[0] if len(wanted) == 1 else f"one of {', '.join(wanted)}"
+def _check_options(mode: str, options: Mapping[str, Any]) -> None:
+    rule = MODES[mode]
+    given = [name for name, value in options.items() if value is not None]
+    budgets = [name for name in rule.budgets if name in given]
+    needed = [*LENGTHS[: rule.dimensions], *["bucket_edges"] * (rule.buckets == "given")]
+    further = [*["num_buckets"] * (rule.buckets == "derived"), *["cost"] * ("batch_cost" in given)]
+    allowed = {*LENGTHS, *needed, *further, *budgets}
+    if len(budgets) != 1 or not {*needed} <= {*given} <= allowed:
         raise ValueError(
-            f"mode={mode!r} fills batches up to {one}, and was given {has}: give {one}"
+            f"mode={mode!r} needs {', '.join([*needed, ' or '.join(rule.budgets)])}, may have "
+            f"{', '.join(further) or 'nothing else'} (cost with batch_cost), and was given "
+            f"{', '.join(given) or 'none'}: give one of each"
         )
 
 
-def _read_edges(edges: Sequence[float] | None) -> Sequence[float]:
-    if edges is None or not len(edges):
-        raise ValueError(
-            "mode='1D-bucketing' needs the edges of its buckets: give bucket_edges=[…], or let "
-            "mode='1D-bucketing-dyn' derive them"
-        )
+def _read_edges(edges: Sequence[float]) -> Sequence[float]:
     # Between equal edges lies a bucket that no row falls into.
-    if list(edges) != sorted(set(edges)):
+    if not len(edges) or list(edges) != sorted(set(edges)):
         raise ValueError(f"bucket_edges={list(edges)} do not ascend: give ascending lengths")
     return edges
 

@@ -1,12 +1,11 @@
 """The run as a callback sees it, and the requests that it may make."""
 
-import copy
 import math
 from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Any, TypeVar, cast
+from typing import Any
 
 import torch
 from torch import nn
@@ -412,9 +411,6 @@ def _prefix(evaluation: str) -> str:
     return f"{IN_EVALUATION}{evaluation}/" if evaluation else IN_EVALUATION
 
 
-T = TypeVar("T")
-
-
 @dataclass(kw_only=True)
 class Requests:
     """Values and requests of callbacks; the trainer takes them.
@@ -452,7 +448,7 @@ class Run:
     own responsibility.
 
     Attributes:
-        state: where training stands. Setting anything in it is an error.
+        state: where training stands; training goes by it.
         model: the model that is trained.
         modules: the model, then further modules that take part.
         optimizer: what steps; None in an evaluation outside of training.
@@ -474,9 +470,6 @@ class Run:
     requests: Requests
     rank: int = 0
     world_size: int = 1
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "state", _read_only(self.state))
 
     @property
     def max_duration(self) -> Duration:
@@ -534,56 +527,3 @@ class Run:
     def save_checkpoint(self) -> None:
         """Ask for a checkpoint after this batch, where the run makes any."""
         self.requests.wants_checkpoint = True
-
-
-def _read_only(value: T) -> T:
-    """A view of an object, and of the state objects in it, that refuses changes.
-
-    >>> state = LoopState(batch=3)
-    >>> view = _read_only(state)
-    >>> state.batch = 4
-    >>> view.batch
-    4
-    >>> view.batch = 5
-    Traceback (most recent call last):
-        ...
-    AttributeError: LoopState.batch is read-only here; a callback keeps what it needs in itself
-    """
-    return cast(T, _View(value))
-
-
-class _View:
-    __slots__ = ("_target",)
-
-    def __init__(self, target: object) -> None:
-        object.__setattr__(self, "_target", target)
-
-    def __getattr__(self, name: str) -> Any:
-        value = getattr(self._target, name)
-        if isinstance(value, dict):
-            return MappingProxyType(value)
-        # Only what belongs to a run is shown read-only; tensors and models are the real ones.
-        return _View(value) if type(value).__module__ == type(self._target).__module__ else value
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        """A copy of what is seen, which its owner may change."""
-        return copy.deepcopy(self._target, memo)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        """A view of the same, wherever it is loaded."""
-        return _View, (self._target,)
-
-    def __setattr__(self, name: str, value: object) -> None:
-        raise AttributeError(
-            f"{type(self._target).__name__}.{name} is read-only here; a callback keeps what it "
-            "needs in itself"
-        )
-
-    def __repr__(self) -> str:
-        return repr(self._target)
-
-    def __eq__(self, other: object) -> bool:
-        other = other._target if isinstance(other, _View) else other
-        return bool(self._target == other)
-
-    __hash__ = None  # type: ignore[assignment]

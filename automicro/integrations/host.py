@@ -577,9 +577,10 @@ class Recorded:
 
         From 0, or where there is none, a number that a step sets seems to add up.
         """
-        starts = {} if together.parts else self._numbers(together.moved)
-        for place, number in () if together.parts else together.moved.items():
-            together.heard[place, _BESIDE] = number - starts.get(place, 0.0), 1.0
+        if not together.parts:
+            starts = self._numbers(together.moved)
+            for place, number in together.moved.items():
+                together.heard[place, _BESIDE] = number - starts.get(place, 0.0), 1.0
         state.put_back()
 
     def _seen(self, loss: Tensor | None, outputs: Any, own: float | None) -> Output:
@@ -598,12 +599,13 @@ class Recorded:
                 for label, each in _numbers_in(what, value):
                     self._know(name, (label, self._times[label]))
                     self._hear(label, each, self._counts[-1].get(name, rows))
-        told = dict(heard)
+        told = dict(heard)  # without what lies beside the model, which is learned of, too
         self._learn(self._together, rows, heard)
-        told = {
-            key: each for key, each in told.items() if self._verdicts.get(key) in (None, "mean")
+        named = {
+            what if not nth else f"{what}, {nth + 1}": each
+            for (what, nth), each in told.items()
+            if self._verdicts.get((what, nth), "mean") == "mean"
         }
-        named = {what if not n else f"{what}, {n + 1}": each for (what, n), each in told.items()}
         is_loss = frozenset(name for name, (value, _) in named.items() if value == own)
         return Output(loss, {}, kept, told=named, told_as_loss=is_loss)
 

@@ -172,11 +172,6 @@ def _refuse(model: Any) -> None:
         raise ValueError(f"automicro cannot be enabled for this {type(model).__name__}: {why}")
 
 
-def _fold_of(place: str) -> str | None:
-    is_entry = place.endswith("]") and place[-2:-1].isdigit()
-    return "sum" if is_entry and not place.startswith("model.") else None
-
-
 class Enabled(Results):
     """The replacement for the steps of one model; made by `enable`, as ``model.automicro``."""
 
@@ -196,7 +191,7 @@ class Enabled(Results):
             self._is_of_a_user,
             _HOSTS,
             # A metric's own list has an entry for each update: what it comes to is its affair.
-            fold_of=_fold_of,
+            fold_of=self._fold_of,
         )
         read_average(model, self._average)  # refuse now what the first batch would be refused for
         self._replacements = Replacements()
@@ -382,6 +377,11 @@ class Enabled(Results):
         """Whether an attribute is neither Keras' nor torch's, and no part of the model."""
         is_part = isinstance(value, keras.Layer | keras.Variable | keras.metrics.Metric | nn.Module)
         return owner is not self._model or not (is_part or name in _OF_EVERY_MODEL)
+
+    def _fold_of(self, place: str) -> str | None:
+        is_entry = place.endswith("]") and place[-2:-1].isdigit()
+        names = [each.name for each in metrics_of(self._model)] if is_entry else []
+        return "sum" if place.partition(".")[0] in names else None
 
     def _beside(self) -> dict[str, Any]:
         """The model and metrics that Keras did not write, whose variables are parameters there."""

@@ -127,8 +127,6 @@ class Padding:
         self._apart: set[tuple[str, str]] = set()
         self._dims: dict[str, int] = {}  # of audio and the like, as earlier batches showed
         self._decoded: set[str] = set()  # labels that are padded apart from inputs
-        self.counts_in_padding: str | None = None
-        """The labels that were seen to count where the mask says padding; None for none."""
 
     def read(
         self, batch: Any, num_rows: int, *, row_dims: Mapping[str, int] | None = None
@@ -195,8 +193,7 @@ class Padding:
                     continue
                 if tensor.dim() > 1 and tensor.shape[:2] == mask.shape:
                     group.parts[other] = 1
-                    if self._add_labels(group, tensor, read.names[other]):
-                        self.counts_in_padding = other
+                    self._add_labels(group, tensor, read.names[other])
             group.parts[path] = 1
             read.add(group)
 
@@ -223,15 +220,12 @@ class Padding:
                 group.parts = dict.fromkeys(own, 1)
                 read.add(group)
 
-    def _add_labels(self, group: Group, tensor: Tensor, name: str) -> bool:
-        """Let no row end before a label that counts; whether one would have."""
-        if not name.endswith("labels") or tensor.dim() != 2 or tensor.is_floating_point():
-            return False
-        starts, stops = _extents(tensor != self._ignore_index)
-        np.minimum(group.starts, starts, out=group.starts, where=stops > 0)
-        is_later = stops > group.stops
-        np.maximum(group.stops, stops, out=group.stops)
-        return bool(is_later.any())
+    def _add_labels(self, group: Group, tensor: Tensor, name: str) -> None:
+        """Let no row end before a label that counts, also where the mask says padding."""
+        if name.endswith("labels") and tensor.dim() == 2 and not tensor.is_floating_point():
+            starts, stops = _extents(tensor != self._ignore_index)
+            np.minimum(group.starts, starts, out=group.starts, where=stops > 0)
+            np.maximum(group.stops, stops, out=group.stops)
 
     def _read_lengths(self, read: "_Read") -> None:
         for path, lengths in read.free():

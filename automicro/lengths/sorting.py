@@ -118,7 +118,8 @@ def _look(
         before, after = one.numbers[LOSS], other.numbers[LOSS]
         why = f"the loss of a row is {before:.6g} with its padding and {after:.6g} without"
         return _Seen(_OTHER, why)
-    for path in found.keys() & dims.keys():
+    path = next((path for path in found if path in dims), None)
+    if path is not None:
         why = f"the output {path!r} of a row differs by {found[path]:.2g} without its padding"
         return _Seen(_OTHER, why)
     if not (finite or has_values):
@@ -238,7 +239,6 @@ class _RowSorter:
         # None: not known yet.
         self._cuts: bool | None = cut_padding if isinstance(cut_padding, bool) else None
         self._fruitless = 0
-        self._has_said_labels = False
 
     def sort(self, batches: Sequence[ReadBatch], mode: Mode) -> list[ReadBatch]:
         """The same batches, their rows sorted. All ranks call it."""
@@ -251,7 +251,6 @@ class _RowSorter:
         )
         if self._cuts is None:
             self._look(batches, read, mode)
-        self._say_labels()
         return once_more(
             lambda: [self._sorted(*each) for each in zip(batches, read, strict=True)],
             device,
@@ -294,18 +293,6 @@ class _RowSorter:
         self._cuts = verdict == _SAME
         if seen.why and not self._cuts:
             warn(_message(verdict, seen.why), PaddingWarning)
-
-    def _say_labels(self) -> None:
-        path = self._unit.padding.counts_in_padding
-        if path is None or self._has_said_labels:
-            return
-        self._has_said_labels = True
-        warn(
-            f"labels in {path!r} count where the mask says that rows are padded, so rows are taken "
-            "for as long as their labels; set them to the loss's ignore_index (-100) there, which "
-            "is what padding means",
-            PaddingWarning,
-        )
 
 
 def _message(verdict: int, why: str) -> str:

@@ -1,18 +1,15 @@
-"""Values as lines of a table or of JSON; files are cut where a run resumes."""
+"""Values as lines of JSON, in a file that is cut where a run resumes."""
 
-import abc
 import contextlib
-import csv
-import io
 import json
 import math
 import mmap
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from io import FileIO
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 from automicro.loggers.logger import RESERVED_NAMES, not_started
 
@@ -84,38 +81,17 @@ class AppendFile:
         self._raw.close()
 
 
-def _open_lines(
-    path: Path, *, head: bytes, step_of: Callable[[bytes], int], resume_step: int | None
-) -> AppendFile:
-    """Open a file of lines to append to, without what a resumed run will log again."""
-    file = AppendFile(path)
-    try:
-        size = os.fstat(file.fileno()).st_size
-        if size:
-            size = _kept_bytes(file, path, head, step_of, resume_step)
-            file.cut(size)
-        # Only a table has a head line; of JSON, the head is how each line begins.
-        if not size and head.endswith(b"\n"):
-            file.write(head)
-    except BaseException:
-        file.close()
-        raise
-    return file
+_HEAD = b'{"step":'  # of each line
 
 
-def _kept_bytes(
-    file: AppendFile,
-    path: Path,
-    head: bytes,
-    step_of: Callable[[bytes], int],
-    resume_step: int | None,
-) -> int:
+def _kept_bytes(file: AppendFile, path: Path, resume_step: int | None) -> int:
+    """How much of a file of lines a run that resumes after a step will not log again."""
     # Mapped and read from its end: a log may be large, and only a few lines of it are read.
     with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
         # A file shorter than its head is one whose first write was torn.
-        if not head.startswith(content[: len(head)]):
+        if not _HEAD.startswith(content[: len(_HEAD)]):
             raise ValueError(
-                f"{str(path)!r} begins with {content[: len(head)]!r} and not with {head!r}, so "
+                f"{str(path)!r} begins with {content[: len(_HEAD)]!r} and not with {_HEAD!r}, so "
                 "another program wrote it; it is left as it is: log to another path"
             )
         # A last line without its end was torn by a kill.
@@ -124,7 +100,7 @@ def _kept_bytes(
             start = content.rfind(b"\n", 0, end - 1) + 1
             line = content[start:end]
             try:
-                step = step_of(line)
+                step = int(json.loads(line)["step"])
             except (ValueError, KeyError, TypeError) as error:
                 raise ValueError(
                     f"{str(path)!r} holds the line {line[:80]!r}, which has no step, so it cannot "
@@ -161,80 +137,7 @@ class FileLogger:
             self._file = None
 
 
-class _LinesLogger(FileLogger, abc.ABC):
-    """A file of lines that each carry a step."""
-
-    _head: ClassVar[bytes]
-    """The beginning of every such file."""
-
-    def start(self, run: Mapping[str, Any], *, resume_step: int | None = None) -> None:
-        """Open the file, and cut it after the step to resume from.
-
-        Raises:
-            OSError: the file cannot be opened or written.
-            ValueError: the file holds something else.
-        """
-        self.close()
-        self._file = _open_lines(
-            self._path, head=self._head, step_of=self._step_of, resume_step=resume_step
-        )
-
-    @staticmethod
-    @abc.abstractmethod
-    def _step_of(line: bytes) -> int:
-        """The step of a line that was read back."""
-
-
-_COLUMNS = ("step", "name", "value")
-_CSV_HEAD = (",".join(_COLUMNS) + "\n").encode()
-
-
-class CSVLogger(_LinesLogger):
-    """Writes one row per value, with the columns ``step,name,value``.
-
-    A column for each name would have to be known before the first row: metrics come with the
-    first epoch and evaluations later still. With rows for names nothing is ever rewritten, and
-    one line makes columns of them: ``pandas.read_csv(path).pivot_table(index="step",
-    columns="name", values="value")``.
-
-    Each row is in the file when `log` returns, the rows of one call all or none. A file that
-    exists is appended to; on a resume it is cut first. What is run is not in it.
-
-    Args:
-        path: of the file.
-
-    Example:
-        >>> import tempfile
-        >>> path = Path(tempfile.mkdtemp()) / "log.csv"
-        >>> logger = CSVLogger(path)
-        >>> logger.start({})
-        >>> logger.log({"train/loss": 0.5, "train/microbatch_size": 16}, step=1)
-        >>> logger.close()
-        >>> print(path.read_text(), end="")
-        step,name,value
-        1,train/loss,0.5
-        1,train/microbatch_size,16
-    """
-
-    _head = _CSV_HEAD
-
-    def log(self, values: Mapping[str, float], *, step: int) -> None:
-        """Write a row for each value.
-
-        Raises:
-            OSError: the rows cannot be written; the file is as it was.
-        """
-        text = io.StringIO()
-        rows = csv.writer(text, lineterminator="\n")
-        rows.writerows((step, name, value) for name, value in values.items())
-        self._opened.write(text.getvalue().encode(errors="backslashreplace"))
-
-    @staticmethod
-    def _step_of(line: bytes) -> int:
-        return 0 if line == _CSV_HEAD else int(line.partition(b",")[0])
-
-
-class JSONLinesLogger(_LinesLogger):
+class JSONLinesLogger(FileLogger):
     """Writes one JSON object per line: the step, the time, and the values by name.
 
     The first line of a run has what is run under ``"run"`` instead of values. Each line is in the
@@ -259,10 +162,22 @@ class JSONLinesLogger(_LinesLogger):
         {"step": 1, "time": ..., "train/loss": 0.5, "train/grad_norm": "Infinity"}
     """
 
-    _head = b'{"step":'
-
     def start(self, run: Mapping[str, Any], *, resume_step: int | None = None) -> None:
-        super().start(run, resume_step=resume_step)
+        """Open the file, and cut it after the step to resume from.
+
+        Raises:
+            OSError: the file cannot be opened or written.
+            ValueError: the file holds something else.
+        """
+        self.close()
+        file = AppendFile(self._path)
+        try:
+            if os.fstat(file.fileno()).st_size:
+                file.cut(_kept_bytes(file, self._path, resume_step))
+        except BaseException:
+            file.close()
+            raise
+        self._file = file
         self._write({"run": run}, resume_step or 0)
 
     def log(self, values: Mapping[str, float], *, step: int) -> None:
@@ -285,10 +200,6 @@ class JSONLinesLogger(_LinesLogger):
         text = json.dumps(json_values(line), ensure_ascii=False, allow_nan=False)
         # Half of a surrogate pair cannot be encoded; its escape is the JSON for it.
         self._opened.write(text.encode(errors="backslashreplace") + b"\n")
-
-    @staticmethod
-    def _step_of(line: bytes) -> int:
-        return int(json.loads(line)["step"])
 
 
 def json_values(value: Any) -> Any:

@@ -64,12 +64,6 @@ class Trace:
     deltas: np.ndarray[Any, np.dtype[np.int64]]
     owners: Sequence[Owner]
 
-    @classmethod
-    def still(cls, held: Mapping[Owner, int]) -> "Trace":
-        """One in which nothing comes or goes."""
-        nothing = np.zeros(0, dtype=np.int64)
-        return cls(nothing, nothing, ()).plus(held)
-
     @cached_property
     def _rounded(self) -> np.ndarray[Any, np.dtype[np.int64]]:
         """The deltas as an allocator counts them."""
@@ -124,14 +118,6 @@ class Trace:
         # Up, as a plan that is too small by a byte is wrong, and one that is too large is not.
         sizes = np.ceil(np.abs(self.deltas) * shares).astype(np.int64)
         return Trace(self.numbers, np.sign(self.deltas) * sizes, self.owners)
-
-    def on_line(self, smaller: "Trace", times: float) -> "Trace | None":
-        """Extrapolate the change from a smaller step to this one; None if they are not alike."""
-        # Other storages came and went, so their sizes lie on no line.
-        if not np.array_equal(self.numbers, smaller.numbers):
-            return None
-        more = self.deltas + (self.deltas - smaller.deltas) * times
-        return Trace(self.numbers, more.round().astype(np.int64), self.owners)
 
     def plus(self, held: Mapping[Owner, int]) -> "Trace":
         """The same with something more, from beginning to end."""

@@ -117,8 +117,7 @@ class Stages:
         is_part: Callable[[nn.Module], bool] = lambda module: False,
     ) -> None:
         self._module, self._is_part = module, is_part
-        self._refuse_hooks()
-        self._refuse_parts()
+        self._refuse_inside()
         self._graph = self._trace(arguments)
         nodes = list(self._graph.nodes)
         self.norms = {node: layer for node in nodes if (layer := self._norm(node)) is not None}
@@ -131,16 +130,12 @@ class Stages:
     def refuse(self, why: str) -> NoReturn:
         refuse_exact(type(self._module).__name__, why)
 
-    def _refuse_hooks(self) -> None:
-        for name, module in self._module.named_modules():
-            if module is not self._module and call_hooks(module):
+    def _refuse_inside(self) -> None:
+        inside = [each for each in self._module.named_modules() if each[0]]
+        for name, module in inside:
+            if call_hooks(module):
                 self.refuse(f"{name!r} has hooks, which a trace does not hold")
-
-    def _refuse_parts(self) -> None:
-        for name, module in self._module.named_modules():
-            if module is self._module or not self._is_part(module):
-                continue
-            if any(map(sees_the_batch, module.modules())):
+            if self._is_part(module) and any(map(sees_the_batch, module.modules())):
                 self.refuse(
                     f"{name!r} has a size of its own, and BatchNorm inside, which would see its "
                     "slices alone; leave that size out, for what is around it is cut at each "
@@ -531,8 +526,8 @@ def _through_stages(call: Call, stages: Stages, sizes: Sequence[int]) -> Any:
     norms: dict[fx.Node, _Norm] = {}
     affine: dict[fx.Node, tuple[Tensor, Tensor]] = {}
     for number, spec in enumerate(stages.stages):
-        stage = _Stage(stages, number, call.holding, devices, norms)
-        scaled = [affine[node] for node in stage.norms]
+        stage = _stage(stages, number, call.holding, devices, norms)
+        scaled = {node: affine[node] for node in spec.nodes if node in norms}
         needed = {_key(node) for later in stages.stages[number + 1 :] for node in later.inputs}
         moments: list[Sequence[tuple[int, Tensor, Tensor]]] = []
         for size, values in zip(cut.sizes, waiting, strict=True):
@@ -584,64 +579,55 @@ def _combined(
     return count, mean + first, (shares * (variances + (apart - mean).square())).sum(0)
 
 
-class _Stage:
+def _stage(
+    stages: Stages,
+    number: int,
+    holding: Callable[..., contextlib.AbstractContextManager[None]],
+    devices: dict[fx.Node, torch.device],
+    norms: Mapping[fx.Node, _Norm],
+) -> Callable[..., Any]:
     """A stage of one slice: in the forward, and again in the backward."""
+    spec, is_first = stages.stages[number], True  # of all slices
 
-    def __init__(
-        self,
-        stages: Stages,
-        number: int,
-        holding: Callable[..., contextlib.AbstractContextManager[None]],
-        devices: dict[fx.Node, torch.device],
-        known: Mapping[fx.Node, _Norm],
-    ) -> None:
-        self._stages, self._number, self._holding = stages, number, holding
-        self._devices, self._known = devices, known
-        self._spec = stages.stages[number]
-        self.norms = [node for node in self._spec.nodes if node in stages.norms]
-        self._is_first = True  # of all slices
+    def put(node: fx.Node, value: Any) -> Any:
+        if isinstance(value, Tensor):
+            devices[node] = value.device
+            return apply(_ToHost, value)
+        if tensor_leaves({"": value}):
+            kind = type(value).__name__
+            stages.refuse(f"{node.name}, a {kind}, holds tensors, and would have to wait")
+        return value
 
-    def __call__(
-        self,
+    def run(
         known: Mapping[fx.Node, dict[str, Sequence[Tensor]]],
         given: Sequence[Any],
-        affine: Sequence[tuple[Tensor, Tensor]],
+        affine: Mapping[fx.Node, tuple[Tensor, Tensor]],
         tensors: Sequence[Tensor],
     ) -> tuple[list[Any], list[tuple[int, Tensor, Tensor]], Any]:
         """The values that wait, moments for the BatchNorms ahead, and the outputs of the last.
 
         ``known`` keeps the moments from the first time.
         """
-        stages, spec, devices = self._stages, self._spec, self._devices
-        scaled = dict(zip(self.norms, affine, strict=True))
+        nonlocal is_first
         values = {
             node: apply(_ToDevice, each, devices[node]) if node in devices else each
             for node, each in zip(spec.inputs, given, strict=True)
         }
-        with self._holding(tensors):
-            made = stages.run(
-                self._number, values, lambda at, x: self._known[at].normalised(x, scaled[at])
-            )
+        with holding(tensors):
+            made = stages.run(number, values, lambda at, x: norms[at].normalised(x, affine[at]))
         outputs = stages.output(made) if spec is stages.stages[-1] else None
         moments = []
         for node in spec.ahead:
             x = made[node.all_input_nodes[0]]
             # A few rows show what a layer does with its statistics.
-            if self._is_first:
+            if is_first:
                 _require_usual(str(node.target), stages.norms[node], x.detach()[:4])
             moments.append((x.numel() // x.shape[1], *apply(_Moments, x, known[node])))
-        self._is_first = False
+        is_first = False
         # Last: a backward computes no further than it needs, and copies nothing.
-        return [self._put(node, made[node]) for node in spec.outputs], moments, outputs
+        return [put(node, made[node]) for node in spec.outputs], moments, outputs
 
-    def _put(self, node: fx.Node, value: Any) -> Any:
-        if isinstance(value, Tensor):
-            self._devices[node] = value.device
-            return apply(_ToHost, value)
-        if tensor_leaves({"": value}):
-            kind = type(value).__name__
-            self._stages.refuse(f"{node.name}, a {kind}, holds tensors, and would have to wait")
-        return value
+    return run
 
 
 def _key(node: fx.Node) -> Any:

@@ -1,6 +1,5 @@
 """Parts of a model by their names: modules, and the tails of language models."""
 
-import functools
 import inspect
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NoReturn, TypeAlias, cast
@@ -203,7 +202,7 @@ class LanguageTail:
     def of(cls, model: nn.Module) -> "LanguageTail | None":
         """That of a model; None where it has none."""
         forward = vars(model).get("forward")
-        return forward.tail if isinstance(forward, _TailForward) else None
+        return forward if isinstance(forward, LanguageTail) else None
 
     @property
     def name(self) -> str:
@@ -218,7 +217,8 @@ class LanguageTail:
     def attach(self) -> None:
         """Let the model's forward take its head and loss apart, until `remove`."""
         self._earlier, self._forward = vars(self._model).get("forward"), self._model.forward
-        vars(self._model)["forward"] = functools.wraps(self._forward)(_TailForward(self))
+        self.__wrapped__ = self._forward  # its signature is that of the model's
+        vars(self._model)["forward"] = self
 
     def remove(self) -> None:
         """Let the model be as it was."""
@@ -227,11 +227,14 @@ class LanguageTail:
     @property
     def is_attached(self) -> bool:
         """Whether the model's forward is taken apart."""
-        forward = vars(self._model).get("forward")
-        return isinstance(forward, _TailForward) and forward.tail is self
+        return vars(self._model).get("forward") is self
 
-    def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The model's forward."""
+    @uncompiled(
+        "head and loss of a language model are cut while its forward runs (nested={'tail': …}); "
+        "compile what is inside of it, as in model.model.compile(), or leave out fullgraph=True"
+    )
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """In the place of the model's forward."""
         bound = inspect.signature(self._forward).bind(*args, **kwargs).arguments
         # In evaluation logits are wanted, and no backward keeps what made them.
         if bound.get("labels") is None or not torch.is_grad_enabled():
@@ -359,20 +362,6 @@ class LanguageTail:
                 "write head and loss as one function of hidden states and targets, and give it a "
                 "size with automicro.split"
             )
-
-
-class _TailForward:
-    """Stands in the place of a language model's forward."""
-
-    def __init__(self, tail: LanguageTail) -> None:
-        self.tail = tail
-
-    @uncompiled(
-        "head and loss of a language model are cut while its forward runs (nested={'tail': …}); "
-        "compile what is inside of it, as in model.model.compile(), or leave out fullgraph=True"
-    )
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self.tail.run(args, kwargs)
 
 
 def _nothing(hidden: Tensor, targets: Tensor) -> Tensor:

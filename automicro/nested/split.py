@@ -7,7 +7,7 @@ import inspect
 import logging
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -19,7 +19,6 @@ from automicro.batchnorm import batchnorm_message, sees_the_batch
 from automicro.errors import (
     BatchError,
     BatchNormWarning,
-    GradientWarning,
     UnsplittableModelError,
     add_note,
     facts_of,
@@ -43,7 +42,6 @@ from automicro.step.passes import taking_shapes
 from automicro.torch_private import (
     FakeTensor,
     forward_of_class,
-    has_forward_hooks,
     in_backward,
     is_traced,
     is_transformed,
@@ -304,21 +302,16 @@ class NestedSplit:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not isinstance(self._part, nn.Module):
             return self._run(args, kwargs)
-        if self.is_attached:
+        with contextlib.ExitStack() as stack:
+            if not self.is_attached:
+                stack.callback(self.attach().remove)
             return self._part(*args, **kwargs)
-        self.attach()
-        try:
-            return self._part(*args, **kwargs)
-        finally:
-            self.remove()
 
     def _forward(self) -> Callable[..., Any]:
         """The function that computes the part, without its hooks."""
-        if not isinstance(self._part, nn.Module):
-            return self._part
-        if self._earlier is not None:
-            return cast(Callable[..., Any], self._earlier)
-        forward: Callable[..., Any] = type(self._part).forward.__get__(self._part)
+        forward: Callable[..., Any] = self._part if self._earlier is None else self._earlier
+        if isinstance(forward, nn.Module) and forward is self._part:
+            forward = type(forward).forward.__get__(forward)
         return forward
 
     def _run(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
@@ -485,23 +478,10 @@ class NestedSplit:
 
         Warns:
             BatchNormWarning: it has BatchNorm in training mode.
-            GradientWarning: hooks would see the gradient of a slice.
         """
         if len(sizes) < 2 or self._has_warned:
             return
         self._has_warned = True
-        hooked = [
-            name or type(each).__name__
-            for name, each in self._known.index.owners
-            if each is not self._part and has_forward_hooks(each)
-        ]
-        if hooked:
-            warn(
-                f"forward hooks inside of {self.name}, a part with a size of its own, see slices "
-                f"({', '.join(hooked[:4])}), and these again in the backward; let the forward "
-                "return what they keep",
-                GradientWarning,
-            )
         names = self.batchnorms()
         if names and not self._is_exact:
             message = batchnorm_message(names, max(sizes), sum(sizes), remedy=_WITHOUT_BATCHNORM)

@@ -403,10 +403,8 @@ class Explore(Ladder):
         if not arms:
             progress.is_over = True
             return
-        # The steps that showed what fits were the first at the largest sizes.
-        progress.seen = [each for each in arms if each[1] == largest[str(each[0])]]
         progress.race = Race(arms, arms[0], EXPECTED if self._tries_cuts else 0.0)
-        self._go_on(arms[0], has_grown=arms[0][0] != self.levels[outcome.level])
+        self._go_on(arms[0], is_cold=arms[0][0] != self.levels[outcome.level])
         if len(arms) > 1:
             self._tell_of(arms[0], is_news=False)
             return
@@ -421,12 +419,12 @@ class Explore(Ladder):
         settings = itertools.product(*self._choices.values())
         return [(level, size, *values) for values in settings for size in sizes]
 
-    def _go_on(self, arm: Arm, *, has_grown: bool) -> None:
+    def _go_on(self, arm: Arm, *, is_cold: bool) -> None:
         """Begin a round, or go on with the choice: the largest size at a level has no limit."""
         progress, rows = self._progress, int(arm[1])
         is_largest = rows >= progress.largest[str(arm[0])]
         progress.most = None if is_largest or not self._tries_cuts else rows * progress.cost
-        progress.current, progress.has_grown = arm, has_grown
+        progress.current, progress.is_cold = arm, is_cold
         progress.left, progress.has_run = ROUND, False
 
     def _measure(self, outcome: Outcome, cost: float, *, counts: bool) -> None:
@@ -447,10 +445,7 @@ class Explore(Ladder):
         progress.has_run = True
         # A cold step compiles, looks for kernels or grows the allocator: its time tells nothing of
         # later ones.
-        is_cold = progress.has_grown or arm not in progress.seen
-        progress.has_grown = False
-        if arm not in progress.seen:
-            progress.seen.append(arm)
+        is_cold, progress.is_cold = progress.is_cold, False
         if is_cold or progress.is_recovering:
             return
         progress.left -= 1
@@ -467,8 +462,6 @@ class Explore(Ladder):
         assert before is not None
         if not (progress.has_run or progress.is_recovering) and len(race.arms) > 1:
             race.exclude([before])  # every batch needs another level
-        if self._tries_cuts:
-            self._refit(race)
         if not race.arms:
             self._progress, self.exploration = _Progress(is_over=True), None
             return
@@ -477,21 +470,9 @@ class Explore(Ladder):
         progress.is_over = ended is not None
         arm = found.best if progress.is_over else found.next
         is_alike = (arm[0], arm[2:]) == (before[0], before[2:])
-        self._go_on(arm, has_grown=not is_alike or float(arm[1]) > float(before[1]))
+        has_grown = not is_alike or float(arm[1]) > float(before[1])
+        self._go_on(arm, is_cold=has_grown or not race.count(arm))
         self._tell_of(found.best, speedup=found.speedup, confidence=found.confidence, ended=ended)
-
-    def _refit(self, race: Race) -> None:
-        """Sizes that fit meanwhile join, and those that do not any more are left out."""
-        progress = self._progress
-        for number, level in enumerate(self.levels):
-            here = {each: int(each[1]) for each in race.arms if each[0] == level}
-            if not here:
-                continue
-            fits = self.at(number).propose(progress.rows, progress.cost)
-            progress.largest[level] = fits
-            if fits > max(here.values()):
-                race.arms += dict.fromkeys((level, fits, *each[2:]) for each in here)
-            race.exclude([each for each, rows in here.items() if rows > fits])
 
     def _why_over(self, found: Finding) -> str | None:
         progress = self._progress
@@ -622,11 +603,10 @@ class _Progress:
     most: float | None = None  # elements that a microbatch of it may have; None for any
     left: int = 0  # measured steps that the round still takes
     has_run: bool = False  # whether a step of the round was the arm's
-    has_grown: bool = False  # whether the round that begins asks for more memory
+    is_cold: bool = False  # whether the next step of the round does not count
     steps: int = 0
     seconds: float = 0.0
     most_rows_seen: int = 0  # of a batch
-    seen: list[Arm] = field(default_factory=list)  # that had their first step
     is_recovering: bool = False  # whether the batch that is running ran out of memory
     is_over: bool = False  # whether all is chosen
     needs_least: bool = False  # whether a whole batch ran out of memory with other settings
@@ -637,5 +617,4 @@ class _Progress:
         progress = cls(**copy.deepcopy(state))
         progress.race = None if state["race"] is None else Race.from_state(state["race"])
         progress.current = None if state["current"] is None else tuple(state["current"])
-        progress.seen = [tuple(each) for each in state["seen"]]
         return progress

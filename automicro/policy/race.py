@@ -3,12 +3,11 @@
 The logarithm of the seconds per unit of work is taken for the sum of a random walk along the
 logarithm of each number (neighbours tell of each other), a part of each arm's own (steps at
 multiples, cliffs), the drift of the machine, what the work of a step is like, and noise with heavy
-tails: a disturbed step counts less. How large each of them is, is averaged over. That gives the
-probability of every order of the arms, and with it the confidence, and the arm to measure next.
+tails: a disturbed step counts less. That gives the probability of every order of the arms, and with
+it the confidence, and the arm to measure next.
 """
 
 import functools
-import itertools
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -30,16 +29,15 @@ REACH = 1.1
 TOLERANCE = 0.01
 # Standard deviations, of logarithms: 0.05 is 5 %.
 LEVEL, KIND = 10.0, 0.5  # of all arms; between kinds
-WORK_SLOPE, WORK_SMOOTH = 0.5, 0.1  # the same for a unit of work
+WORK_SLOPE = 0.5  # the same for a doubling of what a unit of work is like
 DRIFT_LENGTH = 12.0  # steps over which the machine drifts
+WALK, OWN = 0.25, 0.04  # over one doubling; of each arm's own
+DRIFT = 0.7  # of the machine, in shares of the noise
 TAIL = 4.0  # degrees of freedom of the noise, which is Student's
-# What is averaged over, with the probabilities beforehand: of the noise, of the walk over one
-# doubling, of each arm's own part, and of the drift in shares of the noise.
-NOISES = {float(noise): 0.1 for noise in np.geomspace(0.002, 0.2, 10)}
-WALKS = {0.08: 0.5, 0.3: 0.5}
-OWN = {0.004: 0.35, 0.03: 0.45, 0.15: 0.2}
-DRIFTS = {0.0: 0.5, 1.0: 0.5}
+# The noise that is expected, counted as so many steps.
+NOISE, STEPS_OF_NOISE = 0.02, 4
 ROUNDS_OF_WEIGHTS = 4
+TINY = 1e-12  # in place of no weight
 DRAWS = 2048
 
 
@@ -175,67 +173,38 @@ class Race:
 
 
 def _draws(arms: Sequence[Arm], told: Sequence[Measurement], expected: float) -> Array:
-    """Draws of the arms' values, (DRAWS, arms), from each model by its probability."""
+    """Draws of the arms' values, (DRAWS, arms)."""
     told_arms, seconds, numbers, works = zip(*told, strict=True)
     used = list(dict.fromkeys([*arms, *told_arms]))
-    index = [used.index(each) for each in told_arms]
-    own, walk, noise, drift, prior = _models()
-    k, n = len(arms), len(told)
-    work = np.log2(works)
+    index, k = [used.index(each) for each in told_arms], len(arms)
     # Logarithms, because disturbances and speeds are in shares: a step is 5 % slower whatever its
     # size.
     y = np.log(seconds)
-    firsts = [_place(each)[0] for each in used]
-    means = np.median(y) - expected * np.array(firsts)
     # The prior has a mean of zero, so what is expected beforehand is taken off here and comes back
     # in the centers.
+    means = np.median(y) - expected * np.array([_place(each)[0] for each in used])
     y -= means[index]
-
-    shared, walks = _kernels(used)
-    covariance = shared + walk[:, None, None] ** 2 * walks
-    covariance += own[:, None, None] ** 2 * np.eye(len(used))
-    steps = np.array(numbers, dtype=float)
-    signal = covariance[:, index][:, :, index] + (drift * noise)[:, None, None] ** 2 * np.exp(
-        -np.abs(steps[:, None] - steps) / DRIFT_LENGTH
-    )
+    covariance = _covariance(used)
+    steps, work = np.array(numbers, dtype=float), np.log2(works)
+    drift = np.exp(-np.abs(steps[:, None] - steps) / DRIFT_LENGTH)
+    signal = covariance[index][:, index]
     if np.ptp(work):
-        signal += WORK_SLOPE**2 * np.outer(work - work.mean(), work - work.mean())
-        signal += WORK_SMOOTH**2 * np.exp(-0.5 * (work[:, None] - work) ** 2)
-    # Student's noise, by weights that make it Gaussian: a variational bound.
-    weights = np.ones((len(own), n))
+        signal = signal + WORK_SLOPE**2 * np.outer(work - work.mean(), work - work.mean())
+    # Steps that tell of the noise: of each arm one is spent on its mean.
+    known, weights = STEPS_OF_NOISE + len(told) - len(set(index)), np.ones(len(told))
     for _ in range(ROUNDS_OF_WEIGHTS):
-        noises = noise[:, None] ** 2 / weights
-        inverse = np.linalg.inv(signal + noises[:, :, None] * np.eye(n))
-        solved = np.einsum("gij,j->gi", inverse, y)
-        # Of each step, its own noise as it is expected: from the solved system directly.
-        spread = noises - noises**2 * np.einsum("gii->gi", inverse)
-        squares = ((noises * solved) ** 2 + np.maximum(spread, 0.0)) / noise[:, None] ** 2
-        before, weights = weights, (TAIL + 1) / (TAIL + squares)
-    evidence = np.log(prior) - 0.5 * (solved @ y) + 0.5 * np.linalg.slogdet(inverse)[1]
-    bound = before * squares - (TAIL + 1) * np.log1p(squares / TAIL) - np.log(before)
-    evidence += 0.5 * bound.sum(axis=1)
-    shares = np.exp(evidence - evidence.max())
-    across = covariance[:, :k][:, :, index]
-    centers = means[:k] + np.einsum("gij,gj->gi", across, solved)
-    spreads = covariance[:, :k, :k] - across @ inverse @ across.transpose(0, 2, 1)
-    edges = np.rint(np.cumsum(shares / shares.sum()) * DRAWS).astype(int)
-    parts = []
-    for model in np.flatnonzero(np.diff(edges, prepend=0)):
-        values, vectors = np.linalg.eigh(spreads[model])
-        # The symmetric root: there is one, where signs of eigenvectors are a processor's own.
-        root = (vectors * np.sqrt(np.maximum(values, 0.0))) @ vectors.T
-        start = edges[model - 1] if model else 0
-        parts.append(centers[model] + _normal(k)[start : edges[model]] @ root)
-    return np.concatenate(parts)
-
-
-@functools.cache
-def _models() -> tuple[Array, ...]:
-    """Each arm's own part, the walk, the noise, the drift in shares of it; probabilities."""
-    grid = list(itertools.product(OWN.items(), WALKS.items(), NOISES.items(), DRIFTS.items()))
-    parts = np.array([[value for value, _ in each] for each in grid]).T
-    prior = np.array([math.prod(share for _, share in each) for each in grid])
-    return *parts, prior / prior.sum()
+        own = np.bincount(index, weights * y) / np.maximum(np.bincount(index, weights), TINY)
+        squares = (y - own[index]) ** 2
+        variance = (STEPS_OF_NOISE * NOISE**2 + (weights * squares).sum()) / known
+        weights = (TAIL + 1) / (TAIL + squares / variance)
+    inverse = np.linalg.inv(signal + variance * (DRIFT**2 * drift + np.diag(1 / weights)))
+    across = covariance[:k][:, index]
+    centers = means[:k] + across @ inverse @ y
+    values, vectors = np.linalg.eigh(covariance[:k, :k] - across @ inverse @ across.T)
+    # The symmetric root: there is one, where signs of eigenvectors are a processor's own.
+    root = (vectors * np.sqrt(np.maximum(values, 0.0))) @ vectors.T
+    draws: Array = centers + _normal(k) @ root
+    return draws
 
 
 @functools.cache
@@ -244,13 +213,12 @@ def _normal(k: int) -> Array:
     return np.random.Generator(np.random.PCG64(17)).standard_normal((DRAWS, k))
 
 
-def _kernels(arms: Sequence[Arm]) -> tuple[Array, Array]:
-    """Covariances of the arms: the level and the kind, and walks of unit size."""
-    shared = np.full((len(arms), len(arms)), LEVEL**2)
+def _covariance(arms: Sequence[Arm]) -> Array:
+    """Covariances of the arms: the level, the kind, walks along numbers, each one's own."""
+    found = np.full((len(arms), len(arms)), LEVEL**2) + OWN**2 * np.eye(len(arms))
     for words in zip(*map(_kind, arms), strict=True):
-        shared += KIND**2 * np.array([[a == b for b in words] for a in words])
-    walks = np.zeros_like(shared)
+        found += KIND**2 * np.array([[a == b for b in words] for a in words])
     for places in zip(*map(_place, arms), strict=True):
         below = max(places) - np.array(places)
-        walks += np.minimum(below[:, None], below)
-    return shared, walks
+        found += WALK**2 * np.minimum(below[:, None], below)
+    return found

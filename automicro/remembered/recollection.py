@@ -57,8 +57,7 @@ class RememberSizes(Feature):
         self.wanted = read_flag("remember_sizes", wanted)
 
     def attach(self, setup: Setup) -> None:
-        if self.wanted:
-            setup.recollect = Recollection
+        setup.recollect = Recollection if self.wanted else None
 
 
 class Recollection:
@@ -235,7 +234,5 @@ def _structure(module: nn.Module) -> list[Any]:
 
 
 def _device_name(device: torch.device) -> str:
-    if device.type == "cpu":
-        return "CPU"
     get_name = getattr(torch.get_device_module(device), "get_device_name", None)
-    return device.type if get_name is None else str(get_name(device))
+    return device.type.upper() if get_name is None else str(get_name(device))

@@ -49,11 +49,31 @@ _LISTED = " and ".join(SAVERS)
 _EXAMPLE = "as in {'recompute': ['encoder.layers.*'], 'offload': True}"
 
 
-Saver: TypeAlias = "Recompute | Offload | NestedTail"
-"""One way to take less memory, by its name in ``when_too_large``."""
-
 Savers: TypeAlias = str | Sequence[Any] | Mapping[str, Any]
 """As `WhenTooLarge` has them."""
+
+
+@dataclass
+class NestedTail:
+    """Head and loss of a language model run in slices, so that its logits are never there whole."""
+
+    tail: LanguageTail
+    name: str = field(default=NESTED, init=False)
+
+    @contextlib.contextmanager
+    def applied(self) -> Iterator[None]:
+        self.tail.attach()
+        try:
+            yield
+        finally:
+            self.tail.remove()
+
+    def describe(self) -> str:
+        return "the logits and their loss are computed in slices"
+
+
+Saver: TypeAlias = Recompute | Offload | NestedTail
+"""One way to take less memory, by its name in ``when_too_large``."""
 
 
 @dataclass(frozen=True)
@@ -99,25 +119,6 @@ class Level:
             for saver in self.savers:
                 stack.enter_context(saver.applied())
             yield
-
-
-@dataclass
-class NestedTail:
-    """Head and loss of a language model run in slices, so that its logits are never there whole."""
-
-    tail: LanguageTail
-    name: str = field(default=NESTED, init=False)
-
-    @contextlib.contextmanager
-    def applied(self) -> Iterator[None]:
-        self.tail.attach()
-        try:
-            yield
-        finally:
-            self.tail.remove()
-
-    def describe(self) -> str:
-        return "the logits and their loss are computed in slices"
 
 
 class WhenTooLarge(Feature):

@@ -7,6 +7,7 @@ saves something else, or fails, is left out by name.
 """
 
 import contextlib
+import fnmatch
 import functools
 import itertools
 import logging
@@ -140,8 +141,7 @@ def named_blocks(modules: Sequence[nn.Module], patterns: Iterable[str]) -> dict[
     names = _by_name(modules, nn.Module.named_modules)
     matched: dict[str, nn.Module] = {}
     for pattern in patterns:
-        wanted = re.compile(re.escape(pattern).replace(r"\*", "[^.]*"))
-        fitting = {name: module for name, module in names.items() if wanted.fullmatch(name)}
+        fitting = {name: module for name, module in names.items() if _matches(name, pattern)}
         if not fitting:
             rows = {re.sub(r"(^|\.)\d+(?=\.|$)", r"\1*", name) for name in names}
             raise ValueError(
@@ -154,6 +154,11 @@ def named_blocks(modules: Sequence[nn.Module], patterns: Iterable[str]) -> dict[
         id(part) for module in matched.values() for part in module.modules() if part is not module
     }
     return {name: module for name, module in matched.items() if id(module) not in inner}
+
+
+def _matches(name: str, pattern: str) -> bool:
+    parts, wanted = name.split("."), pattern.split(".")
+    return len(parts) == len(wanted) and all(map(fnmatch.fnmatchcase, parts, wanted))
 
 
 def _by_name(
@@ -221,7 +226,6 @@ class Block:
         module: itself.
         left_out: why it computes but once; empty for the usual.
         changing: large buffers that its forward has been seen to write to, by their ids.
-        is_used: whether any call of it was such that it can be computed again.
         given: for each tensor that it was called with in an attempt what shares its version, and
             holds no memory; and that version.
         turn: grows with each time that any block is computed again; 0 before the first.
@@ -232,7 +236,6 @@ class Block:
     module: nn.Module
     left_out: str = ""
     changing: dict[int, Tensor] = field(default_factory=dict)
-    is_used: bool = False
     given: list[tuple[Tensor, int]] = field(default_factory=list)
     turn: int = 0
     num_done: int = 0
@@ -447,7 +450,6 @@ class Recompute:
     blocks: Sequence[Block]
     random: Callable[[], RandomState]
     name: str = field(default=RECOMPUTE, init=False)
-    _has_told: bool = field(default=False, init=False)
 
     @contextlib.contextmanager
     def applied(self) -> Iterator[None]:
@@ -478,15 +480,6 @@ class Recompute:
             finally:
                 for block in blocks:
                     block.given.clear()
-        waiting = [block for block in blocks if not block.left_out]
-        if waiting and not (self._has_told or any(block.is_used for block in waiting)):
-            self._has_told = True
-            logger.warning(
-                "automicro: 'recompute' brought nothing to a batch: %s were not called, or without "
-                "gradients alone; %s, or use 'offload'",
-                shown_blocks(block.name for block in waiting),
-                NAME_THEM.replace("name them", "name others"),
-            )
 
     def describe(self) -> str:
         """Describe it in half a sentence."""
@@ -524,7 +517,6 @@ def _replaced(block: Block, random: Callable[[], RandomState]) -> Iterator[None]
         if is_in_checkpoint():
             block.leave_out("runs in a checkpoint of the model's own already")
             return forward(*args, **kwargs)
-        block.is_used = True
         return _computed(block, forward, random(), args, kwargs)
 
     table[name] = _Plain(run, block.module, table.get(name))

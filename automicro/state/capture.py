@@ -525,7 +525,7 @@ class _Walk:
             if len(held) > MOST_ELEMENTS:
                 return self._leave_out(value, f"it holds over {MOST_ELEMENTS} values")
             if not all(map(is_plain, _parts(held))):
-                self._leave_out(value, "it has so many elements that only their order is restored")
+                self._leave_out(value, "it has too many elements to restore the state of each")
             kind = kind._replace(is_leaf=True)
         if kind.write is not None:
             self.containers.add(value, kind, held)

@@ -47,11 +47,9 @@ class State:
         skip: Callable[[], Iterable[Any]] = tuple,
         is_held: bool = True,
     ) -> None:
-        self._roots = roots  # read when an attempt begins
-        self._skip = skip  # objects that keep their changes
-        # Whether the next attempt reuses the capture and needs no walk. Not possible if the roots
-        # reach the owner of this part.
-        self._is_held = is_held
+        # Objects in `skip` keep their changes. If the capture is held, the next attempt needs no
+        # walk, which is not possible if the roots reach the owner of this part.
+        self._roots, self._skip, self._is_held = roots, skip, is_held
         self._declared = tuple(declared)  # names of roots whose values must all be restored
         self._replay = Replay({})
         self.captured: Captured | None = None  # only during an attempt

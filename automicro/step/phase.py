@@ -1,4 +1,4 @@
-"""The phases of a run, training and evaluation: each has its sizes and learned facts."""
+"""The phases of a run, training and evaluation, each with its own sizes and measurements."""
 
 import contextlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence

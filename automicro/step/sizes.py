@@ -223,7 +223,7 @@ def _outcome(
     fits: bool = False,
     repeatable: bool = False,
 ) -> Outcome:
-    """Record whether a size fit, with its peak memory and time."""
+    """Return the outcome of a size: whether it fit, with its peak memory and time."""
     return Outcome(
         num_rows=plan.extent,
         microbatch_size=size,

@@ -9,7 +9,7 @@ import functools
 import inspect
 import sys
 import unittest
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -53,56 +53,32 @@ def assert_fits(model: Any, batch: Any, memory: Any = None, **options: Any) -> "
     """
     # pytest leaves frames out that say so: the last one that it shows is the caller's assertion.
     __tracebackhide__ = True
-    _refuse_unknown("assert_fits() has no argument", options, also=["whole"])
-    options = {"memory": memory, **options}
-    report, lack = _judged(model, batch, options, 'assert_fits(…, "24GiB")')
-    if lack:
-        raise AssertionError(lack)
-    return report
-
-
-def _judged(
-    model: Any, batch: Any, options: Mapping[str, Any], example: str
-) -> tuple["PlanReport", str]:
-    """The plan of a step, and in words why it does not fit; ``example`` names the memory."""
-    __tracebackhide__ = True
-    options = dict(options)
-    whole = options.pop("whole", False)
-    if options.get("memory") is None and options.get("device", "cuda") in ("cuda", "cpu"):
-        raise ValueError(
-            f"nothing says how much memory there is; give it, as in {example}, or name a device "
-            "in its place, as in device='a100-80gb' (automicro plan --device help lists them)"
-        )
-    if not whole:
-        report = _planned(model, batch, options)
-        return report, "" if report.fits else str(report)
-    if options.get("microbatch_size") is not None:
-        raise TypeError(
-            f"whole=True asks for the whole batch in one microbatch, and microbatch_size="
-            f"{options['microbatch_size']!r} for several; leave one of the two out"
-        )
-    report = _planned(model, batch, {**options, "microbatch_size": _WHOLE})
-    if report.fits:
-        return report, ""
-    # For its size alone: what is shown is the report of the whole batch.
-    cut = _planned(model, batch, {**options, "remedies": False})
-    most = f"at most {cut.microbatch_size}" if cut.fits else "not even one"
-    rows = f"{most} of its {cut.num_rows} rows would"
-    return report, f"the batch does not fit whole: {rows}, and whole=True asks for all\n{report}"
-
-
-def _planned(model: Any, batch: Any, options: Mapping[str, Any]) -> "PlanReport":
-    """Call `automicro.plan`; an error shows the lines of the model, and none of ours."""
     from automicro.tools.plan.plan import plan
 
-    __tracebackhide__ = True
+    known = [*inspect.signature(plan).parameters, "whole"]
+    for name in options:
+        if name not in known:
+            raise TypeError(
+                f"assert_fits() has no argument {name!r}{suggestion(name, known)}; there are "
+                f"{', '.join(known)}"
+            )
+    if memory is None and options.get("device", "cuda") in ("cuda", "cpu"):
+        raise ValueError(
+            "nothing says how much memory there is; give it, as in memory='24GiB', or name a "
+            "device in its place, as in device='a100-80gb' (automicro plan --device help lists "
+            "them)"
+        )
+    whole: dict[str, Any] = {"microbatch_size": _WHOLE} if options.pop("whole", False) else {}
     try:
-        return plan(model, batch, **options)
+        report = plan(model, batch, memory=memory, **whole, **options)
     except Exception as error:
         cause = error.__cause__
         if cause is not None:
             _without_our_lines(cause).__suppress_context__ = True  # what was tried before
         raise _without_our_lines(error) from cause
+    if not report.fits:
+        raise AssertionError("the batch does not fit whole\n" * bool(whole) + str(report))
+    return report
 
 
 def _without_our_lines(error: BaseException) -> BaseException:
@@ -111,19 +87,6 @@ def _without_our_lines(error: BaseException) -> BaseException:
     while lines is not None and lines.tb_frame.f_code.co_filename.startswith(_OURS):
         lines = lines.tb_next
     return error.with_traceback(lines)
-
-
-def _refuse_unknown(who: str, given: Iterable[str], *, also: Iterable[str] = ()) -> None:
-    """Refuse what `automicro.plan` does not take, in the words of the caller."""
-    from automicro.tools.plan.plan import plan
-
-    __tracebackhide__ = True
-    known = [*inspect.signature(plan).parameters, *also]
-    for name in given:
-        if name not in known:
-            raise TypeError(
-                f"{who} {name!r}{suggestion(name, known)}; there are {', '.join(known)}"
-            )
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -167,43 +130,16 @@ def _judging(test: Callable[..., Any], marker: pytest.Mark) -> Callable[..., Non
     @functools.wraps(test)
     def judge(*args: Any, **options: Any) -> None:
         __tracebackhide__ = True
-        wanted = _read_marker(marker, test.__name__)
         found = test(*args, **options)
         if inspect.isgenerator(found):
             found = next(found)
-        if isinstance(found, Mapping):
-            given = dict(found)
-        elif isinstance(found, tuple) and len(found) == 2:
-            given = {"model": found[0], "batch": found[1]}
-        else:
-            given = {}
-        if not {"model", "batch"} <= set(given):
-            keys = f" with {', '.join(map(repr, given))}" if given else ""
+        if isinstance(found, tuple) and len(found) == 2:
+            found = {"model": found[0], "batch": found[1]}
+        if not isinstance(found, Mapping) or not {"model", "batch"} <= set(found):
             raise TypeError(
-                f"{test.__name__} is marked with fits and returned {type(found).__name__}{keys}; "
-                f"{_HOW}"
+                f"{test.__name__} is marked with fits and returned {type(found).__name__}; {_HOW}"
             )
-        _refuse_unknown(
-            f"{test.__name__} returned, and a plan has no use for,", given, also=["whole"]
-        )
-        given |= wanted
-        model, batch = given.pop("model"), given.pop("batch")
-        _, lack = _judged(model, batch, given, '@pytest.mark.fits("24GiB")')
-        if lack:
-            __tracebackhide__ = False  # pytrace=False hides it, and pytest says nothing of it
-            pytest.fail(lack, pytrace=False)
+        given: dict[str, Any] = {**found, **marker.kwargs}
+        assert_fits(given.pop("model"), given.pop("batch"), *marker.args, **given)
 
     return judge
-
-
-def _read_marker(marker: pytest.Mark, test: str) -> dict[str, Any]:
-    """The arguments of a mark, by name."""
-    __tracebackhide__ = True
-    _refuse_unknown(f"@pytest.mark.fits on {test} has no option", marker.kwargs, also=["whole"])
-    if len(marker.args) + ("memory" in marker.kwargs) > 1:
-        shown = ", ".join([*map(repr, marker.args), *marker.kwargs])
-        raise TypeError(
-            f"@pytest.mark.fits({shown}) on {test}: only the memory stands without a name, and "
-            "once; name the others, as in @pytest.mark.fits('24GiB', rows=32)"
-        )
-    return {**dict(zip(["memory"], marker.args, strict=False)), **marker.kwargs}

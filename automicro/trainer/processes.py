@@ -2,7 +2,6 @@
 
 import atexit
 import functools
-import hashlib
 import os
 import sys
 import time
@@ -21,7 +20,6 @@ from automicro.sharding import num_ranks
 from automicro.torch_private_distributed import HashStore, PrefixStore, Store
 
 _MEETING = timedelta(minutes=10)
-_PATIENCE = timedelta(seconds=5)
 _POLL_SECONDS = 0.02
 
 
@@ -166,31 +164,6 @@ def agreed_time(now: str) -> str:
         # What is there is of an earlier start, whose folder this one goes on in.
         return str(store.compare_set(key, "", now).decode())
     return str(store.get(key).decode())
-
-
-def is_said_by_first(text: str) -> bool | None:
-    """Whether rank 0 says the very same as its last words; None where that cannot be known.
-
-    Rank 0 leaves what it says in the store of torchrun, and the others wait a little for it.
-
-    >>> is_said_by_first("no such file") is None
-    True
-    """
-    place = place_for_output()
-    if place.world_size == 1 or not _has_agent_store():
-        return None
-    # What an earlier start said is still there.
-    key = f"automicro/said in start {os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
-    own = hashlib.sha256(text.encode()).hexdigest()
-    try:
-        store = _tcp_store(place)
-        if place.is_first:
-            store.set(key, own)
-            return False
-        store.wait([key], _PATIENCE)
-        return bool(store.get(key).decode() == own)
-    except (RuntimeError, ValueError):  # rank 0 has not said anything, or the store is gone
-        return False
 
 
 def part() -> None:

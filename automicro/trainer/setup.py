@@ -13,7 +13,7 @@ from automicro.checkpoints.peers import open_peers
 from automicro.compilation import compile_model
 from automicro.data import LengthBatchSampler
 from automicro.events.run import GlobalBatch
-from automicro.features import WORDS, CountData, NonFinite, TrainerFeature, last_of, with_features
+from automicro.features import WORDS, CountData, NonFinite, last_of, with_features
 from automicro.lengths.unit import unit_name
 from automicro.microbatcher import Microbatcher
 from automicro.modules import is_parallel
@@ -154,6 +154,10 @@ _OF_STEPS = (
 )
 
 
+# Whether sizes are remembered is an option of each microbatcher by then.
+_OF_THE_LOOP = ("CountData", "NonFinite", "RememberSizes")
+
+
 class MicrobatcherFactory:
     """Makes microbatchers of one model, compiled where that is asked for.
 
@@ -162,12 +166,7 @@ class MicrobatcherFactory:
     """
 
     def __init__(self, placed: PlacedModel, options: Mapping[str, Any]) -> None:
-        # Whether sizes are remembered is an option of each microbatcher by now.
-        self._features = [
-            each
-            for each in options["features"]
-            if not isinstance(each, TrainerFeature) and type(each).__name__ != "RememberSizes"
-        ]
+        self._features = [f for f in options["features"] if type(f).__name__ not in _OF_THE_LOOP]
         sized = last_of("MicrobatchUnit", self._features)
         unit = unit_name(options["microbatch_unit"] if sized is None else sized.unit)
         self.policies = (

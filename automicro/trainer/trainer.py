@@ -240,10 +240,12 @@ class Trainer:
             *(each.microbatch_size for each in evaluators.values()),
             deterministic=deterministic,
         )
+        asked = last_of("RememberSizes", features)
+        remembers = seed is None if asked is None else asked.wanted
         given |= {
             "eval_interval": every,
             "repeatable": not by_clock and (seed is not None or deterministic),
-            "remember_sizes": _remembers(features, seed, deterministic) or None,
+            "remember_sizes": (remembers and not deterministic) or None,
         }
         factory = MicrobatcherFactory(placed, given)
         state, callbacks = LoopState(), Callbacks(callbacks)
@@ -321,7 +323,7 @@ class Trainer:
 
     @property
     def state(self) -> LoopState:
-        """Where training stands. Setting anything in it is an error."""
+        """Where training stands, to be read: training goes by it."""
         return self._run.state
 
     @property
@@ -509,9 +511,3 @@ def _are_found_by_clock(*sizes: Any, deterministic: bool) -> bool:
             f"{_SIZE_FOUND}"
         )
     return by_clock
-
-
-def _remembers(features: list[Feature], seed: int | None, deterministic: bool) -> bool:
-    """Whether to start from remembered sizes, and to leave some."""
-    asked = last_of("RememberSizes", features)
-    return not deterministic and (seed is None if asked is None else asked.wanted)

@@ -1,7 +1,7 @@
-"""Judging the table of checks: ``python -m tests.acceptance.checks`` writes `checks.md` anew.
+"""The verdicts of the table of checks: ``python -m tests.acceptance.checks`` rewrites `checks.md`.
 
-Each row is run as a user would, on batches that are split. In float64 its gradients, losses,
-buffers and outputs are compared with those of a loop in plain torch, so that "wrong" is measured.
+Each row runs as user code would, on split batches. In float64 its gradients, losses, buffers and
+outputs are compared with those of a loop in plain torch, so that "wrong" is measured.
 """
 
 import collections
@@ -39,13 +39,13 @@ LISTED = re.compile(r"^- `(.+)` (\w+): (.+)$")
 
 
 class Said(enum.Enum):
-    """What a run said: a warning or an error of ours, that it could not check, or nothing."""
+    """The answer of a run: one of our warnings or errors, "could not check", or nothing."""
 
     NAMED = "named"
     UNCHECKED = "could not check"
     NOTHING = "silent"
-    DIFFERS = "differs, silent"  # of a right row: what comes out is another
-    CRASH = "crash"  # an error that plain torch does not have
+    DIFFERS = "differs, silent"  # of a right row: the result differs
+    CRASH = "crash"  # an error that plain torch does not raise
 
 
 WRONG_ORDER = (Said.NAMED, Said.UNCHECKED, Said.NOTHING, Said.CRASH)
@@ -58,7 +58,7 @@ class Run:
     precision: str
     said: Said
     text: str = ""
-    error: float | None = None  # of what was computed, where it was measured
+    error: float | None = None  # of the result, if it was measured
 
     @property
     def row(self) -> Row:
@@ -66,12 +66,12 @@ class Run:
 
     @property
     def rank(self) -> int:
-        """0 is as it should be."""
+        """Return how bad it is; 0 is correct."""
         return rank(self.row, self.said)
 
     @property
     def is_mislabelled(self) -> bool:
-        """A row that is called wrong, of which nothing comes out otherwise."""
+        """Whether a row is listed as wrong although no result differs."""
         return self.row.is_wrong and self.error is not None and self.error <= EXACT
 
 
@@ -111,7 +111,7 @@ def judge(name: str, precision: str, seed: int = 0) -> Run:
 
 @functools.cache
 def has_lstm_in_bf16() -> bool:
-    """Whether oneDNN has one for this processor: under autocast torch asks for no other."""
+    """Whether oneDNN has an LSTM for this processor, which torch requires under autocast."""
     try:
         with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
             nn.LSTM(2, 2)(torch.zeros(1, 1, 2))
@@ -122,7 +122,7 @@ def has_lstm_in_bf16() -> bool:
 
 @contextlib.contextmanager
 def kernels_that_are_there() -> Iterator[None]:
-    """Torch's own in place of oneDNN's, where that lacks some."""
+    """Use torch's own kernels if oneDNN lacks some."""
     if has_lstm_in_bf16():
         yield
         return
@@ -133,7 +133,7 @@ def kernels_that_are_there() -> Iterator[None]:
 
 
 def trained(row: Row, seed: int, precision: str) -> tuple[list[Any], list[str]]:
-    """What came out of each batch, and the warnings that are ours."""
+    """Return the results of each batch, and our warnings."""
     job = row.make(seed, precision)
     name = "eval_microbatch_size" if job.evaluates else "microbatch_size"
     with warnings.catch_warnings(record=True) as caught:
@@ -153,7 +153,7 @@ def trained(row: Row, seed: int, precision: str) -> tuple[list[Any], list[str]]:
 
 
 def plainly(row: Row, seed: int) -> Iterator[Any]:
-    """The same by a loop in plain torch."""
+    """Return the same from a loop in plain torch."""
     job = row.make(seed, "float64")
 
     def step(batch: Any) -> Any:
@@ -169,7 +169,7 @@ def plainly(row: Row, seed: int) -> Iterator[Any]:
 
 
 def trail(job: Job, step: Any) -> Iterator[Any]:
-    """Loss, outputs, gradients and buffers of each batch; the optimizer moves on between."""
+    """Yield loss, outputs, gradients and buffers of each batch, with optimizer steps in between."""
     torch.manual_seed(11)
     optimizer = None
     for index in range(job.steps):
@@ -177,7 +177,7 @@ def trail(job: Job, step: Any) -> Iterator[Any]:
         found["gradients"] = {n: copied(p.grad) for n, p in job.model.named_parameters()}
         found["buffers"] = {n: copied(b) for n, b in job.model.named_buffers()}
         yield {name: comparable(value) for name, value in found.items()}
-        if optimizer is None:  # lazy parameters are made by the first batch
+        if optimizer is None:  # the first batch creates lazy parameters
             trained = [each for each in job.model.parameters() if each.requires_grad]
             optimizer = torch.optim.SGD(trained, job.lr)
         optimizer.step()
@@ -196,7 +196,7 @@ def copied(value: Tensor | None) -> Tensor | None:
 
 
 def comparable(value: Any) -> Any:
-    """Numbers alone: of words their hashes, of complex numbers both parts, of no number 0."""
+    """Return only numbers: hashes of texts, both parts of complex numbers, 0 for None."""
     if isinstance(value, str):
         return float(int.from_bytes(value.encode()[:6], "big"))
     if isinstance(value, Tensor):
@@ -214,11 +214,11 @@ def one_line(value: Any) -> str:
     return (kind + " ".join(str(value).split()))[:160]
 
 
-# The table of counts, and what is not as it should be
+# The table of counts, and the rows that are not correct
 
 
 def counts(runs: list[Run]) -> str:
-    """Of wrong and right runs by kind: how many said what."""
+    """Count the answers of wrong and right runs by kind."""
     lines = ["| kind | runs | named | could not check | silent | differs or crashes |"]
     lines.append("|---|---|---|---|---|---|")
     grouped: dict[tuple[bool, str], list[Run]] = collections.defaultdict(list)
@@ -235,7 +235,7 @@ def counts(runs: list[Run]) -> str:
 
 
 def known() -> dict[tuple[str, str], Said]:
-    """What the file says of runs that are not as they should be."""
+    """Read the runs from the file that are not correct."""
     listed = [LISTED.match(line) for line in FILE.read_text(encoding="utf-8").splitlines()]
     return {
         (match[1], precision): Said(match[2].replace("_", " "))

@@ -1,4 +1,4 @@
-"""Rows that splitting leaves as they are: none of them may be named."""
+"""Rows that splitting does not change: none of them may cause a warning."""
 
 import dataclasses
 import functools
@@ -68,7 +68,7 @@ def add(kind: str, rows: dict[str, Make], **more: Any) -> None:
 
 
 def told(loss_fn: Any, target: Callable[[Draws], Any], *after: nn.Module, **options: Any) -> Make:
-    """A loss that torch knows, on a small net."""
+    """A torch loss on a small model."""
     return job(
         model=lambda: nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3), *after),
         batch=lambda d: (d.normal(30, 6), target(d)),
@@ -165,7 +165,7 @@ add("losses of torch", {
     ),
 }, dtypes=WIDE)  # fmt: skip
 
-# Losses of one's own
+# Custom losses
 
 
 def inner_slopes(model: Any, batch: Any) -> Any:
@@ -198,7 +198,7 @@ def adapted_by_task(model: Any, batch: Any) -> Any:
 
 
 def ratios(model: Any, batch: Any) -> Any:
-    """Its value is zero but for rounding; its gradient is not."""
+    """A loss whose value is zero except for rounding, but whose gradient is not."""
     logs = -entropies(model, batch)
     return -((logs - logs.detach()).exp() * batch[2]).mean() + batch[2].mean()
 
@@ -216,7 +216,7 @@ def attack(model: Any, batch: Any) -> Any:
 
 
 def groups_of_four(model: Any, batch: Any) -> Any:
-    """Four rows that belong together stand one after the other, and cuts keep them together."""
+    """A loss of four consecutive rows each, which cuts keep together."""
     rewards = batch[2].view(-1, 4)
     advantage = (rewards - rewards.mean(1, keepdim=True)) / (rewards.std(1, keepdim=True) + 1e-4)
     return (entropies(model, batch) * advantage.view(-1)).mean()
@@ -283,7 +283,7 @@ add("losses of one's own", {
     ),
 })  # fmt: skip
 
-# Draws
+# Random draws
 
 
 def drawing(spoil: Callable[[Tensor], Tensor]) -> Make:
@@ -324,7 +324,7 @@ def fixed_projection(model: Any, batch: Any) -> Any:
 
 
 class Last(nn.Module):
-    """What a layer over a sequence gives at its end, or at every place."""
+    """The output of a sequence layer at its end, or at every place."""
 
     def __init__(self, body: nn.Module, width: int = 6, *, each: bool = False) -> None:
         super().__init__()
@@ -424,7 +424,7 @@ class Sine(nn.Module):
 
 
 class Rounding(nn.Module):
-    """Eight levels, straight through."""
+    """Quantization to eight levels with a straight-through gradient."""
 
     def forward(self, x: Tensor) -> Tensor:
         return x + ((x * 8).round() / 8 - x).detach()
@@ -450,7 +450,7 @@ class Frequent(nn.Module):
 
 
 class Attends(nn.Module):
-    """Attention within rows, over places that are there."""
+    """Attention within rows, over unmasked places."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -463,7 +463,7 @@ class Attends(nn.Module):
 
 
 def on_an_edge() -> nn.Module:
-    """Many ReLUs near zero."""
+    """A model with many ReLUs near zero."""
     model = nn.Sequential(
         nn.Linear(6, 256), nn.ReLU(), nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 3)
     )

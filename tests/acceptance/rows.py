@@ -1,4 +1,4 @@
-"""What the rows of the tables are made of: seeded batches, small models, and a job for one run."""
+"""Components of the tables' rows: seeded batches, small models, and a job for one run."""
 
 import copy
 import dataclasses
@@ -41,7 +41,7 @@ class Draws:
         return torch.randint(low, high, shape, generator=self.generator)
 
     def mask(self, rows: int, width: int) -> Tensor:
-        """True at the first few places of each row, at least one."""
+        """Return True at the first few places of each row, at least one."""
         return torch.arange(width) < self.whole(1, width + 1, rows, 1)
 
 
@@ -51,7 +51,7 @@ Forward = Callable[[Any, Any], Any]
 
 @dataclasses.dataclass(kw_only=True)
 class Job:
-    """One run: a model, its batches by step, and how a user hands them to the Microbatcher."""
+    """One run: a model, its batches by step, and the options of the Microbatcher."""
 
     model: nn.Module
     batch: Callable[[int], Any]
@@ -62,7 +62,7 @@ class Job:
     evaluates: bool = False
 
     def plainly(self, batch: Any) -> tuple[Any, Any]:
-        """The loss of a whole batch, and the outputs, as a loop in plain torch has them."""
+        """Return the loss of a whole batch, and the outputs, from a loop in plain torch."""
         options = self.options
         if options.get("forward") is not None:
             result, out = options["forward"](self.model, batch), None

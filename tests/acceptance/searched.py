@@ -1,4 +1,4 @@
-"""Rows of the ingredients of the oracle, each alone in the simplest combination."""
+"""The ingredients of the oracle as rows, each alone in the simplest combination."""
 
 import dataclasses
 from typing import Any
@@ -13,10 +13,10 @@ from tests.oracle.losses import LOSSES
 from tests.oracle.models import MODELS
 
 SIZE, ROWS, STEPS = 5, (16, 13, 16), 3
-# They say something true, which is not that splitting changes what is computed.
+# Their messages are true, but not about splitting.
 SAYS = {
-    "loss: a metric among the losses": "needs no gradient",  # it is added to what is reported
-    # No attempt may change parameters, since it could not be rolled back: the guarantees say so.
+    "loss: a metric among the losses": "needs no gradient",  # it is added to the reported loss
+    # No attempt may change parameters, because that cannot be rolled back (see the guarantees).
     "model: clamps its weight": "sets parameters",
     "model: max_norm": "changed parameters",
 }
@@ -42,10 +42,10 @@ def made(one: Combination, seed: int, precision: str) -> Job:
 
 
 def row(name: str, one: Combination) -> Row:
-    """Wrong where the ingredient says so, of the loss or of the model."""
+    """Make a row that is wrong if the loss or the model of the ingredient says so."""
     model, loss = one.parts
-    counts_rows = loss.true is per_target and model.shape == "vectors"  # none of them is ignored
-    # An `index_add_` of its own does not know autocast.
+    counts_rows = loss.true is per_target and model.shape == "vectors"  # no target is ignored
+    # A custom `index_add_` does not support autocast.
     dtypes = WIDE if one.model == "router" else ALL
     return Row(
         kind=f"the search's {'models' if one.loss == SIMPLE.loss else 'losses'}",

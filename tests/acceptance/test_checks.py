@@ -1,4 +1,4 @@
-"""The table of checks: no run may be named less, or be a false alarm more, than `checks.md` has."""
+"""The table of checks: no run may be named less often, or be a false alarm more often."""
 
 import warnings
 from collections.abc import Iterable

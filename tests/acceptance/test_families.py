@@ -1,4 +1,4 @@
-"""Families of libraries: none may be worse than `families.md` has it."""
+"""Families of libraries: no verdict may be worse than in `families.md`."""
 
 import collections
 from collections.abc import Iterable
@@ -49,7 +49,7 @@ def test_a_sample_of_torchmetrics_is_as_good_as_before(capsys: pytest.CaptureFix
     check(of("torchmetrics")[SEED % 4 :: 4], capsys)
 
 
-# The last installs its library, for a while and without what that needs.
+# The last test installs its library temporarily, without dependencies.
 @pytest.mark.sweep
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
@@ -64,7 +64,7 @@ def test_a_whole_library_is_as_good_as_before(
 @pytest.mark.parametrize("precision", DTYPES)
 @pytest.mark.parametrize("kind", ["Accuracy", "AUROC", "ConfusionMatrix", "F1Score"])
 def test_metrics_are_not_named_in_any_precision(kind: str, precision: str) -> None:
-    """As a warning is an error."""
+    """Warnings are errors here."""
     job = RIGHT["CrossEntropyLoss"].make(0, precision)
     metric = made(f"classification.Multiclass{kind}", {"num_classes": 3})()
     Microbatcher(job.model, eval_microbatch_size=8, **with_features(job.options)).evaluate(

@@ -1,6 +1,6 @@
-"""Families of torchvision, which is no dependency: a folder of its own gets it, for a process.
+"""Families of torchvision, which is not a dependency and is installed into a temporary folder.
 
-``python -m tests.acceptance.torchvision_families FOLDER`` prints a verdict a line.
+``python -m tests.acceptance.torchvision_families FOLDER`` prints one verdict per line.
 """
 
 import functools
@@ -117,7 +117,7 @@ TORCHVISION: dict[str, tuple[Callable[[], nn.Module], Batch]] = {
 
 @functools.cache
 def verdicts() -> dict[str, str]:
-    """Of a torchvision that fits this torch, without what it needs: that is there."""
+    """Return the verdicts of a torchvision for this torch, installed without dependencies."""
     minor = torch.__version__.split(".")[1]
     with tempfile.TemporaryDirectory() as folder:
         install = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--target", folder]
@@ -134,7 +134,7 @@ def verdict_of_vision(name: str) -> str:
 
 def main(folder: str) -> None:
     sys.path.insert(0, folder)
-    # Its own operations are built for one kind of torch; on others its models need a name alone.
+    # Its operations are compiled for one build of torch; for others, models need only their names.
     try:
         importlib.import_module("torchvision")
     except RuntimeError:

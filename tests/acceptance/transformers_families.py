@@ -1,4 +1,4 @@
-"""Families of transformers, from tiny configurations, with the batches that they train on."""
+"""Families of transformers, from tiny configurations, with the batches they train on."""
 
 import dataclasses
 from typing import Any
@@ -66,7 +66,7 @@ WAVES: dict[str, Any] = {
     "ctc_zero_infinity": True,
     "num_feat_extract_layers": 2,
 }
-# Experts one after the other: torch multiplies them all at once in float32 alone.
+# One expert after the other: torch multiplies all at once only in float32.
 EAGER: dict[str, Any] = {
     "num_key_value_heads": 1,
     "num_experts_per_tok": 2,
@@ -82,7 +82,7 @@ def ids(d: Draws, length: int = LENGTH) -> Tensor:
 
 
 def ignored(d: Draws, labels: Tensor) -> Tensor:
-    """Of each row only the first few count, at least two."""
+    """Return labels of which only the first few per row count, at least two."""
     keep = d.mask(*labels.shape)
     keep[:, :2] = True
     return labels.where(keep, -100)
@@ -207,7 +207,7 @@ def bytes_of_text(d: Draws) -> Any:
 
 
 def family(kind: str, batch: Batch, config: str = "", **options: Any) -> Family:
-    """The name of the config is that of the model without its head, where it is not given."""
+    """Make a family; by default the config is named like the model without its head."""
     base = kind.removesuffix("LMHeadModel").removesuffix("Model")
     config = config or (kind.rpartition("For")[0] if "For" in kind else base) + "Config"
     return Family(kind=kind, config=config, batch=batch, options=options)
@@ -348,7 +348,7 @@ def labels_that_count(batch: Any) -> Any:
     return (batch["labels"] != -100).sum()
 
 
-# They declare a causal loss, or none, and take their labels as they are.
+# These declare a causal loss or none, but use their labels unshifted.
 UNSHIFTED = ("BART, its decoder", "XLM", "FlauBERT", "XLNet")
 for name in UNSHIFTED:
     TRANSFORMERS[f"{name}, declared"] = dataclasses.replace(

@@ -1,4 +1,4 @@
-"""Rows that splitting changes: each has to be named, or refused."""
+"""Rows that splitting changes: each must cause a warning or an error."""
 
 import functools
 from collections.abc import Callable, Iterable
@@ -47,7 +47,7 @@ def each_of(tables: Iterable[tuple[str, dict[str, Make]]]) -> dict[str, Make]:
     return {f"{name}, of {of}": make for name, table in tables for of, make in table.items()}
 
 
-# The loss averages over something else than rows
+# The loss averages over something other than rows
 
 
 def rare_class(d: Draws) -> Any:
@@ -148,7 +148,7 @@ def decay(model: Any) -> Any:
 
 
 class Bayesian(nn.Linear):
-    """A layer whose weights have a divergence that no row has a part in."""
+    """A layer whose weights have a divergence that does not depend on rows."""
 
     def divergence(self) -> Any:
         return sum((p.square() - p.square().clamp(min=1e-4).log()).sum() for p in self.parameters())
@@ -246,7 +246,7 @@ add("average", {
     "dropped inputs in a sum": job(dropped, batch=numbers),
 }, is_measured=False)  # fmt: skip
 
-# The value of the whole batch takes part
+# The value of the whole batch matters
 
 OF_ROWS: dict[str, Callable[[Tensor], Any]] = {
     "the hardest 16": lambda e: e.topk(min(16, len(e))).values.mean(),
@@ -330,7 +330,7 @@ add("value of the batch", {
     "adapted on the batch": job(adapted_on_the_batch, batch=numbers),
     "a square that many rows agree on": job(loss_fn=lambda out, y: F.mse_loss(out, y) ** 2, batch=numbers),
 })  # fmt: skip
-# Of few batches, most show nothing: three deviations are hardly ever reached.
+# A few batches show nothing most of the time: three deviations are very rare.
 WRONG["clamped at three deviations"] = Row(
     kind="value of the batch",
     is_wrong=True,
@@ -412,7 +412,7 @@ class CentredBackward(torch.autograd.Function):
 
 
 class Normalised(torch.autograd.Function):
-    """A layer of one's own with the statistics of the batch."""
+    """A custom layer with the statistics of the batch."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -425,7 +425,7 @@ class Normalised(torch.autograd.Function):
 
 
 class Experts(nn.Module):
-    """The best of some experts, which have room for a part of the rows; and how evenly."""
+    """The best of some experts, with a limited capacity for rows, and their balance."""
 
     def __init__(self, count: int, room: float = 1.0) -> None:
         super().__init__()
@@ -550,11 +550,11 @@ add(
     dtypes=WIDE,
 )
 
-# The gradient alone
+# Only the gradient is wrong
 
 
 class Hooked(Between):
-    """A hook on what is hidden."""
+    """A hook on hidden activations."""
 
     def forward(self, x: Tensor) -> Any:
         hidden = torch.tanh(self.first(x))
@@ -602,7 +602,7 @@ add("gradient alone", {
     "terms over their own values": job(terms_of_one, batch=numbers),
 })  # fmt: skip
 
-# State that goes from call to call
+# State that is carried from call to call
 
 
 def quantised(module: Any, h: Tensor) -> Any:
@@ -641,7 +641,7 @@ def running_mean(module: Any, h: Tensor) -> Any:
 
 
 def by_rows_seen(start: int) -> Callable[[Any, Tensor], Any]:
-    """A weight that grows with the rows seen, which add up alike however a batch is cut."""
+    """A weight that grows with the rows seen, whose total does not depend on the cut."""
 
     def grown(module: Any, h: Tensor) -> Any:
         share = min(1.0, max(0.0, (module.seen - start) / 200))
@@ -716,7 +716,7 @@ add("state", {
 
 
 class Taught(nn.Module):
-    """A teacher whose parameters each forward moves, unseen by autograd."""
+    """A teacher whose parameters each forward updates without autograd."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -744,7 +744,7 @@ add("state", {
     "moves a teacher": job(lambda m, b: m(b[0]), model=Taught),
 }, is_measured=False)  # fmt: skip
 
-# Late, or behind zeros
+# Late effects, or effects hidden by zeros
 
 
 def late_padding(begins: int) -> Callable[[Draws], Any]:
@@ -766,7 +766,7 @@ def late_class(begins: int) -> Callable[[Draws], Any]:
 
 
 def late_term(begins: int) -> Callable[[], Callable[[Any, Any], Any]]:
-    """By the number of the batch, which comes with it."""
+    """A term that depends on the number of the batch, which is part of it."""
 
     def forward(model: Any, batch: Any) -> Any:
         out = model(batch[0])
@@ -794,7 +794,7 @@ def zero_between() -> nn.Module:
 
 
 class Config:
-    """As schedulers and configs of others have it: any other attribute is a KeyError."""
+    """Like schedulers and configs of some libraries: any other attribute is a KeyError."""
 
     def __init__(self, **values: Any) -> None:
         self.__dict__["values"] = values
@@ -819,7 +819,7 @@ def of_a_task(model: Any, batch: Any) -> Any:
 
 
 class Holding(nn.Module):
-    """A loss that holds the model, and compares rows."""
+    """A loss that holds the model and compares rows."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Batches of eight rows in every structure, and what their microbatches must hold."""
+"""Batches of eight rows in every structure, and the expected contents of their microbatches."""
 
 import collections
 import dataclasses
@@ -54,7 +54,7 @@ class Derived:
 
 
 class Store(MutableMapping):
-    """A mapping that keeps its items in a dict of its own, which copies share."""
+    """A mapping that keeps its items in a separate dict, which copies share."""
 
     def __init__(self, items: dict) -> None:
         self._items = items
@@ -111,20 +111,20 @@ class Attrs:
 
 
 class Image(torch.Tensor):
-    """A tensor of a class of its own, with an attribute that torch does not carry over."""
+    """A tensor subclass, with an attribute that torch does not carry over."""
 
     unit: str
 
 
 class Text:
-    """What nothing tells how to open: a row as users write it."""
+    """An opaque row, as users write it."""
 
     def __init__(self, text: str) -> None:
         self.text = text
 
 
 class Both(tuple):
-    """A tuple that is not made of a sequence."""
+    """A tuple whose constructor takes no sequence."""
 
     def __new__(cls, first: Any, second: Any) -> "Both":
         return super().__new__(cls, (first, second))
@@ -259,7 +259,7 @@ STRUCTURES: dict[str, Callable[[], Any]] = {
 
 
 def rows_of(value: Any, rows: int) -> list[Any]:
-    """The rows of a leaf in a form that can be compared, told apart from shared values."""
+    """Return the rows of a leaf in a comparable form that differs from shared values."""
     if isinstance(value, PackedSequence):
         return [row.tolist() for row in unpack_sequence(value)]
     if isinstance(value, torch.Tensor) and value.is_nested:
@@ -272,7 +272,7 @@ def rows_of(value: Any, rows: int) -> list[Any]:
 
 
 def assert_partition(batch: Any, pieces: list[Any], sizes: list[int]) -> None:
-    """The pieces are of the batch's types and hold all its rows in order, each once."""
+    """Check that the pieces have the batch's types and hold all its rows in order, each once."""
     assert [type(piece) for piece in pieces] == [type(batch)] * len(pieces)
     if isinstance(batch, Mapping) and not isinstance(batch, TensorDictBase):
         assert [list(piece) for piece in pieces] == [list(batch)] * len(pieces)
@@ -307,7 +307,7 @@ def assert_partition(batch: Any, pieces: list[Any], sizes: list[int]) -> None:
 
 
 def numbers_of(value: Any, *, is_row: bool = False) -> list[torch.Tensor]:
-    """All numbers that rows hold, flat; what is shared is left out."""
+    """Return all numbers in the rows, flat, without shared values."""
     if isinstance(value, PackedSequence):
         return [value.data.flatten().double()]
     if isinstance(value, torch.Tensor):
@@ -319,7 +319,7 @@ def numbers_of(value: Any, *, is_row: bool = False) -> list[torch.Tensor]:
         named = value.dtype.names
         columns = [value] if named is None else [value[name] for name in named]
         return [torch.tensor(np.asarray(column).astype(float)).flatten() for column in columns]
-    # By its name: a Microbatcher looks into all classes that its forward names, this one has many.
+    # By name, because a Microbatcher walks all classes that its forward names, here many.
     if type(value).__module__.startswith("tensordict."):
         leaves = value.values(include_nested=True, leaves_only=True)
         return [leaf.flatten().double() for leaf in leaves]

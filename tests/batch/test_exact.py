@@ -1,4 +1,4 @@
-"""Batches of every structure are trained on exactly, and are as they were after an attempt failed.
+"""Training on batches of every structure is exact, and failed attempts leave them unchanged.
 
 The loss adds up what it makes of every number in the batch, so a row that is dropped, counted
 twice or changed shows in the gradient.
@@ -51,7 +51,7 @@ def test_a_retry_sees_what_the_first_attempt_saw_whatever_that_did(structure: st
 
 
 def late(change: Callable[[Any], None]) -> Callable[[nn.Module, Any], Any]:
-    """A forward that changes its batch from the second batch on."""
+    """Return a forward that changes its batch from the second batch on."""
 
     def run(model: Any, batch: Any) -> Any:
         found = torch.cat([number.clone() for number in numbers_of(batch)])
@@ -118,7 +118,7 @@ def test_what_a_forward_begins_to_change_late_is_as_it_was_for_the_retry(
     microbatcher.backward(first)
     model.zero_grad()
     run.calls = 1  # type: ignore[attr-defined]
-    if size is None:  # it fails in its second half, when all is spoiled
+    if size is None:  # memory runs out in the second half, after all changes
         model.most = sum(map(len, numbers_of(second))) - 1
     result = microbatcher.backward(second)
     assert result.ooms == (size is None)
@@ -148,7 +148,7 @@ def test_where_an_object_cannot_be_copied_writing_into_its_tensors_is_named() ->
             self.value = value
 
         def __del__(self) -> None:
-            """Closes a file, say, so a copy would close it, too."""
+            """Close a file, for example, which a copy would close, too."""
 
     def run(model: Any, batch: Any) -> Any:
         for row in batch:

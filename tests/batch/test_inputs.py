@@ -1,4 +1,4 @@
-"""The batch stays as it was, and inputs get their gradients."""
+"""Batches stay unchanged, and inputs receive their gradients."""
 
 from typing import Any
 
@@ -13,7 +13,7 @@ from tests.models import ROWS, Mlp, x, y
 
 
 class Writer(Mlp):
-    """Scales its input in place, and may run out of memory after that."""
+    """A model that scales its input in place, and may run out of memory afterwards."""
 
     most = ROWS
 
@@ -25,7 +25,7 @@ class Writer(Mlp):
 
 
 class LateWriter(Mlp):
-    """Writes into its input in its second batch only."""
+    """A model that writes into its input only in its second batch."""
 
     writes = False
     most = ROWS
@@ -43,7 +43,7 @@ def on(model: nn.Module, **options: Any) -> Microbatcher:
 
 
 def expected_of(model: nn.Module, inputs: Tensor) -> Any:
-    """The gradients of the whole batch in plain torch, on a copy of it."""
+    """Return the gradients of the whole batch in plain torch, on a copy of it."""
     model.zero_grad()
     F.cross_entropy(model(inputs.clone()), y()).backward()
     found = gradients(model)

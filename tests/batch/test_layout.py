@@ -196,7 +196,7 @@ def test_a_pair_of_equal_shapes_is_inputs_and_targets() -> None:
 
 
 def test_of_what_disagrees_with_the_rest_the_leaf_is_named_that_cannot_agree() -> None:
-    either = [torch.zeros(ROWS, 2)] * 3  # three rows, or as many as the rest
+    either = [torch.zeros(ROWS, 2)] * 3  # three rows, or the same number as the other parts
     batch = {"x": x(), "meta": {"images": either, "n": torch.zeros(3)}}
     with pytest.raises(BatchError, match=rf"'x' has {ROWS} rows .*, but 'meta.n' has 3 rows"):
         num_rows(batch)

@@ -1,4 +1,4 @@
-"""Batches that other libraries make: their collators, their containers, their graphs."""
+"""Batches of other libraries: their collators, their containers, their graphs."""
 
 import collections
 import copy
@@ -34,7 +34,7 @@ from tests.cases import difference, gradients
 from tests.outside import Outside
 
 with warnings.catch_warnings():
-    warnings.simplefilter("ignore", DeprecationWarning)  # of torch.jit, on import
+    warnings.simplefilter("ignore", DeprecationWarning)  # raised by torch.jit on import
     import torch_geometric
     from torch_geometric.data import Batch, Data
     from torch_geometric.loader import DataLoader as GraphLoader
@@ -45,10 +45,10 @@ Loss = Callable[[Any, Any], Any]
 def compare(
     make: Callable[[], nn.Module], batch: Callable[[], Any], loss: Loss, **options: Any
 ) -> None:
-    """The gradient at several sizes, and after running out of memory, beside plain torch's."""
+    """Compare gradients at several sizes, and after running out of memory, with plain torch."""
     torch.manual_seed(0)
     whole = make()
-    loss(whole, copy.deepcopy(batch())).backward()  # plain torch may change it
+    loss(whole, copy.deepcopy(batch())).backward()  # on a copy, because plain torch may change it
     trigger = Outside()
     for size in (1, 3, "auto"):
         torch.manual_seed(0)
@@ -65,7 +65,7 @@ def compare(
             model, forward=forward, microbatch_size=size, probe=size == 3, **options
         )
         given = batch()
-        for attempt in range(2):  # the second finds the batch as the first did
+        for attempt in range(2):  # the second attempt finds the same batch as the first
             model.zero_grad()
             result = microbatcher.backward(given)
             assert result.num_microbatches > 1 or attempt
@@ -340,11 +340,11 @@ def _recipes() -> list[str]:
     return [block.partition("```")[0] for block in blocks]
 
 
-# What is named
+# Errors that name the part
 
 
 class Callable8:
-    """Can be called, and holds rows all the same."""
+    """A callable object that nevertheless holds rows."""
 
     def __init__(self) -> None:
         self.x = torch.zeros(8, 2)
@@ -391,7 +391,7 @@ def test_an_attribute_with_rows_of_a_tensor_is_not_lost_without_a_word() -> None
 
 
 class Scanned(Tensor):
-    """Images with what is known of each; only its own slices know which of it is whose."""
+    """Images with metadata of each; only slicing the class itself cuts the metadata."""
 
     scales: list[float]
 
@@ -406,7 +406,7 @@ class Scanned(Tensor):
 
 
 class Located(Tensor):
-    """As a library does it that wraps all functions: they hand on metadata, indexing cuts it."""
+    """An image of a library that wraps all functions: they pass metadata on, indexing cuts it."""
 
     _meta: dict[str, Any]
 
@@ -428,7 +428,7 @@ class Located(Tensor):
 
 
 class Forgetful(Located):
-    """Its slices have what is known of the first rows, whichever they are of."""
+    """An image whose slices always have the metadata of the first rows."""
 
     def __getitem__(self, index: Any) -> Any:
         found: Any = super().__getitem__(slice(0, len(range(*index.indices(8)))))
@@ -467,7 +467,7 @@ def test_metadata_of_a_tensor_is_cut_by_the_indexing_of_its_class(kind: Any, siz
     by_metadata(model, batch).backward()
     wanted = [each.grad for each in model.parameters()]
     model.zero_grad()
-    # Rows that are no neighbours, which a look takes, only one of them can give.
+    # A check takes rows that are not neighbors, which only one of the classes can index.
     probe = kind is Located
     microbatcher = Microbatcher(model, forward=by_metadata, microbatch_size=size, probe=probe)
     microbatcher.backward(batch)
@@ -480,7 +480,7 @@ def test_metadata_of_a_tensor_is_cut_by_the_indexing_of_its_class(kind: Any, siz
 def test_metadata_that_no_slice_cuts_is_refused_with_what_to_write() -> None:
     with pytest.raises(BatchError, match=r"Forgetful.*8 rows.*'_meta\.paths'.*register_batch_type"):
         split_batch({"image": scanned(Forgetful)}, 4)
-    value: Any = torch.zeros(8, 2).as_subclass(Image)  # without an indexing of its own
+    value: Any = torch.zeros(8, 2).as_subclass(Image)  # without its own indexing
     value.meta = {"spacing": [1.0, 2.0], "paths": [str(row) for row in range(8)]}
     with pytest.raises(BatchError, match=r"Image.*'meta\.paths'.*register_batch_type"):
         split_batch([value, torch.zeros(8)], 4)

@@ -1,4 +1,4 @@
-"""Random structures of a batch, trained on by a forward that spoils its microbatches."""
+"""Random batch structures, trained on by a forward that spoils its microbatches."""
 
 import argparse
 import collections
@@ -154,7 +154,7 @@ def test_the_gradient_is_the_whole_batchs_and_the_batch_stays_as_it_was(
     assert whole.scale.grad is not None
     model, batch = Waves(), make(rows)
     if size == "auto":
-        model.most = len(together(batch)) - 1  # the whole batch runs out of memory, spoilt
+        model.most = len(together(batch)) - 1  # the whole batch fails after it was spoiled
     found = gradient(model, size, batch, spoiling)
     assert torch.allclose(found, whole.scale.grad, rtol=1e-12, atol=1e-9)
     assert torch.equal(together(batch), together(make(rows)))

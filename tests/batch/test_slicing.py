@@ -16,7 +16,7 @@ from tests.batch.structures import (
     x,
 )
 
-# Where two rows are chosen, two parts in a list are a tie: that has its own tests.
+# With two chosen rows, a list of two parts is ambiguous, which has its own tests.
 TIES_AT_TWO_ROWS = {"views beside", "size in a tuple", "deep", "model output"}
 
 
@@ -26,7 +26,7 @@ def test_chosen_rows_are_those_of_the_batch(structure):
     layout = BatchLayout()
     first, second = (layout.take_rows(batch, [index]) for index in (6, 1))
     both = layout.take_rows(batch, [6, 1])
-    if structure == "detection":  # a tuple per row is told from a tuple of parts by the rest
+    if structure == "detection":  # the other parts show whether a tuple holds rows or parts
         assert layout.num_rows(both) == 2
         assert both[0][0] is batch[0][6]
         assert both[1][1] is batch[1][1]

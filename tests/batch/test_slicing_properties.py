@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from automicro.batch.joining import concat_rows
 from automicro.batch.layout import BatchLayout, balanced_sizes, num_rows, split_batch
 
-# Each leaf holds its row numbers, so a microbatch shows which rows it got.
+# Each leaf holds its row numbers, so a microbatch shows the rows it received.
 Make = Callable[[int], Any]
 
 
@@ -66,7 +66,7 @@ batches = structures.map(
 
 
 def row_numbers(value: Any) -> list[list[int]]:
-    """The row numbers that each leaf holds."""
+    """Return the row numbers that each leaf holds."""
     if isinstance(value, torch.Tensor | np.ndarray):
         if value.ndim == 0:
             return []
@@ -85,7 +85,7 @@ def row_numbers(value: Any) -> list[list[int]]:
 
 
 def skeleton(value: Any) -> Any:
-    """The types of all containers."""
+    """Return the types of all containers."""
     if isinstance(value, dict):
         return dict, {key: skeleton(part) for key, part in value.items()}
     if isinstance(value, Record):

@@ -20,7 +20,7 @@ class TestMapping:
 
 
 class Slotted:
-    """Rows of a class that has slots and no dictionary."""
+    """Rows of a class with slots and no dictionary."""
 
     __slots__ = ("names", "x")
 

@@ -1,4 +1,4 @@
-"""Types that users register are cut, joined and mapped."""
+"""Types registered by users are cut, joined and mapped."""
 
 import pytest
 import torch

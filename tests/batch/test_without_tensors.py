@@ -1,4 +1,4 @@
-"""Texts, lists, arrays and objects are batches, too: trained on, evaluated, predicted for."""
+"""Batches of texts, lists, arrays and objects: training, evaluation and prediction."""
 
 import logging
 from collections.abc import Callable
@@ -22,7 +22,7 @@ LABELS = [0, 1, 2, 0, 1, 2, 0, 1, 2, 0, 1]
 
 
 class Image:
-    """As an image of PIL: a size, pixels that only its methods give."""
+    """An image like those of PIL: a size, and pixels that only its methods return."""
 
     size = (4, 3)
 
@@ -37,7 +37,7 @@ class Image:
 
 
 class Letters(nn.Module):
-    """Texts to logits."""
+    """A model from texts to logits."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -242,11 +242,11 @@ def test_a_trainer_trains_on_texts_and_predicts_for_them() -> None:
     assert torch.equal(found, model(TEXTS))
 
 
-# Memory that runs out while a batch is read
+# Running out of memory while a batch is read
 
 
 class Table:
-    """Rows that take memory to be counted and cut."""
+    """Rows whose counting and cutting takes memory."""
 
     failures = 0
 

@@ -14,7 +14,7 @@ from tests.outside import Unreached
 
 
 class Waves(nn.Module):
-    """Two parameters, one number for everything in a batch."""
+    """A model with two parameters that maps all numbers of a batch to one."""
 
     most = Unreached()
 
@@ -45,7 +45,7 @@ def gradient(model: Waves, size: Any, batch: Any, run: Callable[..., Any] = forw
 
 
 def spoil(value: Any) -> None:
-    """What a careless forward does: change all that can be changed of a microbatch."""
+    """Change everything in a microbatch that can be changed, like a careless forward."""
     if isinstance(value, Tensor):
         if not value.is_nested and value.layout is torch.strided and value.is_floating_point():
             value.mul_(3)
@@ -56,7 +56,7 @@ def spoil(value: Any) -> None:
     elif isinstance(value, dict):
         for part in value.values():
             spoil(part)
-        if not isinstance(value, ModelOutput):  # it forbids that
+        if not isinstance(value, ModelOutput):  # ModelOutput forbids that
             value.pop(next(iter(value), None), None)
             value["added"] = 1
     elif isinstance(value, list):
@@ -68,10 +68,10 @@ def spoil(value: Any) -> None:
             spoil(part)
     elif isinstance(value, Text):
         value.text = "spoiled"
-    elif hasattr(value, "y") and not isinstance(value, tuple):  # frozen ones are opened by force
+    elif hasattr(value, "y") and not isinstance(value, tuple):  # frozen classes by force
         spoil(value.y)
         object.__setattr__(value, "y", None)
-    elif hasattr(value, "items"):  # another mapping, of which some cannot be written to
+    elif hasattr(value, "items"):  # another mapping, which may be read-only
         for _, part in list(value.items()):
             spoil(part)
 

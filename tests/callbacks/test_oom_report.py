@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from automicro import SampleTooLargeError, torch_private
 from automicro.callbacks import OutOfMemoryReport, oom_report
 from automicro.errors import AutomicroWarning
+from automicro.features import RememberSizes
 from automicro.tools.doctor import diagnose
 from tests.callbacks.runs import trainer_with
 from tests.trainer.runs import FEATURES, make_loader
@@ -25,7 +26,8 @@ def reports(folder: Path) -> list[Any]:
 
 def run_out_of_memory(report: OutOfMemoryReport, **options: Any) -> Any:
     loader = make_loader(rows=300, batch_size=256)
-    settings = {"memory_limit": "200KiB", **options}
+    # Each run finds its sizes by itself, whatever the one before remembers.
+    settings = {"memory_limit": "200KiB", "features": [RememberSizes(False)], **options}
     return trainer_with(report, train_dataloader=loader, **settings).fit()
 
 

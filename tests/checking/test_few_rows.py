@@ -680,7 +680,7 @@ def test_a_graph_that_microbatches_would_share_is_named_with_what_to_do() -> Non
         Microbatcher(model, forward=forward, microbatch_size=4).backward(batch)
     assert "compute it inside forward=…, .detach() it" in "".join(caught.value.__notes__)
     given = outer(rows(6))
-    with pytest.raises(LossError, match=r"made before the forward \(AddmmBackward0\).*\.detach"):
+    with pytest.raises(LossError, match=r"built before the forward \(AddmmBackward0\).*\.detach"):
         verify(model, batch, forward=forward)
     given.sum().backward()  # its graph is still there
 

@@ -295,14 +295,20 @@ def test_fewer_rows_than_ranks_are_refused() -> None:
     ("options", "words"),
     [
         ({"mode": "2d"}, "mode='2d' is not known; use one of fixed, duration, 1D-bucketing"),
-        ({"mode": "fixed"}, "was given none: give batch_size"),
+        ({"mode": "fixed"}, "mode='fixed' needs batch_size, may have nothing else"),
         (
             {"mode": "fixed", "batch_size": 2, "batch_cost": 1},
-            "and was given batch_size=2, batch_co",
+            "and was given batch_size, batch_cost: give",
         ),
-        ({"mode": "duration", "batch_length": 5}, "goes by lengths, and there are none"),
-        ({"mode": "2D-bucketing", "lengths": [1], "batch_cost": 5}, "goes by second_lengths"),
-        ({"mode": "1D-bucketing", "lengths": [1], "batch_size": 5}, "needs the edges"),
+        ({"mode": "duration", "batch_length": 5}, "needs lengths, batch_length"),
+        (
+            {"mode": "2D-bucketing", "lengths": [1], "batch_cost": 5},
+            "needs lengths, second_lengths, batch_cost",
+        ),
+        (
+            {"mode": "1D-bucketing", "lengths": [1], "batch_size": 5},
+            "needs lengths, bucket_edges, batch_size or",
+        ),
         (
             {"mode": "1D-bucketing", "lengths": [1], "batch_size": 5, "bucket_edges": [3, 2]},
             "do not ascend",
@@ -313,8 +319,14 @@ def test_fewer_rows_than_ranks_are_refused() -> None:
         ),
         ({"mode": "fixed", "batch_size": [1, 2]}, "give one, or in mode='1D-bucketing' one"),
         ({"mode": "fixed", "batch_size": 0}, "batch_size=0 must be at least 1"),
-        ({"mode": "fixed", "batch_size": 2, "bucket_edges": [1]}, "takes no bucket_edges"),
-        ({"mode": "fixed", "batch_size": 2, "num_buckets": 3}, "takes no num_buckets"),
+        (
+            {"mode": "fixed", "batch_size": 2, "bucket_edges": [1]},
+            "and was given batch_size, bucket_edges",
+        ),
+        (
+            {"mode": "fixed", "batch_size": 2, "num_buckets": 3},
+            "and was given batch_size, num_buckets",
+        ),
         (
             {"mode": "1D-bucketing-dyn", "lengths": [1], "batch_size": 2, "num_buckets": [1, 2]},
             "give a number, such as 10",
@@ -341,7 +353,7 @@ def test_fewer_rows_than_ranks_are_refused() -> None:
         ),
         (
             {"mode": "fixed", "batch_size": 2, "cost": len},
-            "cost says what a row adds to batch_cost",
+            "cost with batch_cost",
         ),
     ],
 )

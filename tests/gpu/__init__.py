@@ -1,1 +1,1 @@
-"""What only an accelerator can show. Run by `make gpu`; see docs/benchmarks.md."""
+"""Tests that need an accelerator. Run by `make gpu`; see docs/benchmarks.md."""

@@ -1,4 +1,4 @@
-"""What each test on an accelerator starts from and leaves behind."""
+"""The initial and final state of each test on an accelerator."""
 
 import gc
 import os
@@ -15,10 +15,10 @@ Record = Callable[[str, object], None]
 
 @pytest.fixture(autouse=True, scope="session")
 def started_device(same_environment: None) -> Iterator[None]:
-    """Start the device before the first test: in some versions that sets an environment variable.
+    """Start the device before the first test, which sets an environment variable in some versions.
 
-    What cuBLAS needs to be deterministic is there before: torch and cuBLAS ask once, at the first
-    product of a process, whatever comes later.
+    The setting that makes cuBLAS deterministic comes first: torch and cuBLAS read it once, at the
+    first product of a process.
     """
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(CUBLAS_VARIABLE, os.environ.get(CUBLAS_VARIABLE, CUBLAS_VALUES[0]))
@@ -36,9 +36,9 @@ COUNTERS = {
 
 @pytest.fixture(autouse=True)
 def clean_device(record_property: Record) -> Iterator[None]:
-    """No cached memory, no limit and no synchronisation check survives a test.
+    """Clear cached memory, limits and synchronization checks after a test.
 
-    What the allocator counted in a test that ran out of memory is recorded.
+    The counts of the allocator in a test that ran out of memory are recorded.
     """
     accelerator.empty_cache()
     accelerator.reset_peak_memory_stats(DEVICE)
@@ -46,7 +46,7 @@ def clean_device(record_property: Record) -> Iterator[None]:
     fraction = share_of_device()
     before = accelerator.memory_stats(DEVICE)
     yield
-    gc.collect()  # now: what is frozen for the next file stays for ever
+    gc.collect()  # now, because frozen objects stay forever
     after = accelerator.memory_stats(DEVICE)
     counted = {name: after.get(key, 0) - before.get(key, 0) for name, key in COUNTERS.items()}
     if counted["ooms"]:
@@ -59,7 +59,7 @@ def clean_device(record_property: Record) -> Iterator[None]:
 
 @pytest.fixture
 def deterministic() -> Iterator[None]:
-    """Kernels that give the same bits each time; others refuse."""
+    """Use kernels that give the same bits each time; others raise an error."""
     benchmark = torch.backends.cudnn.benchmark
     torch.backends.cudnn.benchmark = False
     torch.use_deterministic_algorithms(True)

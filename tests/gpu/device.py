@@ -1,4 +1,4 @@
-"""The device, the room on it, and everything on it that a step may change."""
+"""The device, its free memory, and all state on it that a step may change."""
 
 import contextlib
 import gc
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from automicro.torch_private import can_record_memory
 
-# CUDA, another accelerator, or the stand-in where pytest runs with -p tests.standin.plugin.
+# CUDA, another accelerator, or the stand-in if pytest runs with -p tests.standin.plugin.
 _KIND = torch.accelerator.current_accelerator(check_available=True) or torch.device("cuda")
 DEVICE = torch.device(_KIND.type, 0)
 SECOND = torch.device(_KIND.type, 1)
@@ -22,43 +22,43 @@ MIB = 2**20
 GPU = [
     pytest.mark.gpu,
     pytest.mark.timeout(600),
-    # Other versions of the libraries warn of other things, and some features of being prototypes.
+    # Other versions of libraries give other warnings, and some features are prototypes.
     pytest.mark.filterwarnings("default", "error::automicro.errors.AutomicroWarning"),
     pytest.mark.skipif(not accelerator.is_available(), reason="there is no accelerator"),
 ]
 
 
 def only_cuda(what: str) -> pytest.MarkDecorator:
-    """For tests of what no other device has."""
+    """Mark tests of features that only CUDA has."""
     return pytest.mark.skipif(DEVICE.type != "cuda", reason=f"only CUDA has {what}")
 
 
 def needs_two_devices() -> pytest.MarkDecorator:
-    """For tests of models that lie on two."""
+    """Mark tests of models on two devices."""
     has_two = accelerator.is_available() and accelerator.device_count() > 1
     return pytest.mark.skipif(not has_two, reason="there is one accelerator")
 
 
 def start_cublas(device: torch.device = DEVICE) -> None:
-    """Let it take now what it keeps for ever: 32 MiB for each thread on an H100."""
+    """Let cuBLAS allocate its permanent memory: 32 MiB for each thread on an H100."""
     weight = torch.ones(8, 8, device=device, requires_grad=True)
     torch.nn.functional.linear(weight, weight, weight[0]).sum().backward()
 
 
 def has_native_allocator() -> bool:
-    """Whether torch counts retries and rounds blocks, as cudaMallocAsync does not."""
+    """Whether torch counts retries and rounds blocks, unlike cudaMallocAsync."""
     is_cuda = DEVICE.type == "cuda" and accelerator.is_available()
     return can_record_memory(DEVICE) if is_cuda else True
 
 
 def share_of_device(device: torch.device = DEVICE) -> float:
-    """What torch may use of it. Without a limit cudaMallocAsync says some millions."""
+    """Return the share for torch. Without a limit cudaMallocAsync returns some millions."""
     return min(1.0, float(accelerator.get_per_process_memory_fraction(device)))
 
 
 @contextlib.contextmanager
 def room(num_bytes: int, device: torch.device = DEVICE) -> Iterator[None]:
-    """Leave torch about so many bytes more than it holds now; real errors beyond them."""
+    """Leave torch a number of bytes in addition to those in use; beyond them errors are real."""
     start_cublas(device)
     gc.collect()
     accelerator.empty_cache()
@@ -73,20 +73,20 @@ def room(num_bytes: int, device: torch.device = DEVICE) -> Iterator[None]:
 
 
 def allocated_bytes() -> int:
-    """What live tensors hold, once cycles are collected."""
+    """Return the bytes of live tensors, after collecting cycles."""
     gc.collect()
     accelerator.synchronize(DEVICE)
     return int(accelerator.memory_allocated(DEVICE))
 
 
 def requested_bytes(when: str = "current") -> int:
-    """What live tensors asked for, now or at the "peak", without the allocator's rounding."""
+    """Return the requested bytes of live tensors, now or at the "peak", without rounding."""
     gc.collect()
     return int(accelerator.memory_stats(DEVICE)[f"requested_bytes.all.{when}"])
 
 
 def snapshot(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> dict[str, Tensor]:
-    """Parameters, gradients, buffers, optimizer state and generators, copied to the host."""
+    """Copy parameters, gradients, buffers, optimizer state and generators to the host."""
     found: dict[str, Tensor] = {
         "host generator": torch.get_rng_state(),
         "device generator": accelerator.get_rng_state(DEVICE),
@@ -104,7 +104,7 @@ def snapshot(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -
 
 
 def differences(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> list[str]:
-    """Names of what is not equal bit by bit, or only on one side."""
+    """Return the names of values that differ in bits, or exist on only one side."""
     return [
         name
         for name in {**one, **other}
@@ -113,5 +113,5 @@ def differences(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> list[
 
 
 def to_device(batch: Any) -> Any:
-    """A batch of ``(inputs, targets)`` on the device."""
+    """Move a batch of ``(inputs, targets)`` to the device."""
     return tuple(part.to(DEVICE) for part in batch)

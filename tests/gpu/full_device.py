@@ -1,7 +1,7 @@
-"""What a library says when no byte is left for it. A process of its own: `python -m` this, NAME.
+"""The error of a library without a free byte. Runs as a separate process: `python -m` this, NAME.
 
-The device is filled by torch itself, before the library has made its handle. Prints one line of
-JSON: the error that came, or none.
+Torch fills the device before the library creates its handle. Prints one line of
+JSON: the error, or none.
 """
 
 import json
@@ -52,7 +52,7 @@ LIBRARIES = {
 
 
 def fill() -> list[torch.Tensor]:
-    """Take all that is free, in ever smaller pieces."""
+    """Allocate all free memory, in smaller and smaller pieces."""
     pieces = []
     for piece_mib in (8192, 512, 64, 2):
         while True:

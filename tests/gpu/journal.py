@@ -1,7 +1,7 @@
-"""Write down each test as it begins and as it ends: pytest with ``-p tests.gpu.journal``.
+"""Record the start and end of each test: pytest with ``-p tests.gpu.journal``.
 
-A line of JSON each, flushed at once, so that a run which is cut off, or whose process dies, has
-lost nothing but the test that it was in, and that one is known by name.
+One line of JSON each, flushed at once. So an interrupted run loses only its current test, whose
+name is known.
 """
 
 import json
@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 BEGAN = "began"
-_MOST_CHARACTERS = 4000  # of what a failure says
+_MOST_CHARACTERS = 4000  # of a failure message
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -26,7 +26,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 class Journal:
-    """Writes to a file what becomes of tests."""
+    """A plugin that writes the outcomes of tests to a file."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -68,13 +68,13 @@ def _reason(report: pytest.TestReport) -> str:
 
 
 def read_journal(path: Path) -> list[dict[str, Any]]:
-    """What a journal has of each test; one that only began was cut off, or ended the process."""
+    """Return the outcome of each test; one without an end was interrupted, or crashed."""
     tests: dict[str, dict[str, Any]] = {}
     if path.exists():
         for line in path.read_text(encoding="utf-8").splitlines():
             try:
                 test = json.loads(line)
-            except json.JSONDecodeError:  # the process died in it
+            except json.JSONDecodeError:  # the process died while writing it
                 continue
             tests[test["name"]] = test
     return list(tests.values())

@@ -1,4 +1,4 @@
-"""Models whose activations outweigh all else, by megabytes and not by kilobytes."""
+"""Models with megabytes of activations, far more than everything else."""
 
 from typing import Any
 
@@ -11,7 +11,7 @@ from tests.gpu.device import DEVICE, MIB, SECOND
 
 ROWS = 16
 CLASSES = 4
-# On CUDA half a MiB a row, whose activations are some 20 MiB; an eighth where a CPU computes.
+# On CUDA half a MiB per row, with activations of some 20 MiB; an eighth if a CPU computes.
 SHAPE = (512 if DEVICE.type == "cuda" else 64, 256)
 
 
@@ -51,7 +51,7 @@ class _Hungry(torch.autograd.Function):
 
 
 class Hungry(nn.Module):
-    """Asks for so many MiB a row in forward and backward, and gives them back at once."""
+    """A model that allocates MiB per row in forward and backward, and frees them at once."""
 
     def __init__(self, forward_mib: int, backward_mib: int) -> None:
         super().__init__()
@@ -63,7 +63,7 @@ class Hungry(nn.Module):
 
 
 class OnTwoDevices(nn.Module):
-    """Its first half lies on one device, its second on another, as a device map has it."""
+    """A model whose halves are on two devices, like with a device map."""
 
     def __init__(self, *hungry: nn.Module) -> None:
         super().__init__()
@@ -77,20 +77,20 @@ class OnTwoDevices(nn.Module):
 
 
 def model(*hungry: nn.Module, batchnorm: bool = False) -> Blocks:
-    """The same parameters each time."""
+    """Return a model with the same parameters each time."""
     torch.manual_seed(1)
     return Blocks(*hungry, batchnorm=batchnorm).to(DEVICE)
 
 
 def batch(rows: int = ROWS, seed: int = 2) -> tuple[Tensor, Tensor]:
-    """Rows on the host."""
+    """Return rows on the host."""
     generator = torch.Generator().manual_seed(seed)
     inputs = torch.randn(rows, *SHAPE, generator=generator)
     return inputs, torch.randint(CLASSES, (rows,), generator=generator)
 
 
 def microbatcher(net: nn.Module, size: Any = "auto", **options: Any) -> Microbatcher:
-    """For batches of ``(inputs, targets)``."""
+    """Make a Microbatcher for batches of ``(inputs, targets)``."""
     return Microbatcher(
         net,
         loss_fn=nn.CrossEntropyLoss(),

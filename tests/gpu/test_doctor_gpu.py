@@ -1,4 +1,4 @@
-"""The doctor on snapshots that CUDA's own allocator took."""
+"""The doctor on snapshots by CUDA's own allocator."""
 
 import importlib
 from pathlib import Path
@@ -13,7 +13,7 @@ from tests.tools.doctor.test_doctor import PLANTED, names_the_culprit
 
 pytestmark = GPU
 
-# Those that differ on a device only by where tensors are made.
+# These differ on a device only by the place of creation of tensors.
 NAMES = ("average", "bank", "gradients", "losses")
 
 
@@ -24,7 +24,7 @@ def test_the_planted_culprit_is_named_in_a_snapshot_of_cuda(name: str, tmp_path:
         pytest.skip("no allocator that takes snapshots")
     path = tmp_path / "snapshot.pickle"
     mib, kind, _ = PLANTED[name]
-    # What grows meets any limit, and small segments take some of it.
+    # Growing memory reaches any limit, and small segments take some of it.
     with room((2 if kind == "growth" else 1) * mib * MIB), device:
         record_memory_history(200_000)
         try:

@@ -1,4 +1,4 @@
-"""The gradient is the whole batch's on a device too, from wherever the batch comes."""
+"""The gradient equals that of the whole batch on a device, too, for batches from any place."""
 
 from typing import Any
 
@@ -69,7 +69,7 @@ def own_mean(outputs: Tensor, targets: Tensor) -> Tensor:
 
 
 def with_layer() -> Any:
-    options = vars(nn)["LinearCrossEntropyOptions"]()  # it knows its gradient in the forward
+    options = vars(nn)["LinearCrossEntropyOptions"]()  # its forward computes the gradient
     return vars(nn)["LinearCrossEntropyLoss"](4, 4, options=options).to(DEVICE)
 
 

@@ -1,7 +1,7 @@
-"""FSDP2's guards on real streams, with one process: torch's fake group says that there are two.
+"""FSDP2's guards on real streams in one process: torch's fake group simulates two ranks.
 
 In a world of one, `fully_shard` runs no collective and no guard. In the fake one it runs all, with
-their streams and events; what comes back is made up, and the same each time.
+their streams and events; the results are invented, and the same each time.
 """
 
 from collections.abc import Iterator
@@ -23,7 +23,7 @@ pytestmark = [*GPU, WITH_FSDP]
 
 
 class TwoExchange(AloneExchange):
-    """The other one agrees."""
+    """An exchange in which the other rank agrees."""
 
     world_size = 2
 
@@ -44,7 +44,7 @@ def votes_alone(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def guarded(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The kinds of the collectives that a guard saw."""
+    """Return the kinds of the collectives that a guard has seen."""
     kinds: list[str] = []
     before = FsdpGuard.before
 

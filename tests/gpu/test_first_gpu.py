@@ -1,4 +1,4 @@
-"""What nobody knows before: what a device says, what calls cost. Recorded, and hardly asserted."""
+"""Facts about a new device: its answers and the costs of calls. Recorded, with few assertions."""
 
 import contextlib
 import ctypes
@@ -32,14 +32,14 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def held_outside_bytes() -> int:
-    """What is taken of the device, and not by torch's allocator: by anybody."""
+    """Return the memory of the device that is not in torch's allocator, for any owner."""
     accelerator.synchronize(DEVICE)
     free, total = accelerator.mem_get_info(DEVICE)
     return int(total - free - accelerator.memory_reserved(DEVICE))
 
 
 def test_a_context_takes_memory_of_its_own(record_property: Record) -> None:
-    """The first test of the process: nothing else lies there yet."""
+    """The first test of the process, when the device holds nothing else."""
     found = {"outside of torch, before the first tensor": held_outside_bytes()}
     a = torch.ones(64, 64, device=DEVICE, requires_grad=True)
     found["outside of torch, with a tensor"] = held_outside_bytes()
@@ -66,7 +66,7 @@ def test_the_driver_and_its_library_answer(record_property: Record) -> None:
     else:
         record_property("nvidia_smi", "there is none")
     try:
-        # Where it does not answer, torch has no text for running out of memory.
+        # If it does not answer, torch has no text for running out of memory.
         record_property("nvml_init", ctypes.CDLL("libnvidia-ml.so.1").nvmlInit_v2())
     except OSError as error:
         record_property("nvml_init", first_line(error))
@@ -102,7 +102,7 @@ def test_what_a_device_says_that_is_full(record_property: Record) -> None:
 
 
 def microseconds(call: Callable[[], Any], times: int = 50) -> float:
-    """The median of so many calls."""
+    """Return the median of a number of calls."""
     call()
     taken = []
     for _ in range(times):
@@ -172,7 +172,7 @@ def test_how_fast_copies_are(record_property: Record) -> None:
 
 
 def test_whether_a_copy_holds_the_host_while_the_device_works(record_property: Record) -> None:
-    """From memory that is not pinned it may: then a step waits at each microbatch."""
+    """From pageable memory it may: then a step waits at each microbatch."""
     side = 4096 if DEVICE.type == "cuda" else 64
     a = torch.ones(side, side, device=DEVICE)
     found: dict[str, float] = {}

@@ -1,4 +1,4 @@
-"""Libraries without a byte for their handles and workspaces: recognised, whatever they say."""
+"""Libraries without memory for their handles and workspaces: any message is recognized."""
 
 import json
 import subprocess

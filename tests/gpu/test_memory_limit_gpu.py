@@ -1,4 +1,4 @@
-"""``memory_limit`` on a device: the share of it that the process may take."""
+"""``memory_limit`` on a device: the share of it that the process may use."""
 
 import pytest
 import torch
@@ -14,13 +14,13 @@ from tests.gpu.subjects import ROWS, SHAPE, batch, microbatcher, model
 pytestmark = GPU
 
 LIMIT = 320 * MIB * SHAPE[0] // 512
-# Beside a model with its optimizer a few segments of 20 MiB have room.
+# A few segments of 20 MiB fit in addition to a model with its optimizer.
 TRAINER_LIMIT = max(LIMIT, 80 * MIB)
 
 
 def test_a_step_stays_within_its_limit_and_the_limit_ends_with_it() -> None:
     before = share_of_device()
-    held_bytes = allocated_bytes()  # by what ran before in this process
+    held_bytes = allocated_bytes()  # by earlier tests in this process
     net = model()
     limit = LIMIT + held_bytes
     step = microbatcher(net, memory_limit=limit)

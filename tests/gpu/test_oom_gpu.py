@@ -1,4 +1,4 @@
-"""Real out-of-memory errors of a device: recovered bit by bit, and nothing of them stays."""
+"""Real out-of-memory errors of a device: recovered bit by bit, without a trace."""
 
 import gc
 import time
@@ -30,7 +30,7 @@ from tests.gpu.subjects import ROWS, Hungry, OnTwoDevices, batch, microbatcher, 
 
 pytestmark = GPU
 
-# A row of these asks for 64 MiB: the whole batch for 1 GiB, half of it for 512 MiB.
+# A row needs 64 MiB: the whole batch 1 GiB, half of it 512 MiB.
 PHASES = {"forward": Hungry(64, 0), "backward": Hungry(0, 64)}
 ROOM = 900 * MIB
 
@@ -112,7 +112,7 @@ def test_where_no_row_fits_the_second_device_nothing_stays_on_it() -> None:
 
 
 def test_where_no_row_fits_the_state_is_as_before() -> None:
-    microbatcher(model()).backward(batch())  # makes what libraries keep for ever
+    microbatcher(model()).backward(batch())  # lets libraries create permanent state
     net = model(Hungry(0, 4096), batchnorm=True)
     before, before_bytes = snapshot(net), allocated_bytes()
     message = ""
@@ -130,7 +130,7 @@ def test_where_no_row_fits_the_state_is_as_before() -> None:
 def test_a_retry_begins_without_the_blocks_of_what_failed(
     phase: str, record_property: Record
 ) -> None:
-    """What the rollback frees goes back as well: kept, its blocks would be cut up by the retry."""
+    """Memory freed by the rollback is returned, because the retry would fragment cached blocks."""
     net = model(PHASES[phase])
     optimizer = torch.optim.AdamW(net.parameters())
     step = microbatcher(net, optimizer=optimizer, probe=False)
@@ -144,15 +144,15 @@ def test_a_retry_begins_without_the_blocks_of_what_failed(
 
     net.register_forward_pre_hook(look)
     with room(ROOM):
-        assert step.backward(batch()).ooms >= 1  # two where blocks were cut up
+        assert step.backward(batch()).ooms >= 1  # two if blocks were fragmented
     record_property("cached_bytes_at_the_retry", cached_bytes)
     assert cached_bytes[0] < 64 * MIB
 
 
 def test_what_a_convolution_near_the_limit_does_to_the_bits(record_property: Record) -> None:
-    """A library that finds no memory for its workspace may take another kernel, and say nothing.
+    """A library without memory for its workspace may silently use another kernel.
 
-    So nothing is promised of it: what came is recorded.
+    So nothing is promised, and the result is only recorded.
     """
     torch.manual_seed(1)
     rows, side = (32, 128) if DEVICE.type == "cuda" else (4, 16)
@@ -202,7 +202,7 @@ def test_what_a_failed_backward_left_queued_is_let_go(
 
     def fail() -> BaseException:
         hidden = x.exp()  # 4 MiB, saved for the branch that does not fail
-        # Of two branches that are ready, the one made last goes backward first.
+        # Of two ready branches, the backward of the one created last runs first.
         if fails_first:
             works = hidden.sin()
             fails = _Fails.apply(hidden)
@@ -231,7 +231,7 @@ def test_what_a_failed_backward_left_queued_is_let_go(
 
 
 class Watch:
-    """What live tensors held each time that the allocator could not serve a request."""
+    """Record the bytes of live tensors each time that the allocator cannot serve a request."""
 
     def __init__(self) -> None:
         self.held: list[int] = []

@@ -1,4 +1,4 @@
-"""Planned peaks beside those that the device's own allocator counts."""
+"""Planned peaks compared with those that the device's allocator counts."""
 
 import gc
 
@@ -13,7 +13,7 @@ from tests.gpu.device import DEVICE, GPU, accelerator, only_cuda, start_cublas
 
 pytestmark = GPU
 
-# So many that what kernels take beside it, a few MiB, is little of the peak.
+# Enough rows that the additional memory of kernels, a few MiB, is a small part of the peak.
 ROWS = 256
 LOSS = nn.CrossEntropyLoss()
 
@@ -42,7 +42,7 @@ SUBJECTS = {"perceptron": perceptron, "convolutions": convolutions, "attention":
 
 
 def planned(name: str, precision: str) -> tuple[automicro.PlanReport, tuple[Tensor, Tensor]]:
-    """The plan of a subject, and the batch that it is of."""
+    """Return the plan of a subject, and its batch."""
     data = torch.randn(ROWS * 2, 512), torch.randint(10, (ROWS * 2,))
     report = automicro.plan(
         SUBJECTS[name](),

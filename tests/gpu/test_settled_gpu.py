@@ -1,4 +1,4 @@
-"""A step that has found its size: what waits for the device, and what is taken of it."""
+"""A step that has found its size: how often it waits for the device, and allocates memory."""
 
 import gc
 from collections.abc import Callable
@@ -87,11 +87,11 @@ TRAINERS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("name", TRAINERS)
 def test_batches_of_a_trainer_wait_as_often_each(name: str, record_property: Record) -> None:
-    """Two runs, one longer: the difference is what its further batches wait, between two checks."""
+    """Two runs, one of them longer: the difference is the waits of its additional batches."""
     few, many = (11, 15) if DEVICE.type == "cuda" else (2, 3)
     found = []
-    # The first makes what libraries keep for ever. What it held of the device is free at once.
-    # Without the collector, which frees what other tests left, and nothing of ours: at any time.
+    # The first run creates the permanent state of libraries. Its device memory is free at once.
+    # Without the collector, which would free objects of other tests at any time.
     gc.disable()
     try:
         for batches in (few, few, many):

@@ -1,4 +1,4 @@
-"""Levels, and parts with sizes of their own, where a device itself runs out of memory."""
+"""Levels, and parts with sizes of their own, if a device itself runs out of memory."""
 
 import copy
 from typing import Any
@@ -27,7 +27,7 @@ from tests.gpu.test_oom_gpu import ROOM
 
 pytestmark = GPU
 
-# Of each row, by each block; less where a CPU computes.
+# Per row and block; less if a CPU computes.
 KEPT = (32 if DEVICE.type == "cuda" else 4) * MIB
 BLOCKS = 8
 SIZE = 4
@@ -45,7 +45,7 @@ class _Keep(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
         [kept], [gradient] = ctx.saved_tensors, gradients
-        scale = 1 + 0.1 * (kept[:, 0] + kept[:, -1])  # what was moved has to have come back
+        scale = 1 + 0.1 * (kept[:, 0] + kept[:, -1])  # moved tensors must have returned
         return gradient * scale.reshape(-1, *[1] * (gradient.dim() - 1))
 
 
@@ -83,13 +83,13 @@ def keeping() -> nn.Module:
 
 
 def trained(limit: int, size: Any = SIZE, steps: int = 3, **options: Any) -> Any:
-    """All that some steps leave, the last result, and the most that was asked for beside it."""
+    """Return the state after some steps, the last result, and the peak of additional memory."""
     net = keeping()
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     step = microbatcher(net, size, optimizer=optimizer, **options)
     torch.manual_seed(3)
     small = to_device(batch(1))
-    net(small[0])  # what libraries take for themselves
+    net(small[0])  # lets libraries allocate their memory
     before = requested_bytes()
     torch.get_device_module(DEVICE).reset_peak_memory_stats(DEVICE)
     with room(limit):
@@ -160,7 +160,7 @@ def test_auto_finds_a_level_on_a_device_and_changes_no_number(record_property: R
 
 
 class Tailed(nn.Module):
-    """A small body, and a tail with its loss that asks for much."""
+    """A small body, and a tail with its loss that needs much memory."""
 
     class Tail(nn.Module):
         def __init__(self) -> None:
@@ -221,7 +221,7 @@ def test_a_middle_that_ran_out_of_memory_shrinks_alone_and_has_the_same_bits() -
 
 
 def errors(net: nn.Module, reference: nn.Module) -> float:
-    """The largest relative error of any gradient."""
+    """Return the largest relative error of any gradient."""
     pairs = zip(net.parameters(), reference.parameters(), strict=True)
     return max(
         float((one.grad - other.grad).norm() / other.grad.norm())  # type: ignore[operator, union-attr]

@@ -1,4 +1,4 @@
-"""Running out of memory again and again: nothing of it stays. The last part of `make gpu`."""
+"""Running out of memory repeatedly leaves no trace. The last part of `make gpu`."""
 
 import time
 from collections import Counter
@@ -32,7 +32,7 @@ def test_a_thousand_failures_in_a_row_leave_no_byte_behind(record_property: Reco
             net.zero_grad()
 
     peaks = {}
-    for size in (1, ROWS):  # also makes what libraries keep for ever
+    for size in (1, ROWS):  # also lets libraries create permanent state
         call(Fixed(size))
         accelerator.reset_peak_memory_stats(DEVICE)
         before_bytes = allocated_bytes()

@@ -1,4 +1,4 @@
-"""From the host to the device: overlapping, without waiting, without touching the result."""
+"""From the host to the device: overlapping, without waiting, and with the same result."""
 
 import pytest
 import torch
@@ -24,7 +24,7 @@ def test_prefetching_from_pinned_memory_gives_the_same_bits(size: int) -> None:
         net = model()
         step = microbatcher(net, size)
         torch.manual_seed(3)
-        for seed in range(BATCHES):  # memory is used again while copies are under way
+        for seed in range(BATCHES):  # memory is reused while copies are running
             step.backward(place(batch(seed=seed)))
         found.append(snapshot(net))
     assert differences(*found) == []

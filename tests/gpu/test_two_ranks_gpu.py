@@ -1,6 +1,6 @@
-"""Two processes on one device, over gloo: the recovery of several ranks that one GPU can show.
+"""Two processes on one device, over gloo: recovery of several ranks, as far as one GPU can show it.
 
-The first failure of a world is voted on before each bucket, later ones are replayed.
+Ranks vote before each bucket in the first failure of a world, and replay later ones.
 """
 
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""What a piece of work asks of the device: how often it waits, takes memory, lets it idle."""
+"""The demands of code on the device: how often it waits, allocates memory, and lets it idle."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -12,14 +12,14 @@ from tests.gpu.device import DEVICE, accelerator
 
 @dataclass(frozen=True, kw_only=True)
 class Traced:
-    """What was seen; None where nobody can see it.
+    """The observations; None if they cannot be made.
 
     Attributes:
         waits: how often the host waited for the device.
         calls: names of the driver's calls that waited.
-        segments: how many the allocator took of the device.
-        copying_us: that the host was in the driver's calls that copy.
-        idle_share: of the time between the first kernel and the last, without a kernel.
+        segments: how many segments the allocator took from the device.
+        copying_us: time of the host in the driver's copy calls.
+        idle_share: the share of the time between the first and the last kernel without a kernel.
     """
 
     waits: int
@@ -30,7 +30,7 @@ class Traced:
 
 
 def traced(run: Callable[[], Any]) -> Traced:
-    """Run something, and watch the device meanwhile."""
+    """Run a function, and observe the device."""
     accelerator.synchronize(DEVICE)
     before = num_segments()
     if DEVICE.type == "standin":
@@ -46,7 +46,7 @@ def traced(run: Callable[[], Any]) -> Traced:
     with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as trace:
         with record_function("measured"):
             run()
-        # The profiler would wait as well; this is outside the range.
+        # The profiler would wait, too; this is outside the range.
         accelerator.synchronize(DEVICE)
     events = trace.events()
     assert events is not None
@@ -78,7 +78,7 @@ def is_kernel(event: Any) -> bool:
 
 
 def idle_share(kernels: list[tuple[float, float]]) -> float | None:
-    """Of spans in the order of their begins: the share of the whole that none of them covers."""
+    """Return the share of the whole time that no span covers, for spans sorted by start."""
     if not kernels:
         return None
     idle, until = 0.0, kernels[0][0]
@@ -90,5 +90,5 @@ def idle_share(kernels: list[tuple[float, float]]) -> float | None:
 
 
 def num_segments() -> int:
-    """How many the allocator has taken until now; some do not count that."""
+    """Return how many segments the allocator has taken so far; some do not count them."""
     return int(accelerator.memory_stats(DEVICE).get("segment.all.allocated", 0))

@@ -731,6 +731,15 @@ def test_what_a_step_tells_is_the_hosts_own_or_named(seed: int) -> None:
     assert verdict.kind != "silent", verdict.about
 
 
+@pytest.mark.filterwarnings("ignore:invalid value encountered")
+@pytest.mark.parametrize("cut", ["size", "oom"])
+def test_each_way_to_tell_something_is_the_hosts_own_or_named(cut: str) -> None:
+    host = host_of("keras")
+    for program in Program.of_every_way(host, cut):
+        verdict = with_and_without(host, program)
+        assert verdict.kind != "silent", verdict.about
+
+
 class Averaging(keras.optimizers.SGD):
     """Averages gradients over ranks, as loops by hand do."""
 

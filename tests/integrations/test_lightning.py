@@ -443,43 +443,6 @@ def test_none_for_a_part_of_a_batch_is_refused(tmp_path: Path) -> None:
         fit(tmp_path, [line], make=Skipping, num_sanity_val_steps=0)
 
 
-class InLists(runs.Module):
-    """Each list has as many tensors as a microbatch has rows."""
-
-    def both(self, batch: Any) -> list[torch.Tensor]:
-        outputs = self.net(batch[0])
-        return [outputs.detach(), outputs.argmax(-1)]
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        both = self.both(batch)
-        self.losses.extend(both)
-        return {"loss": F.cross_entropy(self.net(batch[0]), batch[1]), "both": both}
-
-    def predict_step(self, batch: Any, batch_idx: int) -> Any:
-        return self.both(batch)
-
-    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-        self.kept["outputs"] += [*outputs["both"], *self.losses]
-
-    def on_train_epoch_end(self) -> None:
-        """Without the metrics that the step does not update."""
-
-
-def test_a_list_of_as_many_tensors_as_there_are_rows_is_joined_tensor_by_tensor(
-    tmp_path: Path,
-) -> None:
-    case: dict[str, Any] = {"max_steps": 1, "limit_val_batches": 0, "make": InLists}
-    found, predicted = [], []
-    for line in ([], [AutoMicrobatch(microbatch_size=2, eval_microbatch_size=2)]):
-        found.append(fit(tmp_path, line, **case).module.kept["outputs"])
-        torch.manual_seed(0)
-        trainer, loader = runs.trainer_of(tmp_path, line), runs.loader(rows=10, batch=10)
-        predicted.append(trainer.predict(InLists(), loader)[0])
-    for plain, ours in (found, predicted):
-        assert [each.shape for each in ours] == [each.shape for each in plain]
-        assert all(map(functools.partial(torch.allclose, atol=1e-6), ours, plain))
-
-
 class Predicting(runs.Module):
     """Gives what microbatches cannot give."""
 
@@ -597,21 +560,6 @@ def test_a_mean_over_tokens_in_validation_is_right_or_warned_of(
         return
     with pytest.warns(MetricWarning, match=r"no means over rows: log\('loss'\) is"):
         trainer.validate(module, given, verbose=False)
-
-
-class Sometimes(runs.Module):
-    """Sends for some microbatches alone."""
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        if float(batch[0][0, 0]) > 0:
-            self.logger.log_metrics({"sent": 1.0}, step=self.global_step)  # type: ignore[union-attr]
-        return super().training_step(batch, batch_idx)
-
-
-def test_what_is_sent_for_some_microbatches_alone_is_said_to_be(tmp_path: Path) -> None:
-    line = AutoMicrobatch(microbatch_size=4)
-    with pytest.warns(MetricWarning, match="what the step sends to a logger is a dict in each"):
-        fit(tmp_path, [line], make=Sometimes, max_epochs=1, num_sanity_val_steps=0)
 
 
 class Small(pl.LightningModule):

@@ -1,12 +1,13 @@
 """Random steps in the trainers of others; five hundred of each by ``told.main``."""
 
 import warnings
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from automicro.integrations.host import Recorded
+from automicro.integrations.host import RETURNS, Recorded
 from automicro.loss.passes import extra_pass
 from tests.integrations.told import Program, host_of, quietly, with_and_without
 
@@ -59,6 +60,23 @@ def test_parts_of_one_check_are_not_those_of_another() -> None:
     recorded.prepare()
     recorded.tell(None)
     assert told == [0.5]
+
+
+def test_a_list_of_as_many_tensors_as_there_are_rows_is_joined_tensor_by_tensor() -> None:
+    """Each has as many entries as a microbatch has rows, and each tensor its rows."""
+    kept = SimpleNamespace(both=[])
+    recorded = Recorded(lambda: {"kept": kept})
+    outputs = torch.arange(12.0).reshape(6, 2)
+    recorded.begin()
+    for rows in outputs.split(2):
+        with recorded.step(2):
+            both = [rows, rows.argmax(1)]
+            kept.both.extend(both)
+            recorded.came_to(None, {"both": both})
+    recorded.prepare()
+    for found in (kept.both, recorded.told(RETURNS, None)["both"]):
+        assert all(map(torch.equal, found, [outputs, outputs.argmax(1)]))
+        assert len(found) == 2
 
 
 class Counter:

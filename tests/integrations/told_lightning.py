@@ -53,7 +53,11 @@ MAKES: dict[str, Any] = {
     "tracked": lambda: MetricTracker(MeanMetric(), maximize=True),
 }
 # What a warning calls some by.
-CALLED = {"rows to one of its own": "Each", "read again": "callback_metrics"}
+CALLED = {
+    "rows to one of its own": "Each",
+    "read again": "callback_metrics",
+    "logger at times": "what the step sends to a logger is a dict in each",
+}
 
 
 class Told(pl.loggers.logger.DummyLogger):
@@ -76,6 +80,7 @@ WAYS: dict[str, Any] = {
     "log, batch_size=1": lambda m, n, v: m.log(n, v, on_epoch=True, batch_size=1),
     "log_dict": lambda m, n, v: m.log_dict({n: v, f"{n}/x": v * 2}, on_epoch=True),
     "logger": lambda m, n, v: m.logger.log_metrics({n: v}),
+    "logger at times": lambda m, n, v: m.is_odd and m.logger.log_metrics({n: v}),
     "added to the trainer": lambda m, n, v: add(m.trainer, n, v),
     **KEEPING,
     **SETTING,
@@ -121,7 +126,7 @@ class Module(pl.LightningModule):
 
     def step(self, batch: Any, where: str) -> Any:
         values = values_of(batch[0], batch[1], self.net(batch[0]))
-        self.rows = len(batch[0])
+        self.rows, self.is_odd = len(batch[0]), float(batch[0][0, 0]) > 0
         self.returned = {}
         for nth, each in enumerate(self.program.tellings):
             if each.where == where:

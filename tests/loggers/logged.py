@@ -1,6 +1,5 @@
 """What loggers wrote, read back, and a disk that is full."""
 
-import csv
 import errno
 import json
 import os
@@ -15,7 +14,7 @@ from tensorboard.backend.event_processing.event_accumulator import (  # type: ig
     EventAccumulator,
 )
 
-from automicro.loggers import CSVLogger, JSONLinesLogger, Logger, TensorBoardLogger
+from automicro.loggers import JSONLinesLogger, Logger, TensorBoardLogger
 
 Rows = list[tuple[int, str, float]]
 
@@ -58,13 +57,6 @@ def read_runs(path: Path) -> list[tuple[int, Any]]:
     return [(line["step"], line["run"]) for line in lines if "run" in line]
 
 
-def read_csv(path: Path) -> Rows:
-    with path.open(encoding="utf-8", newline="") as file:
-        return [
-            (int(row["step"]), row["name"], float(row["value"])) for row in csv.DictReader(file)
-        ]
-
-
 def read_tensorboard(folder: Path) -> Rows:
     events = EventAccumulator(str(folder), size_guidance={SCALARS: 0}).Reload()
     rows = [
@@ -83,7 +75,5 @@ def read_tensorboard_text(folder: Path, name: str) -> bytes:
 
 FORMATS = {
     "json": Format(make=JSONLinesLogger, read=read_json_lines),
-    "csv": Format(make=CSVLogger, read=read_csv),
     "tensorboard": Format(make=TensorBoardLogger, read=read_tensorboard),
 }
-LINES = {name: FORMATS[name] for name in ("json", "csv")}

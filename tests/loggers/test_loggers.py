@@ -14,13 +14,12 @@ from torch import nn
 from automicro import Microbatcher
 from automicro.errors import LoggerWarning
 from automicro.loggers import (
-    CSVLogger,
     JSONLinesLogger,
     Logger,
     LoggerGroup,
     TensorBoardLogger,
 )
-from tests.loggers.logged import read_csv
+from tests.loggers.logged import read_json_lines
 from tests.models import Mlp, x, y
 
 
@@ -170,16 +169,16 @@ def test_training_does_not_notice_loggers_that_fail(tmp_path: Path) -> None:
     expected = train(LoggerGroup())
     (tmp_path / "a file").write_text("in the way")
     failing: list[Logger] = [
-        CSVLogger(tmp_path),
+        JSONLinesLogger(tmp_path),
         JSONLinesLogger(tmp_path / "a file" / "log"),
         TensorBoardLogger(tmp_path / "a file"),
         Noting("start", "close", *range(9)),
     ]
     with pytest.warns(LoggerWarning) as caught:
-        losses = train(LoggerGroup([*failing, CSVLogger(tmp_path / "log.csv")]))
+        losses = train(LoggerGroup([*failing, JSONLinesLogger(tmp_path / "log.jsonl")]))
     assert len(caught) == len(failing)
     assert losses == expected
-    rows = read_csv(tmp_path / "log.csv")
+    rows = read_json_lines(tmp_path / "log.jsonl")
     assert [value for _, name, value in rows if name == "train/loss"] == losses
 
 
@@ -244,10 +243,10 @@ def test_without_loggers_nothing_is_even_looked_at() -> None:
 @pytest.mark.parametrize(
     ("loggers", "message"),
     [
-        (CSVLogger("a"), r"loggers is CSVLogger\(.*\) and not a list; pass a list"),
-        ([CSVLogger], r"loggers\[0\] is the class CSVLogger; say CSVLogger\(…\)"),
+        (JSONLinesLogger("a"), r"loggers is JSONLinesLogger\(.*\) and not a list; pass a list"),
+        ([JSONLinesLogger], r"loggers\[0\] is the class JSONLinesLogger; say JSONLinesLogger\(…\)"),
         (
-            [CSVLogger("a"), "csv"],
+            [JSONLinesLogger("a"), "csv"],
             r"loggers\[1\] is 'csv', which has no start and no log and no close; give",
         ),
         (3, "loggers is 3 and not a list; pass a list of loggers"),
@@ -259,6 +258,6 @@ def test_what_is_no_logger_is_refused(loggers: Any, message: str) -> None:
         LoggerGroup(loggers)
 
 
-@pytest.mark.parametrize("logger", [JSONLinesLogger("a"), CSVLogger("b"), TensorBoardLogger("c")])
+@pytest.mark.parametrize("logger", [JSONLinesLogger("a"), TensorBoardLogger("c")])
 def test_all_loggers_follow_the_protocol(logger: Logger) -> None:
     assert isinstance(logger, Logger)

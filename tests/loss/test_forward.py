@@ -1,4 +1,4 @@
-"""From a microbatch to a loss: four conventions, and what each refuses."""
+"""From a microbatch to a loss: the four conventions, and the errors of each."""
 
 import dataclasses
 from types import SimpleNamespace
@@ -17,7 +17,7 @@ from tests.models import CLASSES, ROWS, ComposerStyle, Mlp, x, y
 
 
 class Keyword(nn.Module):
-    """Hugging Face's convention, with an output of the kind asked for."""
+    """A model with Hugging Face's convention, with an output of the requested kind."""
 
     def __init__(self, kind: str = "output") -> None:
         super().__init__()
@@ -151,7 +151,7 @@ def test_a_detached_number_beside_the_loss_is_an_output() -> None:
 
 
 class LossesByKeyword(nn.Module):
-    """A detector's convention: nothing but losses by name."""
+    """A model with a detector's convention: only losses by name."""
 
     def __init__(self, *, others: bool = False) -> None:
         super().__init__()
@@ -204,7 +204,7 @@ def test_a_forward_that_takes_the_number_of_items_is_told_what_it_divides_by(cou
         return torch.where(batch["labels"] > 0, losses, 0).sum() / max(float(num_items_in_batch), 1)
 
     batch, model = {"inputs": x(), "labels": y()}, Mlp()
-    batch["labels"][:4] = -100 if count is None else 0  # a microbatch of no item
+    batch["labels"][:4] = -100 if count is None else 0  # a microbatch without any item
     items = (batch["labels"] != -100).sum() if count is None else (batch["labels"] > 0).sum()
     (wanted,) = torch.autograd.grad(forward(model, batch, items), [next(model.parameters())])
     average = {} if count is None else {"loss_average": count}

@@ -1,1 +1,1 @@
-"""What is published: its metadata, its sdist, and its wheel where nothing else is installed."""
+"""The published package: its metadata, its sdist, and its wheel in an empty environment."""

@@ -1,4 +1,4 @@
-"""What would be published, built from this tree."""
+"""The published files, built from this tree."""
 
 import subprocess
 import sys
@@ -20,16 +20,16 @@ def build(kind: str, tree: Path, folder: Path) -> Path:
 
 @pytest.fixture(scope="session")
 def sdist(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The path of the sdist."""
+    """Return the path of the sdist."""
     return build("sdist", ROOT, tmp_path_factory.mktemp("sdist"))
 
 
 @pytest.fixture(scope="session")
 def unpacked(sdist: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The tree in the sdist."""
+    """Return the tree in the sdist."""
     folder = tmp_path_factory.mktemp("unpacked")
     with tarfile.open(sdist) as archive:
-        if hasattr(tarfile, "data_filter"):  # Python 3.11.4 has it
+        if hasattr(tarfile, "data_filter"):  # since Python 3.11.4
             archive.extraction_filter = tarfile.data_filter
         archive.extractall(folder)
     (tree,) = folder.iterdir()
@@ -38,5 +38,5 @@ def unpacked(sdist: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def wheel(unpacked: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The path of the wheel, built from the sdist as an index's readers build it."""
+    """Return the path of the wheel, built from the sdist like by users of an index."""
     return build("wheel", unpacked, tmp_path_factory.mktemp("wheel"))

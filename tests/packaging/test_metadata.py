@@ -1,4 +1,4 @@
-"""What a package index gets: one version, links that lead somewhere, all that tests need."""
+"""The contents for a package index: one version, valid links, everything that tests need."""
 
 import email
 import email.message
@@ -14,7 +14,7 @@ from tests.packaging.conftest import ROOT
 
 REPOSITORY = "https://example.org/us/automicro"
 LINK = re.compile(r"\]\(([^)\s]+)\)")
-# Folders of the tree of which an sdist has everything.
+# Folders of the tree that an sdist includes completely.
 FOLDERS = ("automicro", "benchmarks", "configs", "docs", "tests")
 
 

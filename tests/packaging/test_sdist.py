@@ -1,4 +1,4 @@
-"""The tests run where somebody has nothing but the sdist, and the packages that tests need."""
+"""The tests run with only the sdist, and the packages that tests need."""
 
 import os
 import re
@@ -12,7 +12,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 
 def run(command: list[str], tree: Path) -> str:
-    """What a command says there, where this tree cannot be imported."""
+    """Run a command there, where this tree cannot be imported, and return its output."""
     environment = {**os.environ, "PYTHONPATH": str(tree)}
     done = subprocess.run(
         command,
@@ -38,7 +38,7 @@ def test_every_test_is_found_in_an_sdist(unpacked: Path) -> None:
 
 
 def test_the_quick_tests_pass_in_an_sdist(unpacked: Path) -> None:
-    # Of the environment that runs this, which is up to date.
+    # From the environment that runs this, which is up to date.
     there = [f"BIN={Path(sys.executable).parent}", "-o", ".venv/.installed"]
     said = run(["make", "test-quick", *there], unpacked)
     number = re.search(r"(\d+) passed", said)

@@ -1,6 +1,6 @@
-"""The wheel in an environment of its own, installed as anyone would: newest torch, no extras.
+"""The wheel in a separate environment, installed as by a user: newest torch, no extras.
 
-On Linux that is a torch built for CUDA, whatever the machine has: some gigabytes to download.
+On Linux this is a torch built for CUDA, on any machine: some gigabytes to download.
 """
 
 import json
@@ -19,20 +19,20 @@ from tests.packaging.conftest import ROOT
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(3600)]
 
-NEEDED_BYTES = 12 * 2**30  # while pip unpacks what it has downloaded
+NEEDED_BYTES = 12 * 2**30  # while pip unpacks its downloads
 INSTALL_SECONDS = 2700
 RUN_SECONDS = 600
 
 
 class Installed:
-    """An environment with the wheel, and an empty folder with a config to work in."""
+    """An environment with the wheel, and an empty working folder with a config."""
 
     def __init__(self, folder: Path) -> None:
         self.bin = folder / "environment" / "bin"
         self.work = folder / "work"
 
     def install(self, *what: str) -> None:
-        """Install by pip, or fail with what pip said."""
+        """Install by pip, or fail with pip's output."""
         command = [str(self.bin / "pip"), "install", "--no-cache-dir", *what]
         try:
             done = self._run(command, INSTALL_SECONDS)
@@ -50,7 +50,7 @@ class Installed:
             )
 
     def say(self, *command: str, code: int = 0) -> str:
-        """What a command of the environment writes, which ends with an exit code."""
+        """Return the output of a command in the environment, which must exit with a given code."""
         done = self._run([str(self.bin / command[0]), *command[1:]], RUN_SECONDS)
         said = done.stdout + done.stderr
         assert done.returncode == code, said[-8000:]
@@ -90,12 +90,12 @@ def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator
         environment.install(str(wheel))
         yield environment
     finally:
-        shutil.rmtree(folder)  # of several gigabytes
+        shutil.rmtree(folder)  # it holds several gigabytes
 
 
 @pytest.fixture(scope="module")
 def with_digits(installed: Installed) -> Installed:
-    """The same, with the package that the message names to whoever trains the digits."""
+    """Add the package that the error message names for training on the digits."""
     said = installed.say("automicro", "train", "job.yaml", code=2)
     assert re.search(r"scikit-learn.* is not installed", said), said
     assert "pip install" in said
@@ -116,7 +116,7 @@ print(automicro.__file__, torch.__version__, f"built for {kind}, {count} there")
 """
     said = installed.say("python", "-c", ask)
     assert said.startswith(str(installed.bin.parent))
-    print(said)  # which torch it was
+    print(said)  # shows the version of torch
 
 
 def test_commands_work_that_need_no_data(installed: Installed) -> None:
@@ -147,7 +147,7 @@ def test_the_digits_are_found_exact(with_digits: Installed) -> None:
 
 def summary(environment: Installed, *options: str, processes: int) -> dict[str, Any]:
     command = ["torchrun", "--standalone", f"--nproc-per-node={processes}", "-m", "automicro"]
-    # Ranks draw random numbers of their own.
+    # Ranks draw different random numbers.
     command += ["train", "job.yaml", "max_duration=4ba", "model.args.dropout=0.0", "--json"]
     command += options
     found: dict[str, Any] = json.loads(environment.say(*command))

@@ -70,7 +70,7 @@ def train(kind: str, family: Family, options: dict[str, Any], name: str) -> dict
         optimizer.step()
         optimizer.zero_grad()
     used = [
-        block.is_used
+        block.turn > 0
         for saver in microbatcher._levels[level].savers
         if isinstance(saver, Recompute)
         for block in saver.blocks

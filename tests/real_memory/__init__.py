@@ -1,1 +1,1 @@
-"""Real memory: torch's own CPU allocator with a budget, in a process of its own."""
+"""Real memory: torch's own CPU allocator with a budget, in a separate process."""

@@ -1,8 +1,8 @@
-"""All trials in one process, because an allocator once installed stays.
+"""All trials in one process, because an installed allocator cannot be removed.
 
     python -m tests.real_memory LIBRARY REPORT [--full]
 
-Writes a report as JSON. Whether it is as promised is for the tests to say.
+Writes a report as JSON, whose numbers the tests check.
 """
 
 import argparse
@@ -24,7 +24,7 @@ SAMPLE = ("CNN, BatchNorm, dropout", "activation checkpointing", "forward in thr
 
 
 def sample(laboratory: Laboratory) -> dict[str, list[Any]]:
-    """A few seconds of it."""
+    """Run a sample of the trials, which takes a few seconds."""
     shrinking = [laboratory.shrink(Scene(subject=subject), 4) for subject in SAMPLE]
     shrinking += [
         laboratory.shrink(Scene(subject="MLP", in_thread=True), 4),
@@ -47,7 +47,7 @@ def sample(laboratory: Laboratory) -> dict[str, list[Any]]:
 
 
 def everything(laboratory: Laboratory) -> dict[str, list[Any]]:
-    """Some minutes of it."""
+    """Run all trials, which takes some minutes."""
     shrinking, faults = [], []
     for subject in SUBJECTS:
         for warm_steps in (1, 0):
@@ -88,7 +88,7 @@ def main() -> None:
     parser.add_argument("report", type=Path)
     parser.add_argument("--full", action="store_true", help="everything, not a sample")
     arguments = parser.parse_args()
-    logging.getLogger("automicro").setLevel(logging.ERROR)  # a warning per rollback
+    logging.getLogger("automicro").setLevel(logging.ERROR)  # one warning per rollback otherwise
     torch.set_num_threads(1)
     allocator = CappedAllocator(arguments.library)
     gc.collect()

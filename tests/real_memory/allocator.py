@@ -9,7 +9,7 @@ _UNLIMITED = -1
 class CappedAllocator:
     """torch's CPU allocator from now on, until the process ends.
 
-    Counts the bytes that tensors asked for, in all threads, from the time of its installation.
+    Counts the bytes that tensors of all threads requested since its installation.
     """
 
     def __init__(self, library: Path) -> None:
@@ -26,12 +26,12 @@ class CappedAllocator:
 
     @property
     def peak_bytes(self) -> int:
-        """The most that was in use since `reset_peak`."""
+        """Return the most bytes in use since `reset_peak`."""
         return int(self._library.capped_peak_bytes())
 
     @property
     def allocations(self) -> int:
-        """How many there were, refused ones included."""
+        """Return the number of allocations, including refused ones."""
         return int(self._library.capped_allocations())
 
     @property
@@ -50,7 +50,7 @@ class CappedAllocator:
         self._library.capped_fail_at(allocation)
 
     def relent(self) -> None:
-        """No limit and no fault any more."""
+        """Remove the limit and the fault."""
         self._library.capped_set_limit(_UNLIMITED)
         self._library.capped_fail_at(0)
 

@@ -1,4 +1,4 @@
-"""The allocator, compiled once, and the reports of what was done under it."""
+"""The allocator, compiled once, and the reports of trials under it."""
 
 import functools
 import json
@@ -20,7 +20,7 @@ SOURCE = Path(__file__).with_name("capped_allocator.cpp")
 def run_trials(
     pytestconfig: pytest.Config, tmp_path_factory: pytest.TempPathFactory
 ) -> Callable[..., Report]:
-    """Runs the trials in a process of their own, where the allocator stays installed."""
+    """Run the trials in a separate process, where the allocator stays installed."""
     compiler = find_compiler()
     if compiler is None:
         pytest.skip("no C++ compiler ($CXX, g++, c++, clang++), so no allocator with a budget")
@@ -43,7 +43,7 @@ def run_trials(
 
 @pytest.fixture(scope="session", params=["sample", pytest.param("full", marks=pytest.mark.slow)])
 def report(request: pytest.FixtureRequest, run_trials: Callable[..., Report]) -> Report:
-    """What came of the trials, by part."""
+    """Return the results of the trials, by part."""
     if request.param == "sample":
         return run_trials()
     found = run_trials("--full")

@@ -1,4 +1,4 @@
-"""What takes more than one call: many failures in a row, and a simulated peak beside the real."""
+"""Measurements over several calls: consecutive failures, and simulated peaks next to real ones."""
 
 import concurrent.futures
 import gc
@@ -15,10 +15,10 @@ from tests.real_memory.scenes import Scene, prepare
 
 @dataclass
 class Series:
-    """Failures in a row.
+    """Consecutive failures.
 
-    ``phases`` says where each struck; ``bytes_alive`` is the worst of what was in use after one,
-    above what was in use before all.
+    ``phases`` names the phase of each; ``bytes_alive`` is the largest number of bytes in use
+    after a failure, above those before all failures.
     """
 
     ooms: int = 0
@@ -30,7 +30,7 @@ class Series:
 
 @dataclass(frozen=True, kw_only=True)
 class Peaks:
-    """The most that a step needed above what was there before, by two counts."""
+    """The most memory that a step needed in addition to earlier memory, by two counts."""
 
     subject: str
     rows: int
@@ -40,7 +40,7 @@ class Peaks:
 
 @dataclass(frozen=True, kw_only=True)
 class Refused:
-    """One operation for which there was no memory, and what it had done to its arguments."""
+    """One operation without enough memory, and its effects on its arguments."""
 
     in_thread: bool
     error: str
@@ -49,7 +49,7 @@ class Refused:
 
 
 def refuse_once(allocator: CappedAllocator, *, in_thread: bool) -> Refused:
-    """A batch normalisation, whose kernel also writes its statistics, with no byte left."""
+    """Run a batch normalization, whose kernel also writes its statistics, with no byte left."""
     mean, variance, x = torch.zeros(3), torch.ones(3), torch.randn(4, 3)
 
     def work() -> tuple[str, str]:
@@ -72,9 +72,9 @@ def refuse_once(allocator: CappedAllocator, *, in_thread: bool) -> Refused:
 
 
 def fail_in_a_row(allocator: CappedAllocator, scene: Scene, num_ooms: int) -> Series:
-    """Too little memory in every call, at ever other points of forward and backward.
+    """Run with too little memory in every call, at changing points of forward and backward.
 
-    Half of the failures are raised to the caller, the others recovered from in smaller slices.
+    Half of the failures are raised to the caller, the others recovered in smaller slices.
     """
     series = Series()
     run = prepare(scene, None)
@@ -89,7 +89,7 @@ def fail_in_a_row(allocator: CappedAllocator, scene: Scene, num_ooms: int) -> Se
     whole_bytes = allocator.peak_bytes - base_bytes
     run.zero_grad()
     run.microbatcher._train.policy = Fixed(1)
-    run.microbatcher.backward(batch)  # with the probe of the loss
+    run.microbatcher.backward(batch)  # includes the probe of the loss
     run.zero_grad()
     allocator.reset_peak()
     run.microbatcher.backward(batch)
@@ -101,7 +101,7 @@ def fail_in_a_row(allocator: CappedAllocator, scene: Scene, num_ooms: int) -> Se
     while series.ooms < num_ooms:
         is_raised = series.ooms < num_ooms // 2
         lowest = 0 if is_raised else floor_bytes
-        step = (whole_bytes - lowest) // 97  # prime, so that no point is favoured
+        step = (whole_bytes - lowest) // 97  # prime, so that all points are equally likely
         room = lowest + step * (series.ooms * 31 % 97)
         run.microbatcher._train.policy = Fixed(None) if is_raised else Halving()
         refusals = allocator.refusals
@@ -122,11 +122,11 @@ def fail_in_a_row(allocator: CappedAllocator, scene: Scene, num_ooms: int) -> Se
 
 
 def compare_peaks(allocator: CappedAllocator, subject: str, rows: int) -> Peaks:
-    """One step of the whole batch, counted by a `MemoryBudget` and by the allocator itself."""
+    """Run one step of the whole batch, counted by a `MemoryBudget` and by the allocator."""
     run = prepare(Scene(subject=subject, rows=rows), None)
     with MemoryBudget(None) as budget:
         budget.track(run.model, run.optimizer)
-        run.microbatcher.backward(run.batches[1])  # what a first time costs more
+        run.microbatcher.backward(run.batches[1])  # allocates everything permanent
         run.zero_grad()
         gc.collect()
         simulated_base, real_base = budget.allocated_bytes, allocator.used_bytes

@@ -1,4 +1,4 @@
-"""What is called, on whom, and what comes before and after."""
+"""The calls of a subject, with the steps before and after them."""
 
 import gc
 import threading
@@ -33,7 +33,7 @@ class Scene:
 
 
 def prepare(scene: Scene, size: int | None) -> TortureRun:
-    """A run up to the call that is to be disturbed; a size of None is the whole batch."""
+    """Make a run up to the call to disturb; a size of None means the whole batch."""
     gc.collect()
     run = build(scene.subject, scene.optimizer, scene.rows)
     if scene.warm_steps:
@@ -49,7 +49,7 @@ def prepare(scene: Scene, size: int | None) -> TortureRun:
 
 
 def _let_looks_end(run: TortureRun) -> None:
-    """Looks at a few rows would be most of what is allocated in the first steps."""
+    """End the checks of a few rows, which would dominate the allocations of the first steps."""
     evaluating = run.microbatcher._eval.policy
     run.microbatcher._train.policy = run.microbatcher._eval.policy = Halving()  # may split
     for _ in range(3):
@@ -60,7 +60,7 @@ def _let_looks_end(run: TortureRun) -> None:
 
 
 def call(scene: Scene, run: TortureRun) -> Any:
-    """The call that is disturbed, in this thread or in one of its own."""
+    """Make the disturbed call, in this thread or in a new one."""
     if not scene.in_thread:
         return _call_here(scene, run)
     results: list[Any] = []
@@ -90,7 +90,7 @@ def _call_here(scene: Scene, run: TortureRun) -> Any:
 
 
 def go_on(scene: Scene, run: TortureRun) -> dict[str, Any]:
-    """More steps, where anything that was left wrong would show."""
+    """Run more steps, which would reveal any wrong state."""
     run.microbatcher._train.policy = Fixed(None)
     if scene.call == "backward":
         run.optimizer.step()

@@ -1,4 +1,4 @@
-"""The models that are trained with too little memory: their activations outweigh all else."""
+"""The models that train with too little memory, most of which is activations."""
 
 import concurrent.futures
 import random
@@ -42,7 +42,7 @@ class Recurrent(nn.Module):
 
 
 class Checkpointed(nn.Module):
-    """Dropout is drawn again in the recomputation."""
+    """A model whose recomputation draws dropout again."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -60,7 +60,7 @@ class Checkpointed(nn.Module):
 
 
 class InThreads(nn.Module):
-    """Two branches, each computed by a thread of its own."""
+    """Two branches, each computed by its own thread."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -76,7 +76,7 @@ class InThreads(nn.Module):
 
 
 class RowCounter:
-    """A metric of plain Python."""
+    """A metric in plain Python."""
 
     def __init__(self) -> None:
         self.rows = 0
@@ -86,7 +86,7 @@ class RowCounter:
 
 
 class Leaky(nn.Module):
-    """What no library can roll back: tensors kept where no capture reaches, and counted."""
+    """State that no library can roll back: tensors kept and counted where capture cannot reach."""
 
     kept = Unreached()
 
@@ -116,7 +116,7 @@ def _cnn(*norm_and_more: nn.Module) -> nn.Module:
 
 
 def _gpt2() -> nn.Module:
-    # Seconds to import, and only this subject needs it.
+    # Imports slowly, and only this subject needs it.
     from transformers import GPT2Config, GPT2LMHeadModel
 
     config = GPT2Config(
@@ -142,7 +142,7 @@ _MODELS[PLANTED] = (Leaky, (32, 16))
 
 
 def build(subject: str, optimizer: str = "AdamW", rows: int = ROWS) -> TortureRun:
-    """A run from its seed, always the same."""
+    """Make a run from its seed, always the same."""
     random.seed(1)
     np.random.seed(1)
     torch.manual_seed(1)
@@ -167,7 +167,7 @@ def build(subject: str, optimizer: str = "AdamW", rows: int = ROWS) -> TortureRu
         loss_fn=nn.CrossEntropyLoss(),
         optimizer=chosen,
         batchnorm="ignore",
-        probe=subject != PLANTED,  # it would name what is planted
+        probe=subject != PLANTED,  # the probe would reveal the planted error
     )
     metrics = MulticlassAccuracy(num_classes=CLASSES, validate_args=False)
     return TortureRun(

@@ -1,4 +1,4 @@
-"""Running out of memory that is real: torch's own allocator refuses, before the operation."""
+"""Real out of memory: torch's own allocator refuses before the operation."""
 
 from collections import Counter
 
@@ -6,7 +6,7 @@ import pytest
 
 from tests.real_memory.table import Report
 
-pytestmark = [pytest.mark.sweep, pytest.mark.timeout(1800)]  # the whole: about four minutes
+pytestmark = [pytest.mark.sweep, pytest.mark.timeout(1800)]  # all of it takes about four minutes
 
 
 def test_torch_refuses_before_the_operation_and_in_any_thread(report: Report) -> None:
@@ -66,8 +66,8 @@ def test_failures_in_a_row_leave_no_byte_behind(report: Report) -> None:
 def test_a_simulated_budget_counts_what_torch_really_allocates(report: Report) -> None:
     for row in report["peaks"]:
         ratio = row["simulated_bytes"] / row["real_bytes"]
-        # Convolutions allocate inside their kernels, which a budget does not see; a thread of the
-        # model's own is not seen at all.
+        # A budget counts neither allocations inside the kernels of convolutions nor those of the
+        # model's own threads.
         if row["subject"].startswith("CNN"):
             assert 0.6 < ratio <= 1.0, row
         elif row["subject"] != "forward in threads":

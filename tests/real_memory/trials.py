@@ -1,4 +1,4 @@
-"""One call under too little memory: whether it was recovered or refused, and what it left."""
+"""One call with too little memory: whether it recovered or was refused, and the remaining state."""
 
 import functools
 import gc
@@ -20,10 +20,10 @@ HALF_APPLIED = "may be half applied"
 
 @dataclass
 class Row:
-    """One line of the report: what became of many trials of one scene.
+    """One line of the report: the results of many trials of one scene.
 
-    ``ooms`` are allocations that were refused, ``sizes`` the microbatch sizes that trials ended
-    with, ``wrong`` all that is not as promised (nothing, if all is well).
+    ``ooms`` counts refused allocations, ``sizes`` has the final microbatch sizes of trials, and
+    ``wrong`` lists all violations (empty if everything is correct).
     """
 
     scene: str
@@ -36,7 +36,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Reference:
-    """What the same call gives at a fixed size with memory enough."""
+    """The results of the same call at a fixed size with enough memory."""
 
     after: dict[str, Any]
     later: dict[str, Any]
@@ -53,7 +53,7 @@ class Laboratory:
         self._reference = functools.cache(self._run_reference)
 
     def shrink(self, scene: Scene, num_limits: int) -> Row:
-        """Ever smaller budgets, from the peak of the whole batch to less than one row needs."""
+        """Try shrinking budgets, from the peak of the whole batch to less than one row needs."""
         row = Row(str(scene))
         most = self._peak_bytes(scene, Halving(), looks=True)
         least = int(0.9 * self._peak_bytes(scene, Fixed(1), looks=False))
@@ -64,7 +64,7 @@ class Laboratory:
         return row
 
     def fail_each(self, scene: Scene, size: int, every: int = 1) -> Row:
-        """Each allocation of a call at a size refused once, or each of every so many."""
+        """Refuse each allocation of a call once, or one in every few."""
         row = Row(str(scene))
         for index in range(1, self._reference(scene, size, size).allocations + 1, every):
             what = f"allocation {index}"
@@ -79,7 +79,7 @@ class Laboratory:
         self.allocator.limit(self.allocator.used_bytes + num_bytes)
 
     def _peak_bytes(self, scene: Scene, policy: Policy, *, looks: bool) -> int:
-        """The peak at these sizes; a check takes several rows at once."""
+        """Return the peak at these sizes; a check takes several rows at once."""
         run = prepare(scene, None)
         run.microbatcher._train.policy = run.microbatcher._eval.policy = policy
         if not looks:
@@ -92,7 +92,7 @@ class Laboratory:
         return self.allocator.peak_bytes - base_bytes
 
     def _run_reference(self, scene: Scene, size: int, warm_size: int | None) -> Reference:
-        """The clean call at a size, after warm steps at another."""
+        """Run the clean call at a size, after warm steps at another."""
         run = prepare(scene, warm_size)
         run.microbatcher._train.policy = run.microbatcher._eval.policy = Fixed(size)
         gc.collect()
@@ -104,13 +104,13 @@ class Laboratory:
         gc.collect()
         kept_bytes = self.allocator.used_bytes - base_bytes
         after, later = _after(run, result), go_on(scene, run)
-        gc.freeze()  # what was imported on the way; automicro collects after each failure
+        gc.freeze()  # excludes imports; automicro collects after each failure
         return Reference(after, later, kept_bytes, most_bytes, allocations)
 
     def _try(
         self, row: Row, scene: Scene, size: int | None, what: str, disturb: Callable[[], None]
     ) -> None:
-        """One trial: the call disturbed, and all that it left compared."""
+        """Run one trial: disturb the call, and compare the remaining state."""
         run = prepare(scene, size)
         run.microbatcher._train.policy = Halving(initial=size)
         run.microbatcher._eval.policy = Halving(initial=size)
@@ -152,7 +152,7 @@ class Laboratory:
         sizes: tuple[int, int | None],
     ) -> list[str]:
         after, later = _after(run, result), go_on(scene, run)
-        clean = self._reference(scene, *sizes)  # last: a first use seeds the generators anew
+        clean = self._reference(scene, *sizes)  # last: a first use reseeds the generators
         problems = _named("differs", clean.after, after)
         problems += _named("differs later", clean.later, later)
         if kept_bytes != clean.kept_bytes:
@@ -162,7 +162,7 @@ class Laboratory:
 
 @dataclass(frozen=True)
 class Refusal:
-    """An error that ended a call, without the frames that it came through."""
+    """An error that ended a call, without the frames that it passed."""
 
     name: str
     text: str
@@ -179,7 +179,7 @@ class Refusal:
         if not self.is_allowed:
             return [f"raised {self.text}"]
         if HALF_APPLIED in self.text:
-            return []  # all that it promises is the error
+            return []  # it promises only the error
         problems = _named("changed", before, values(run))
         if kept_bytes > 0:
             problems.append(f"{kept_bytes} bytes alive")

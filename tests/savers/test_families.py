@@ -277,7 +277,7 @@ def test_a_prefix_in_the_cache_is_computed_again() -> None:
     assert isinstance(level, Level)
     (saver,) = level.savers
     assert isinstance(saver, Recompute)
-    assert [block.is_used for block in saver.blocks] == [True] * 3
+    assert [block.turn > 0 for block in saver.blocks] == [True] * 3
 
 
 @pytest.mark.parametrize("which", ["[02]", "[12]"])
@@ -290,4 +290,4 @@ def test_layers_that_are_not_named_fill_the_cache_of_their_own(which: str) -> No
     assert isinstance(level, Level)
     (saver,) = level.savers
     assert isinstance(saver, Recompute)
-    assert [block.is_used for block in saver.blocks] == [True, True]
+    assert [block.turn > 0 for block in saver.blocks] == [True, True]

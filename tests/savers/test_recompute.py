@@ -29,6 +29,29 @@ def mean_square(rows: Tensor) -> Any:
     return lambda model: model(rows).double().square().mean()
 
 
+class Stacked(nn.Module):
+    """Blocks behind a layer."""
+
+    def __init__(self, *blocks: nn.Module) -> None:
+        super().__init__()
+        self.first = nn.Linear(10, WIDTH)
+        self.blocks = nn.ModuleList(blocks)
+
+    def through(self, rows: Tensor) -> Tensor:
+        for block in self.blocks:
+            rows = block(rows)
+        return rows
+
+    def forward(self, rows: Tensor) -> Tensor:
+        return self.through(self.first(rows))
+
+
+def assert_no_bit_changes(make: Callable[[], nn.Module], loss_of: Any = None) -> None:
+    for level in LEVELS:
+        loss = loss_of or mean_square(batch_for("plain"))
+        assert differences(*steps_at(level, make(), loss)) == []
+
+
 def retrying(model: nn.Module, loss_of: Any, level: Level) -> Any:
     """A step that is made again from the start where a block was left out, or learned of."""
     before = copy.deepcopy(model.state_dict())
@@ -66,8 +89,7 @@ def test_autocast_is_as_it_was() -> None:
             found: Tensor = model(rows).double().square().mean()
             return found
 
-    for level in LEVELS:
-        assert differences(*steps_at(level, MODELS["dropout"](), loss_of)) == []
+    assert_no_bit_changes(MODELS["dropout"], loss_of)
 
 
 def test_a_large_buffer_is_copied_once_it_is_seen_to_change() -> None:
@@ -107,12 +129,7 @@ class Box:
     last: Any = None
 
 
-class Passing(nn.Module):
-    def __init__(self, blocks: list[nn.Module]) -> None:
-        super().__init__()
-        self.first = nn.Linear(10, WIDTH)
-        self.blocks = nn.ModuleList(blocks)
-
+class Passing(Stacked):
     def forward(self, rows: Tensor) -> Tensor:
         rows = self.first(rows)
         given: Any = [] if type(self.blocks[0]) is ChangesList else Box()
@@ -123,9 +140,7 @@ class Passing(nn.Module):
 
 @pytest.mark.parametrize("kind", [ChangesList, ChangesObject])
 def test_arguments_that_a_block_changes_are_as_they_were(kind: type[nn.Module]) -> None:
-    for level in LEVELS:
-        model = Passing([kind(), kind()])
-        assert differences(*steps_at(level, model, mean_square(batch_for("plain")))) == []
+    assert_no_bit_changes(lambda: Passing(kind(), kind()))
 
 
 def test_arguments_may_be_nested_and_named() -> None:
@@ -140,40 +155,24 @@ def test_arguments_may_be_nested_and_named() -> None:
             rows = self.inner(rows) * scales["all"][0]
             return rows, {"sum": rows.sum()}
 
-    class Model(nn.Module):
+    class Model(Stacked):
         def __init__(self) -> None:
-            super().__init__()
-            self.first = nn.Linear(10, WIDTH)
+            super().__init__(Layer(), Layer())
             self.scale = nn.Parameter(torch.ones(WIDTH))
-            self.layers = nn.ModuleList([Layer(), Layer()])
 
         def forward(self, rows: Tensor) -> Tensor:
             rows, total = self.first(rows), torch.zeros(())
-            for layer in self.layers:
-                rows, more = layer(rows, scales={"all": [self.scale]}, use_reentrant=False)
+            for block in self.blocks:
+                rows, more = block(rows, scales={"all": [self.scale]}, use_reentrant=False)
                 total = total + more["sum"]
             return rows + total
 
-    for level in LEVELS:
-        assert differences(*steps_at(level, Model(), mean_square(batch_for("plain")))) == []
+    assert_no_bit_changes(Model)
 
 
 def test_a_block_that_is_used_again_and_again() -> None:
-    class Shared(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.first = nn.Linear(10, WIDTH)
-            block = Block(nn.Dropout(0.2))
-            self.layers = nn.ModuleList([block, block, Block()])
-
-        def forward(self, rows: Tensor) -> Tensor:
-            rows = self.first(rows)
-            for layer in self.layers:
-                rows = layer(rows)
-            return rows
-
-    for level in LEVELS:
-        assert differences(*steps_at(level, Shared(), mean_square(batch_for("plain")))) == []
+    block = Block(nn.Dropout(0.2))
+    assert_no_bit_changes(lambda: Stacked(block, block, Block()))
 
 
 def test_second_derivatives() -> None:
@@ -184,9 +183,7 @@ def test_second_derivatives() -> None:
         found: Tensor = output + slope.double().square().sum()
         return found
 
-    for level in LEVELS:
-        plain, left = steps_at(level, MODELS["plain"](), loss_of)
-        assert differences(plain, left) == []
+    assert_no_bit_changes(MODELS["plain"], loss_of)
 
 
 def test_a_graph_that_is_used_twice() -> None:
@@ -195,8 +192,7 @@ def test_a_graph_that_is_used_twice() -> None:
         loss.backward(retain_graph=True)
         return loss
 
-    for level in LEVELS:
-        assert differences(*steps_at(level, MODELS["dropout"](), loss_of)) == []
+    assert_no_bit_changes(MODELS["dropout"], loss_of)
 
 
 def test_hooks_of_blocks_run_once() -> None:
@@ -292,30 +288,6 @@ def test_what_recomputes_already_is_left_alone() -> None:
         level_of("recompute", model, when_too_large="recompute")
 
 
-def test_blocks_that_are_never_called_are_named_once(caplog: pytest.LogCaptureFixture) -> None:
-    class Reaching(nn.Module):
-        """Calls what is inside of its blocks, and not these."""
-
-        def __init__(self) -> None:
-            super().__init__()
-            self.first = nn.Linear(10, WIDTH)
-            self.layers = nn.ModuleList([Block(), Block()])
-
-        def forward(self, rows: Tensor) -> Tensor:
-            rows = self.first(rows)
-            for layer in self.layers:
-                rows = layer.down(torch.relu(layer.up(rows)))  # type: ignore[operator]
-            return rows
-
-    model = Reaching()
-    level = level_of("recompute", model)
-    for _ in range(2):
-        take_step(model, mean_square(batch_for("plain")), level)
-    told = [each for each in caplog.messages if "brought nothing" in each]
-    assert len(told) == 1
-    assert "layers.* (2) were not called" in told[0]
-
-
 class Silent(nn.Module):
     """Adds noise in training, of which nothing is saved for the backward."""
 
@@ -323,18 +295,11 @@ class Silent(nn.Module):
         return rows + torch.randn_like(rows) if self.training else rows
 
 
-class Around(nn.Module):
+class Around(Stacked):
     """Blocks, with something that holds for their forward alone."""
 
     def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Linear(10, WIDTH)
-        self.blocks = nn.ModuleList(Block(Silent()) for _ in range(3))
-
-    def through(self, rows: Tensor) -> Tensor:
-        for block in self.blocks:
-            rows = block(rows)
-        return rows
+        super().__init__(*(Block(Silent()) for _ in range(3)))
 
 
 class OtherParameters(Around):
@@ -378,8 +343,7 @@ def test_parameters_of_a_model_in_the_place_of_its_own() -> None:
         found: Tensor = output.double().square().mean()
         return found
 
-    for level in LEVELS:
-        assert differences(*steps_at(level, MODELS["dropout"](), loss_of)) == []
+    assert_no_bit_changes(MODELS["dropout"], loss_of)
 
 
 def test_parameters_are_in_place_again_afterwards() -> None:
@@ -396,22 +360,19 @@ def test_parameters_are_in_place_again_afterwards() -> None:
 def test_a_checkpoint_of_the_models_own(
     is_reentrant: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
-    class Own(nn.Module):
+    class Own(Stacked):
         """Computes pairs of blocks again, and so moves their running means twice."""
 
         def __init__(self) -> None:
-            super().__init__()
-            self.first = nn.Linear(10, WIDTH)
-            self.blocks = nn.Sequential(*[Block(nn.BatchNorm1d(WIDTH)) for _ in range(4)])
+            super().__init__(*(Block(nn.BatchNorm1d(WIDTH)) for _ in range(4)))
 
         def forward(self, rows: Tensor) -> Tensor:
             rows = self.first(rows)
             for pair in (self.blocks[:2], self.blocks[2:]):
-                rows = checkpoint(pair, rows, use_reentrant=is_reentrant)
+                rows = checkpoint(nn.Sequential(*pair), rows, use_reentrant=is_reentrant)
             return rows
 
-    for level in LEVELS:
-        assert differences(*steps_at(level, Own(), mean_square(batch_for("plain")))) == []
+    assert_no_bit_changes(Own)
     told = [each for each in caplog.messages if "in a checkpoint of the model's own" in each]
     assert len(told) == (0 if is_reentrant else 8)
 
@@ -435,13 +396,11 @@ class Shifted(nn.Module):
         return found
 
 
-class Adding(nn.Module):
+class Adding(Stacked):
     """Adds in place to what its blocks were called with."""
 
     def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Linear(10, WIDTH)
-        self.blocks = nn.ModuleList(Shifted() for _ in range(3))
+        super().__init__(*(Shifted() for _ in range(3)))
 
     def forward(self, rows: Tensor) -> Tensor:
         rows = self.first(rows)
@@ -514,13 +473,11 @@ class Catches(Block):
             return super().forward(rows).exp() * rows.cos()
 
 
-class Noting(nn.Module):
+class Noting(Stacked):
     """Changes what blocks share while they run, and clears it afterwards."""
 
     def __init__(self, make: type[Block]) -> None:
-        super().__init__()
-        self.first = nn.Linear(10, WIDTH)
-        self.blocks = nn.ModuleList(make() for _ in range(3))
+        super().__init__(*(make() for _ in range(3)))
 
     def forward(self, rows: Tensor) -> Tensor:
         rows = self.first(rows)
@@ -634,9 +591,7 @@ def test_a_block_that_is_copied_in_a_forward_computes_with_its_own_weights() -> 
             found: Tensor = super().forward(rows) - taught
             return found
 
-    for level in LEVELS:
-        plain, left = steps_at(level, Teaching(Block), mean_square(batch_for("plain")))
-        assert differences(plain, left) == []
+    assert_no_bit_changes(lambda: Teaching(Block))
 
 
 def test_blocks_tell_what_they_take_while_they_are_computed_again() -> None:

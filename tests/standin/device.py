@@ -1,4 +1,4 @@
-"""The stand-in as torch sees it: ``torch.standin``, with the names that ``torch.cuda`` has.
+"""The stand-in as a torch device: ``torch.standin``, with the names of ``torch.cuda``.
 
 `install` compiles the backend, which takes half a minute the first time, and makes it the
 accelerator of this process until it ends.
@@ -19,7 +19,7 @@ from torch.utils import backend_registration
 from tests.compiling import compile_library, find_compiler
 
 NAME = "standin"
-NUM_DEVICES = 2  # as csrc/streams.h says
+NUM_DEVICES = 2  # as in csrc/streams.h
 SOURCES = ["streams", "memory", "backend", "operators", "cells", "autocast", "gloo"]
 _FOLDER = Path(__file__).with_name("csrc")
 
@@ -30,7 +30,7 @@ def install() -> None:
     """Make the stand-in the accelerator of this process.
 
     Raises:
-        RuntimeError: there is no C++ compiler, or it does not compile.
+        RuntimeError: there is no C++ compiler, or compilation fails.
     """
     if hasattr(torch, NAME):
         return
@@ -52,7 +52,7 @@ def install() -> None:
 
 
 def join(group: dist.ProcessGroup) -> None:
-    """Let a group of gloo's talk for tensors of the stand-in too."""
+    """Make a gloo group exchange tensors of the stand-in, too."""
     torch.ops.standin.attach(group.group_name)
 
 
@@ -65,7 +65,7 @@ def is_initialized() -> bool:
 
 
 def init() -> None:
-    """Nothing: it is up since `install`."""
+    """Do nothing, because `install` already started it."""
 
 
 def _is_in_bad_fork() -> bool:
@@ -95,7 +95,7 @@ def get_device_name(device: Device = None) -> str:
 
 
 class Properties(NamedTuple):
-    """What is asked of a device's properties."""
+    """The properties of a device that the package reads."""
 
     name: str
     total_memory: int

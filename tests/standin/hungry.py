@@ -1,4 +1,4 @@
-"""A small network that needs memory by the megabyte."""
+"""A small network that needs megabytes of memory."""
 
 import threading
 from typing import Any
@@ -13,7 +13,7 @@ ROWS = 8
 
 
 def leave(num_bytes: int, index: int = 0) -> None:
-    """Leave so many bytes on a device, beside what is held there now."""
+    """Leave a number of free bytes on a device, in addition to the memory in use."""
     standin.empty_cache()
     torch.ops.standin.set_capacity(index, standin.memory_reserved(index) + num_bytes)
 
@@ -34,10 +34,10 @@ class _Hungry(torch.autograd.Function):
 
 
 class Hungry(nn.Module):
-    """Asks for so many MiB a row in forward and backward, and gives them back at once.
+    """A model that allocates MiB per row in forward and backward, and frees them at once.
 
     Attributes:
-        threads: that its backward ran on.
+        threads: those that ran its backward.
     """
 
     def __init__(self, forward_mib: int, backward_mib: int, *, batchnorm: bool = True) -> None:

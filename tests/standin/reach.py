@@ -1,9 +1,9 @@
-"""Which lines of the package's device code nothing on the stand-in reaches.
+"""The lines of the package's device code that tests on the stand-in do not reach.
 
     python -m tests.standin.reach [pytest's arguments]
 
-Runs the tests on the stand-in with a trace of the files below, and prints how many ran and what was
-not reached. A line counts where a function of it has code; imports and definitions do not.
+Runs the tests on the stand-in with a trace of the files below, and prints how many ran and the
+lines not reached. A line counts if a function has code in it; imports and definitions do not.
 """
 
 import sys
@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 PACKAGE = Path(__file__).resolve().parents[2] / "automicro"
-# Where the package speaks to a device, and not only of one.
+# Files in which the package calls a device, and does not only describe one.
 FILES = [
     "memory/device.py",
     "memory/meter.py",
@@ -36,7 +36,7 @@ FILES = [
 
 
 class Outcomes:
-    """What became of the tests."""
+    """The outcomes of the tests."""
 
     def __init__(self) -> None:
         self.counts: Counter[str] = Counter()
@@ -47,12 +47,12 @@ class Outcomes:
 
 
 def lines_of_functions(code: CodeType, *, is_function: bool = False) -> set[int]:
-    """The numbers of the lines with code in functions, methods and what is nested in them."""
+    """Return the numbers of the lines with code in functions, methods and nested functions."""
     found = {line for _, _, line in code.co_lines() if line} if is_function else set()
     found.discard(code.co_firstlineno)
     for inner in code.co_consts:
         if isinstance(inner, CodeType):
-            is_inner_function = bool(inner.co_flags & 0x2)  # CO_NEWLOCALS: no class body
+            is_inner_function = bool(inner.co_flags & 0x2)  # CO_NEWLOCALS: not a class body
             found |= lines_of_functions(inner, is_function=is_inner_function)
     return found
 
@@ -69,7 +69,7 @@ def tracer(reached: dict[str, set[int]]) -> Callable[..., Any]:
 
 
 def spans(numbers: set[int]) -> str:
-    """``1-3, 7``."""
+    """Format numbers as ``1-3, 7``."""
     parts: list[list[int]] = []
     for number in sorted(numbers):
         if parts and parts[-1][1] == number - 1:

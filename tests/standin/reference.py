@@ -1,4 +1,4 @@
-"""The rules of torch's caching allocator for CUDA, in Python: to hold the compiled one against."""
+"""The rules of torch's caching allocator for CUDA, in Python, to compare with the compiled one."""
 
 import itertools
 from dataclasses import dataclass, field
@@ -7,7 +7,7 @@ MIB = 2**20
 
 
 class FullError(Exception):
-    """The device refused, also after all that could be given back was."""
+    """The device refused, even after all free memory was returned."""
 
 
 @dataclass(eq=False)
@@ -26,7 +26,7 @@ class Block:
 
 @dataclass
 class Reference:
-    """Of one stream. Addresses grow, so that of blocks of one size the oldest is taken."""
+    """The allocator of one stream. Addresses grow, so the oldest of equal blocks is taken."""
 
     capacity: int
     free: list[Block] = field(default_factory=list)
@@ -41,7 +41,7 @@ class Reference:
 
     @property
     def stranded(self) -> int:
-        """Free bytes that cannot be given back, because their segment is in use."""
+        """Return free bytes that cannot be returned, because their segment is in use."""
         return sum(block.size for block in self.free if block.is_split)
 
     def malloc(self, requested: int) -> Block:

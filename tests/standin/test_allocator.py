@@ -1,4 +1,4 @@
-"""The allocator against traces of the rules that torch documents for CUDA's."""
+"""The allocator compared with traces of the rules that torch documents for CUDA."""
 
 import random
 from typing import Any
@@ -18,13 +18,13 @@ def take(num_bytes: float, device: str = "standin:0") -> Tensor:
 
 
 def stats(*names: str, device: int = 0) -> list[int]:
-    """Numbers now: "allocated_bytes", "segment", "num_ooms" …; of all pools."""
+    """Return current numbers of all pools: "allocated_bytes", "segment", "num_ooms" …."""
     found = standin.memory_stats(device)
     return [found[name if name.startswith("num_") else f"{name}.all.current"] for name in names]
 
 
 def held() -> list[int]:
-    """Bytes that tensors hold, and that the allocator holds."""
+    """Return the bytes that tensors hold, and those that the allocator holds."""
     return stats("allocated_bytes", "reserved_bytes")
 
 
@@ -56,12 +56,12 @@ def test_from_ten_mib_on_a_request_has_a_segment_of_its_own(requested: int, segm
 
 
 def test_a_large_block_is_split_only_where_more_than_a_mib_is_left() -> None:
-    exact = take(11 * MIB)  # of 12 MiB: exactly 1 MiB would be left
+    exact = take(11 * MIB)  # of 12 MiB, which would leave exactly 1 MiB
     assert held() == [12 * MIB, 12 * MIB]
     split = take(12 * MIB - 512)
     assert held() == [24 * MIB, 24 * MIB]
     del exact, split
-    other = take(10 * MIB)  # of one of these, 2 MiB are left
+    other = take(10 * MIB)  # of one of these, which leaves 2 MiB
     assert held() == [10 * MIB, 24 * MIB]
     del other
 
@@ -112,7 +112,7 @@ def test_a_device_that_is_full_after_that_too_is_out_of_memory() -> None:
         take(30 * MIB)
     assert stats("num_alloc_retries", "num_ooms") == [1, 1]
     assert held() == [20 * MIB, 20 * MIB]
-    others = [take(20 * MIB), take(30 * MIB, "standin:1")]  # the error left nothing behind
+    others = [take(20 * MIB), take(30 * MIB, "standin:1")]  # the error left no state behind
     del kept, others
 
 
@@ -188,7 +188,7 @@ def test_a_full_device_waits_for_blocks_in_use_on_other_streams() -> None:
 
 
 def play(trace: random.Random, length: int, capacity: int) -> list[tuple[Any, ...]]:
-    """Random requests and releases: what both allocators say after each."""
+    """Make random requests and releases, and return the answers of both allocators."""
     reference = Reference(capacity)
     live: list[tuple[Tensor, Block]] = []
     seen = []

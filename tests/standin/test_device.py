@@ -1,4 +1,4 @@
-"""The device itself: what it computes, draws, keeps and runs on which thread."""
+"""The device itself: its results, random numbers, memory and threads."""
 
 import io
 import threading
@@ -64,7 +64,7 @@ def train(device: str, name: str, optimizer_name: str) -> dict[str, Tensor]:
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("name", MODELS)
 def test_training_comes_to_the_bits_of_the_cpu(name: str, optimizer: str) -> None:
-    with sdpa_kernel(SDPBackend.MATH):  # the fused one is the CPU's alone
+    with sdpa_kernel(SDPBackend.MATH):  # only the CPU has the fused kernel
         expected, found = train("cpu", name, optimizer), train("standin", name, optimizer)
     assert [key for key in expected if not torch.equal(expected[key], found[key])] == []
 

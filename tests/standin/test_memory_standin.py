@@ -1,4 +1,4 @@
-"""What the package reads and limits of a device, and what it does where a device cannot."""
+"""Reading and limiting the memory of a device, and the behavior if a device cannot."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -12,7 +12,7 @@ from automicro.trainer.processes import Process, own_device
 from tests.standin import device as standin
 from tests.standin.hungry import MIB
 
-DEVICE = "standin:0"  # which torch knows only where it is installed
+DEVICE = "standin:0"  # torch knows it only after installation
 GIB = 2**30
 
 
@@ -55,9 +55,9 @@ def test_a_peak_outlives_the_laps_within_it() -> None:
 
 def test_capacity_is_what_is_free_or_cached_within_the_share() -> None:
     assert memory.total_bytes(DEVICE) == memory.usable_bytes(DEVICE) == 16 * GIB
-    block(100)  # in the cache now
+    block(100)  # now in the cache
     assert memory.capacity_bytes(DEVICE) == 16 * GIB
-    torch.ops.standin.set_occupied(0, GIB)  # by somebody else
+    torch.ops.standin.set_occupied(0, GIB)  # by another process
     assert memory.capacity_bytes(DEVICE) == 15 * GIB
     with memory.limit_memory("25%", DEVICE):
         assert memory.capacity_bytes(DEVICE) == memory.usable_bytes(DEVICE) == 4 * GIB
@@ -88,7 +88,7 @@ def test_a_device_that_counts_one_thing_at_a_time_is_read_so(
     expected = memory.read_counts(DEVICE)
     monkeypatch.delattr(standin, "memory_stats_as_nested_dict")
     assert memory.read_counts(DEVICE) == expected
-    # As MPS, which has another name, and no more.
+    # Like MPS, which has another name and no other functions.
     monkeypatch.setattr(standin, "current_allocated_memory", lambda: 7, raising=False)
     for name in ("memory_allocated", "max_memory_allocated", "memory_reserved", "memory_stats"):
         monkeypatch.delattr(standin, name)
@@ -114,7 +114,7 @@ def test_an_allocator_without_statistics_is_asked_once(monkeypatch: pytest.Monke
         assert memory.read_counts(DEVICE) == memory.NO_COUNTS
     assert len(asked) == 1
     assert memory.capacity_bytes(DEVICE) is None
-    assert memory.usable_bytes(DEVICE) == 16 * GIB  # of such an allocator no share is asked for
+    assert memory.usable_bytes(DEVICE) == 16 * GIB  # for this allocator no share is computed
     monkeypatch.undo()
 
 

@@ -1,4 +1,4 @@
-"""Real out-of-memory errors of the device: in forward, in its backward thread, in fragments."""
+"""Real out-of-memory errors of the device: in forward, in its backward thread, by fragmentation."""
 
 import threading
 from typing import Any
@@ -37,7 +37,7 @@ def test_training_that_ran_out_of_memory_is_bit_identical_to_training_that_did_n
     demand: tuple[int, int], device: str
 ) -> None:
     expected = train(ROWS // 2, demand, device)
-    leave(100 * MIB, torch.device(device).index)  # 8 rows ask for 128 MiB
+    leave(100 * MIB, torch.device(device).index)  # 8 rows need 128 MiB
     found = train("auto", demand, device)
     assert (expected["ooms"], found["ooms"], found["size"]) == (0, 1, ROWS // 2)
     differing = [
@@ -82,12 +82,12 @@ def test_many_failures_in_a_row_leave_no_byte_behind() -> None:
         ooms += Microbatcher(net, probe=False, **options).backward(rows).ooms
         net.zero_grad()
         assert standin.memory_allocated() == baseline
-    # 8 rows ask for 128 MiB, 4 for 64, beside a segment or two of 2 MiB.
+    # 8 rows need 128 MiB, 4 need 64, in addition to a segment or two of 2 MiB.
     assert 48 + 16 <= ooms <= 48 + 24
 
 
 class OnTwoDevices(nn.Module):
-    """As a device map has it: what needs the memory lies on the second device."""
+    """Like with a device map: the second device needs the memory."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -102,7 +102,7 @@ class OnTwoDevices(nn.Module):
 
 def test_where_the_second_device_is_the_full_one_the_fewest_microbatches_are_found() -> None:
     step = Microbatcher(OnTwoDevices(), loss_fn=nn.CrossEntropyLoss(), probe=False)
-    leave(150 * MIB, 1)  # a row asks for 16 MiB: 9 of 24 fit
+    leave(150 * MIB, 1)  # a row needs 16 MiB: 9 of 24 fit
     rows = torch.randn(24, 6), torch.arange(24) % 3
     results = [step.backward(rows) for _ in range(5)]
     assert results[0].failed_sizes == (24, 12)

@@ -1,6 +1,6 @@
-"""Batches from pinned memory, whatever stream is late: the bits are those of a batch on the device.
+"""Batches from pinned memory have the bits of a batch on the device, even with late streams.
 
-The second half takes away what keeps it so, piece by piece, and sees the numbers go wrong.
+The second half removes each safeguard, and checks that the numbers become wrong.
 """
 
 from typing import Any
@@ -38,7 +38,7 @@ def on_the_device(rows: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
 
 
 def train(place: Any, size: int = 2) -> list[Tensor]:
-    """Gradients after several batches, and what they were on the way."""
+    """Return the gradients after several batches, and those in between."""
     net, found = model(), []
     step = Microbatcher(net, loss_fn=nn.MSELoss(), microbatch_size=size, probe=False)
     for seed in range(4):

@@ -47,7 +47,7 @@ def test_where_one_rank_runs_out_of_memory_both_end_with_the_bits_of_a_run_at_th
 
 @pytest.fixture
 def fake_group() -> Iterator[None]:
-    """Two ranks of which there is one: collectives do nothing, as if of a library with memory."""
+    """Simulate two ranks in one process: collectives do nothing, except that one uses memory."""
     spec = "cpu:fake,standin:fake"
     dist.init_process_group(spec, store=FakeStore(), rank=0, world_size=2)
     yield

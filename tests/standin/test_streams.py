@@ -1,4 +1,4 @@
-"""Streams that are late: what forgets to wait reads wrong numbers, each time."""
+"""Late streams: code that forgets to wait reads wrong numbers, every time."""
 
 import pytest
 import torch
@@ -143,7 +143,7 @@ def test_the_clock_of_the_device_counts_its_work_and_not_the_hosts() -> None:
         x.add_(1)
     end.record()
     end.synchronize()
-    assert begin.elapsed_time(end) == pytest.approx(0.08)  # 10 µs each, the mark included
+    assert begin.elapsed_time(end) == pytest.approx(0.08)  # 10 µs each, including the mark
 
 
 def test_waiting_for_values_is_counted_and_can_be_forbidden() -> None:

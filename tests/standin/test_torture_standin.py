@@ -1,4 +1,4 @@
-"""The torture sweep on the device: every kind of fault, and all that is left compared."""
+"""The torture sweep on the device: every kind of fault, and a comparison of the remaining state."""
 
 import functools
 from collections.abc import Callable
@@ -28,7 +28,7 @@ def trials_of(name: str, call: str, warm_steps: int) -> Trials:
 
 
 def spread(plans: list[Plan], number: int) -> list[Plan]:
-    """From the whole call, the last one included: its beginning is looks, which lose no attempt."""
+    """Return points of the whole call, including the last: checks at its start lose no attempt."""
     return plans[::-1][:: max(1, len(plans) // number)]
 
 
@@ -50,7 +50,7 @@ def test_whatever_fails_on_a_device_is_recovered_or_leaves_no_trace(
     assert row.wrong == []
     assert row.bytes_alive <= 0
     assert row.plans == len(plans)
-    if trials.scene.is_transaction and warm_steps:  # of a first batch, most is looks
+    if trials.scene.is_transaction and warm_steps:  # most of a first batch is checks
         assert row.outcomes["recovered"] > 0
 
 

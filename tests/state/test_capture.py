@@ -1,4 +1,4 @@
-"""Everything that a forward may change comes back, whatever it is, into the same objects."""
+"""Everything that a forward may change is restored, in the same objects."""
 
 import collections
 import contextlib
@@ -129,7 +129,7 @@ def test_modes_that_stand_before_an_attempt_stay():
 
 
 class Layers(nn.Module):
-    """Has one of each."""
+    """A model with one layer of each kind."""
 
     box: Any
 
@@ -149,7 +149,7 @@ class Layers(nn.Module):
         self.mean = self.mean * 0.9
 
     def disturb(self):
-        """What an attempt may do."""
+        """Change state in all ways in which an attempt might."""
         self.n += 1
         self.seen.append(self.n)
         self.table["a"] = self.table.pop("a", 0)
@@ -176,7 +176,7 @@ def replace_in_order(model):
     model._modules["drop"] = model._modules.pop("drop")
 
 
-# What may lie between two captures: it stays, and what an attempt does after it goes.
+# Changes between two captures stay, and later changes by an attempt are undone.
 BETWEEN: dict[str, Any] = {
     "nothing": lambda m: None,
     "constant": lambda m: count(m),
@@ -235,7 +235,7 @@ def test_what_lies_between_two_captures_stays(kind, settled):
     captured = captured.again()
     for _ in range(2):
         assert list(captured.changed()) == []
-        with contextlib.suppress(AttributeError, RuntimeError):  # it fails somewhere
+        with contextlib.suppress(AttributeError, RuntimeError):  # it fails somewhere in between
             Layers.disturb(model)
         assert picture(model) != before
         assert list(captured.changed())
@@ -249,7 +249,7 @@ class Passing(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-# Each with what shows it.
+# Each case with the code that reveals it.
 BEYOND = {
     "function of a library": (lambda: setattr(F, "relu", F.gelu), lambda: F.relu),
     "hook of all modules": (
@@ -395,7 +395,7 @@ def test_no_code_of_the_callers_is_run():
 
 
 def calls(function):
-    """Functions of Python that run."""
+    """Count the Python functions that run."""
     number = 0
 
     def see(frame, event, argument):

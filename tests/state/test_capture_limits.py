@@ -1,4 +1,4 @@
-"""What capture cannot put back is named, and what it meets is survived."""
+"""Capture names state that it cannot restore, and survives unusual objects."""
 
 import contextvars
 import enum

@@ -1,4 +1,4 @@
-"""Tensors and their memory: what is captured comes back into the same memory, and nothing is kept alive."""
+"""Tensors are restored into the same memory, and captures keep no tensor alive."""
 
 import collections
 import gc
@@ -28,7 +28,7 @@ def uncoalesced():
     return torch.sparse_coo_tensor(torch.ones(2, 2).long(), torch.ones(2), (4, 4))
 
 
-# A buffer, and a change to it.
+# A buffer and a change to it.
 # fmt: off
 BUFFERS = {
     "scalar": (lambda: torch.tensor(0), lambda b: b.add_(1)),
@@ -113,7 +113,7 @@ def test_a_large_tensor_is_put_back_or_named(name):
     else:
         with pytest.raises(RollbackError, match=r"model\.kept"):
             captured.put_back()
-    assert not hasattr(model, "n")  # all else is back
+    assert not hasattr(model, "n")  # everything else is restored
 
 
 def test_a_large_buffer_is_copied_until_it_is_seen_not_to_change():
@@ -121,13 +121,13 @@ def test_a_large_buffer_is_copied_until_it_is_seen_not_to_change():
     model.register_buffer("kept", buffer)
     captured = capture({"model": model})
     for number in (1, 2):
-        buffer.data[0] = number  # past its version, in an attempt that commits
+        buffer.data[0] = number  # without a new version, in an attempt that commits
         captured.let_go()
         captured = captured.again()
         buffer.data[0] = 9
         captured.put_back()
         assert buffer[0] == number
-    captured.let_go()  # it has not changed
+    captured.let_go()  # nothing has changed
     buffer[0] = 3
     captured = captured.again()
     buffer[0] = 9

@@ -1,4 +1,4 @@
-"""Models of transformers and metrics of torchmetrics, after attempts that failed in three places."""
+"""Models of transformers and metrics of torchmetrics, after failures at three points."""
 
 import random
 import warnings
@@ -23,7 +23,7 @@ OUTSIDE = Outside(counts={}, plan=[])
 
 
 class Falling(Policy):
-    """Sizes in a row: the next one after a failure."""
+    """A policy that goes to the next of its sizes after each failure."""
 
     def __init__(self, sizes):
         self.left = list(sizes)
@@ -37,7 +37,7 @@ class Falling(Policy):
 
 
 def reach(where):
-    """Run out of memory where the plan says so: at so many calls of an attempt."""
+    """Run out of memory at the planned calls of an attempt."""
     counts, plan = OUTSIDE.counts, OUTSIDE.plan
     counts[where] = counts.get(where, 0) + 1
     if plan and plan[0] == (where, counts[where]):
@@ -65,14 +65,14 @@ def seed(number):
 
 
 def plan_for(counts):
-    """In the forward; in the backward; when the first microbatch is done, in the second one."""
+    """Plan failures in the forward, in the backward, and after the first microbatch."""
     forward, backward = counts["forward"], counts.get("backward", 1)
     within = max(1, forward * 2 // 3)
     return [("forward", within), ("backward", (backward + 1) // 2), ("forward", forward + within)]
 
 
 def trained(make, sizes, plan):
-    """All that there is after two batches."""
+    """Return all state after two batches."""
     seed(0)
     model, batch, options, more = make()
     OUTSIDE.plan = list(plan)
@@ -127,7 +127,7 @@ class Scale(nn.Module):
 
 
 def of_metric(name):
-    """Of one that a training forward updates."""
+    """Return the state of a metric that a training forward updates."""
     kind, given = METRICS[name]
 
     def make():
@@ -164,5 +164,5 @@ def judged(name):
     "name", [*mostly_in_sweeps(MODELS, few=10), *mostly_in_sweeps(OF_METRICS, few=14)]
 )
 def test_every_family_is_as_without_failures(name):
-    # Reformers take a seed of the system's.
+    # Reformers take a seed from the system.
     assert judged(name) == ("never twice the same" if "Reformer" in name else "same")

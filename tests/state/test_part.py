@@ -1,4 +1,4 @@
-"""Roots of a host's: an opaque object that is given by name, apart from what is skipped."""
+"""Roots of hosts: opaque objects that are given by name, except skipped ones."""
 
 import contextlib
 import gc
@@ -25,7 +25,7 @@ class Meter(Box):
 
 
 class Host(threading.Thread):
-    """Opaque by its kind, as trainers are by their package."""
+    """A class that is opaque by its kind, as trainers are by their package."""
 
     data: list[int]
     told: list[Any]
@@ -111,11 +111,11 @@ def test_a_computation_finds_what_it_reaches_as_it_stood_and_leaves_what_is_ther
     undone.begin()
     held.append(5)
     undone.commit()
-    undone.roll_back()  # it is over
+    undone.roll_back()  # the transaction is over
     assert held == [1, 5]
     gone = weakref.ref(before)
     del owner, before
-    assert replay.take() is gone()  # given back, and used again
+    assert replay.take() is gone()  # given back, and reused
 
 
 @pytest.mark.parametrize("kind", ["oom", "boom", "interrupt"])

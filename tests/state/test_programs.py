@@ -1,4 +1,4 @@
-"""Random programs that change anything anywhere, fail somewhere and run again: no trace is left.
+"""Random programs that change state anywhere, fail somewhere and run again without a trace.
 
 A program has a model, and a forward that changes some places (an attribute, a closure, a buffer, a
 mode of torch …) at some times, and whose loss depends on what it finds there. It is run with
@@ -39,11 +39,11 @@ CLOCK = Outside(batch=0, ticks={}, failures=[], made=[], has_failed=False, seed=
 
 
 class UserError(Exception):
-    """An error of the program's own."""
+    """An error that the program raises itself."""
 
 
 def tick(where):
-    """An operation that may fail."""
+    """Count an operation, and fail if it is planned to."""
     CLOCK.ticks[where] = number = CLOCK.ticks.get(where, 0) + 1
     for each in CLOCK.failures:
         if (each.batch, each.where, each.at) == (CLOCK.batch, where, number):
@@ -53,7 +53,7 @@ def tick(where):
 
 
 def made(value):
-    """A tensor that must be dead when an attempt that failed is made again."""
+    """Record a tensor that must be freed before a failed attempt is repeated."""
     if not is_extra_pass():
         CLOCK.made.append(weakref.ref(value))
     return value
@@ -69,9 +69,9 @@ class Theirs(nn.Linear):
 
 
 class At:
-    """A place: an attribute ``v`` of an owner, named as the kind; and a module that it may be of."""
+    """A place: an attribute ``v`` of an owner of some kind, which may belong to a module."""
 
-    owner = Unreached()  # what reaches it is the code, or the model
+    owner = Unreached()  # reached only by the code or the model
 
     def __init__(self, owner, module, name):
         self.owner, self.module, self.name = owner, module, name
@@ -131,7 +131,7 @@ SDPA: Any = F.scaled_dot_product_attention
 LINEAR: Any = nn.Linear.forward
 OWN: Any = Theirs.forward
 ANY = ("before", "after", "around", "first", "turn", "backward", "through")
-DRAWN = ("before", "after", "backward")  # what cannot be undone by the program
+DRAWN = ("before", "after", "backward")  # phases in which the program itself cannot undo a change
 AROUND = ("around", "turn", "pulse", "first")
 PULSE = ("pulse",)
 LATE: int
@@ -152,7 +152,7 @@ def default_dtype(dtype):
     torch.set_default_dtype(dtype)
     try:
         yield
-    finally:  # of one that nothing holds any more, too
+    finally:  # also if nothing refers to it any more
         torch.set_default_dtype(before)
 
 
@@ -166,9 +166,9 @@ def of_value(make, change, undo=None, see=None):
 
 
 def of_place(place):
-    """A number that counts there, where it can, and a list that grows there."""
+    """A counter at the place, if possible, and a list that grows there."""
     name = re.sub(r"\W", "_", place)
-    if {"default", "global", "imports"}.isdisjoint(place.split()):  # of these there is one
+    if {"default", "global", "imports"}.isdisjoint(place.split()):  # there is only one of each
         yield f"counts_in_{name}", (lambda a: a.inside(place, 0), up, down)
     grow = lambda a: a.kept.append(1), lambda a: a.kept.pop(), lambda a: a.kept
     yield f"grows_in_{name}", (lambda a: a.inside(place, []), *grow)
@@ -185,7 +185,7 @@ def empty(at):
     del at.v
 
 
-# By name: the value at first, what changes it, what undoes that; then what reads it, and phases.
+# By name: the initial value, its change, the undoing; then the code that reads it, and phases.
 # fmt: off
 KINDS: dict[str, tuple[Any, ...]] = {
     **{"its_" + re.sub(r"\W", "_", name): of_value(*row) for name, row in VALUES.items()},
@@ -225,7 +225,7 @@ KINDS: dict[str, tuple[Any, ...]] = {
     "module_is_added": (lambda a: a, lambda a: a.module.add_module("added", nn.BatchNorm1d(1)), lambda a: a.module._modules.pop("added", 0), lambda a: sorted(a.module.state_dict()), AROUND),
     "method_on_the_instance": (lambda a: [Theirs(2, 2)], lambda a: setattr(a.v[0], "forward", len), lambda a: vars(a.v[0]).pop("forward", 0)),
     "method_on_the_class": (lambda a: [Theirs(2, 2)], lambda a: setattr(Theirs, "forward", len), lambda a: setattr(Theirs, "forward", OWN), lambda a: vars(Theirs)["forward"] is len, AROUND),
-    # Modes, generators, and what can only be named.
+    # Modes, generators, and state that can only be named.
     "grad_mode": (lambda a: a, lambda a: torch.set_grad_enabled(False), lambda a: torch.set_grad_enabled(True), modes, PULSE),
     "autocast": (lambda a: autocast(), lambda a: a.v.__enter__(), lambda a: a.v.__exit__(None, None, None), modes, PULSE),
     "autocast_in_a_list": (lambda a: [], lambda a: enter(a.v, autocast()), lambda a: leave(a.v), modes, PULSE),
@@ -281,7 +281,7 @@ def programs(draw):
 
 
 class Mutation:
-    """A change of a place, at its time."""
+    """A change of a place at a point in time."""
 
     def __init__(self, use, row, owner, module):
         self.kind, self.phase, *_, self.since = use
@@ -313,7 +313,7 @@ class Mutation:
         return held if isinstance(held, list) else [] if held is None else [held]
 
     def end(self, undone, done):
-        """Of the forward, or of the backward."""
+        """The end of the forward, or of the backward."""
         if self.phase in (undone, done):
             (self.undo if self.phase == undone else self.do)(self.at)
 
@@ -348,7 +348,7 @@ class Net(nn.Module):
 
 
 def make(program):
-    """The model and the forward of a program."""
+    """Return the model and the forward of a program."""
     torch.manual_seed(0)
     random.seed(0)
     np.random.seed(0)
@@ -389,7 +389,7 @@ def backward(loss):
 
 @contextlib.contextmanager
 def everything_global():
-    """As it was."""
+    """Restore all global state at the end."""
     try:
         yield
     finally:
@@ -411,14 +411,14 @@ def everything_global():
 
 @dataclasses.dataclass
 class Trace:
-    """What a run has left after each batch."""
+    """The state that a run has left after each batch."""
 
     sizes: list[int] = dataclasses.field(default_factory=list)
     numbers: list[Any] = dataclasses.field(default_factory=list)
     places: list[dict[str, Any]] = dataclasses.field(default_factory=list)
     told: str = ""
     fired: bool = False
-    left: int = 0  # tensors of a failed attempt, when it is made again
+    left: int = 0  # tensors of a failed attempt that are alive when it is repeated
 
 
 def run(program, failures=(), wrap=lambda model: model, **options):
@@ -446,7 +446,7 @@ def of(microbatcher, batch):
 
 
 def plainly(program, sizes):
-    """The same in plain torch, in these microbatches; then whole."""
+    """Train in plain torch with the same microbatches, then with whole batches."""
     model, forward, mutations = make(program)
     left = [*sizes, *[ROWS] * BATCHES]
 
@@ -462,7 +462,7 @@ def plainly(program, sizes):
 
 
 def train(model, mutations, failures, step):
-    """Some batches, each given again where it fails."""
+    """Train on some batches, each repeated after a failure."""
     trace = Trace()
     CLOCK.failures, CLOCK.fired, CLOCK.left = list(failures), False, 0
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -488,7 +488,7 @@ def train(model, mutations, failures, step):
 
 
 def attempted(step, batch, attempts):
-    """A result, and errors."""
+    """Return the result of a step, and the errors of earlier attempts."""
     errors: list[str] = []
     for _ in range(attempts):
         try:
@@ -499,7 +499,7 @@ def attempted(step, batch, attempts):
 
 
 def judge(program):
-    """``equal``, ``named`` or ``silent``, and what differs."""
+    """Return ``equal``, ``named`` or ``silent``, and the differences."""
     with everything_global():
         failed = run(program, program.failures, probe=program.probe)
     with everything_global():
@@ -523,7 +523,7 @@ def judge(program):
 
 
 def smaller(program):
-    """A program without anything that does not matter to what it is judged to be."""
+    """Return a program without parts that do not affect its verdict."""
     verdict = judge(program)[0]
     for name in ("uses", "failures"):
         for each in getattr(program, name):
@@ -541,7 +541,7 @@ def check(program):
         pytest.fail(f"{verdict}: {differing} after {smaller(program)}", pytrace=False)
 
 
-# Programs are made smaller above, in a few runs.
+# Failing programs are made smaller by the code above, in a few runs.
 DRAWN_ONLY: Any = {"phases": [Phase.generate], "suppress_health_check": list(HealthCheck)}
 
 
@@ -559,9 +559,9 @@ def test_no_failure_of_many_leaves_a_trace(program):
     check(program)
 
 
-# Where an attempt fails: between what a forward does and undoes, in the backward, when one has run.
+# Points of failure: between a change and its undoing, in the backward, after a backward.
 FAILURES = ("nowhere", "forward", "backward", "after")
-NAMED = {"list_of_20000_counts", "tensor_of_20_megabytes", "iterator"}  # not put back
+NAMED = {"list_of_20000_counts", "tensor_of_20_megabytes", "iterator"}  # not restored
 PHASES = (*ANY, *PULSE)
 WHERE = ("after", "backward", "forward", "nowhere", "forward", "after", "backward", "forward")
 QUICK = list(zip(PHASES, WHERE, strict=True))

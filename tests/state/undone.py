@@ -1,4 +1,4 @@
-"""What a value looks like all the way down, to the bit; and a change that shows, comes back and stays once committed."""
+"""Pictures of values down to the bit, and changes that roll back or stay once committed."""
 
 import array
 import collections
@@ -13,13 +13,13 @@ from torch import Tensor, nn
 
 from automicro.state.capture import capture
 
-# Handles of hooks have numbers of their own in each run.
+# Handles of hooks have different numbers in each run.
 _HOOKS = {name for name in vars(nn.Module()) if "hook" in name}
 _PLAIN = (bool, int, float, complex, str, bytes, np.generic, type(None))
 
 
 def picture(value: Any, seen: dict[int, Any] | None = None) -> Any:
-    """A value as nested tuples of plain values; of objects, what their attributes and slots hold.
+    """Return a value as nested tuples of plain values; of objects, attributes and slots.
 
     >>> picture({"a": [1, {2}]}) == picture({"a": [1, {2}]}), picture([1]) == picture([1.0])
     (True, False)
@@ -29,7 +29,7 @@ def picture(value: Any, seen: dict[int, Any] | None = None) -> Any:
         return name, repr(value)
     if id(value) in seen:
         return "again", seen[id(value)][0]
-    seen[id(value)] = len(seen), value  # which lives on, so that no other gets its id
+    seen[id(value)] = len(seen), value  # keeps the value, so that its id is not reused
     content, attributes = _content(value, seen), _attributes(value)
     return name, content, [(key, picture(attributes[key], seen)) for key in sorted(attributes)]
 
@@ -83,7 +83,7 @@ def _of_tensor(value: Tensor) -> Any:
 def _bits(plain: Tensor) -> bytes:
     if plain.is_quantized:
         plain = plain.int_repr()
-    # A copy, for memory that NumPy has seen can no longer be resized.
+    # A copy, because NumPy memory that was viewed cannot be resized.
     dense = plain.to_dense().resolve_conj().resolve_neg().reshape(-1).clone()
     return dense.view(torch.uint8).numpy().tobytes()
 
@@ -127,7 +127,7 @@ def quantized():
 
 
 def undone(roots, change, see=list, *, times=3, skip=()):
-    """A change shows, comes back, comes back again, and is there to stay where it is committed."""
+    """Check that a change is visible, is rolled back repeatedly, and stays if committed."""
     captured = capture(roots, skip=skip)
     shown = []
     for _ in range(times):

@@ -1,4 +1,4 @@
-"""Values of every kind with a change to each, and places where they lie."""
+"""Values of every kind with a change to each, and places that hold them."""
 
 import array
 import collections
@@ -94,7 +94,7 @@ def less(owner):
     count(owner, number=-1)
 
 
-# What an attribute holds, a change to it, and if there are, what undoes that and what reads it.
+# The value of an attribute, a change to it, and optionally its undoing and its reading.
 # fmt: off
 VALUES: dict[str, tuple[Any, ...]] = {
     "list": (list, lambda v: v.append(len(v)), lambda v: v.pop()),
@@ -222,7 +222,7 @@ HOOKED = [
     "full_backward_pre_hook",
     "hook",
 ]
-# By name: what is captured, the owner of the value, and its name if it is another than `kept`.
+# By name: the captured value, its owner, and its name if that is not `kept`.
 # fmt: off
 PLACES: dict[str, Any] = {
     "attribute": lambda v: ((o := keeping(v, nn.Linear(1, 1))), o),

@@ -80,7 +80,7 @@ def test_running_out_of_memory_in_any_batch_rolls_back_all_of_them(rows: tuple[i
 
 def test_memory_does_not_grow_with_the_number_of_batches() -> None:
     peaks = []
-    for count in (2, 6):  # the second batch is the first to lie beside gradients
+    for count in (2, 6):  # the second batch is the first that adds to earlier gradients
         network = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 3))
         batches = [(torch.randn(32, 64), torch.randint(3, (32,))) for _ in range(count)]
         with MemoryBudget(None) as budget:

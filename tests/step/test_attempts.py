@@ -1,4 +1,4 @@
-"""The loop around an attempt: what is tried, learned, cleaned up and raised."""
+"""The loop around attempts: what it tries, learns, cleans up and raises."""
 
 import gc
 import logging
@@ -31,7 +31,7 @@ def fits(most_rows: int, tried: list[list[int]]) -> Callable[[list[int]], str]:
 
 
 class Attempt:
-    """A work that is its attempt, with parts that it does not touch."""
+    """A work that runs a given attempt, with parts that it does not change."""
 
     def __init__(
         self,
@@ -130,7 +130,7 @@ def test_what_one_batch_taught_holds_for_the_next() -> None:
 def climbing(
     policy: Policy, most: Sequence[int], tried: list[tuple[int, int]]
 ) -> Callable[[list[int]], str]:
-    """Fits with so many rows at each level."""
+    """A policy under which a given number of rows fits at each level."""
 
     def attempt(sizes: list[int]) -> str:
         tried.append((policy.level, max(sizes)))
@@ -202,7 +202,7 @@ def test_the_smallest_size_is_the_last_and_teaches_nothing() -> None:
 
 
 class Fibonacci(Policy):
-    """Proposes sizes of which several are the same cut: of 64 rows, 55 and 34 are two of 32."""
+    """A policy whose sizes repeat cuts: for 64 rows, 55 and 34 both mean two slices of 32."""
 
     def __init__(self) -> None:
         self.sizes, self.told = [55, 34, 21, 13, 8], list[tuple[int, bool]]()
@@ -378,7 +378,7 @@ def test_where_the_device_has_room_or_is_unknown_smaller_samples_are_the_remedy(
     assert "Every size needs 1.50 KiB for parameters 1.00 KiB, buffers 512 bytes." in unknown
     for text in (known, unknown):
         assert "What helps:\n- shorter or smaller samples" in text
-        assert "less state" not in text  # there is none
+        assert "less state" not in text  # there is no optimizer state
     assert "Every size" not in refusal(None)
 
 

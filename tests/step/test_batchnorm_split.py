@@ -109,7 +109,7 @@ def test_the_floor_is_kept_in_the_state() -> None:
 
 
 class Codebook(nn.Module):
-    """A moving average of what went through, as in vector quantisation."""
+    """A moving average of the inputs, as in vector quantization."""
 
     def __init__(self, *, replaced: bool) -> None:
         super().__init__()
@@ -133,7 +133,7 @@ def spectral() -> nn.Module:
 
 
 class Observed(nn.Module):
-    """A moving average in evaluation, as observers have while they are calibrated."""
+    """A moving average in evaluation mode, as observers compute it during calibration."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -201,7 +201,7 @@ def test_a_fixed_size_that_leaves_one_row_alone_says_what_to_do() -> None:
 
 
 class TestEvaluationWithoutRunningStatistics:
-    """Such layers average over what they see in evaluation mode, too."""
+    """Layers without running statistics average over the batch in evaluation mode, too."""
 
     @staticmethod
     def evaluate(**options: Any) -> tuple[list[Any], list[warnings.WarningMessage]]:

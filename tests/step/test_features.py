@@ -1,4 +1,4 @@
-"""What beside the path of a batch its author is told, and sees: features, policies, metrics."""
+"""Features, policies and metrics of the caller: the hooks they receive, and their errors."""
 
 from typing import Any
 
@@ -35,7 +35,7 @@ def test_an_error_of_a_feature_names_it() -> None:
 
 class Misnamed(Feature):
     def before_backwards(self, run: MicrobatchRun) -> None:
-        """Would never be called."""
+        """A misspelled hook, which would never be called."""
 
 
 @pytest.mark.parametrize(
@@ -95,7 +95,7 @@ class Quarters(Policy):
 
 
 def forward(model: nn.Module, microbatch: tuple[Tensor, Tensor]) -> Tensor:
-    """The loss; the smallest microbatch of a batch of hundreds is too large."""
+    """The loss; even the smallest microbatch of a batch of hundreds is too large."""
     if bool((microbatch[0] == 100).any()):
         raise torch.OutOfMemoryError("CUDA out of memory.")
     return nn.functional.mse_loss(model(microbatch[0]), microbatch[1])

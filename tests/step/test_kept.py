@@ -1,4 +1,4 @@
-"""Outputs of training steps, and state that goes from batch to batch."""
+"""Outputs of training steps, and state that is carried from batch to batch."""
 
 import copy
 import warnings
@@ -147,12 +147,12 @@ def test_what_is_as_long_for_every_number_of_rows_is_named(is_training: bool) ->
     assert len([each for each in caught if each.category is MetricWarning]) == 1
     with warnings.catch_warnings():
         warnings.simplefilter("error", MetricWarning)
-        run(pair(7), return_outputs=True)  # once
+        run(pair(7), return_outputs=True)  # warns only once
 
 
 @pytest.mark.parametrize("is_training", [True, False])
 def test_what_is_as_long_for_slices_that_are_alike_is_named(is_training: bool) -> None:
-    """Without a look; where that has told, it is not said again."""
+    """Without the check of a few rows; after that check, no second warning is given."""
 
     def with_table(model: nn.Module, batch: Any) -> dict[str, Any]:
         return with_outputs(model, batch) | {"table": torch.zeros(7, 2)}
@@ -171,7 +171,7 @@ def test_what_is_as_long_for_slices_that_are_alike_is_named(is_training: bool) -
 
 def test_what_a_look_has_found_right_is_not_named_for_its_length() -> None:
     def with_found(model: nn.Module, batch: Any) -> dict[str, Any]:
-        """Three of every four rows, as a threshold may find them by chance."""
+        """Three of every four rows, as a threshold might select them by chance."""
         given = with_outputs(model, batch)
         return given | {"found": given["a"][batch[0][:, 0] > 0]}
 
@@ -186,8 +186,7 @@ def test_what_a_look_has_found_right_is_not_named_for_its_length() -> None:
 
 def test_a_place_that_there_is_not_is_refused() -> None:
     microbatcher = Microbatcher(classifier(), loss_fn=nn.CrossEntropyLoss())
-    said = r"return_outputs='cpu' is invalid; give True .* 'host', 'device'"
-    with pytest.raises(ValueError, match=said):
+    with pytest.raises(ValueError, match=r"return_outputs='cpu' is invalid; .* 'host', 'device'"):
         microbatcher.backward(pair(), return_outputs="cpu")  # type: ignore[arg-type]
 
 
@@ -303,7 +302,7 @@ def test_what_the_caller_gave_sees_batches_as_they_are() -> None:
         count = 0
 
         def update(self) -> None:
-            """Not called: `update_metric` counts."""
+            """Do nothing: `update_metric` counts."""
 
         def state_dict(self) -> dict[str, Any]:
             return {"count": self.count}

@@ -1,4 +1,4 @@
-"""Padded texts and sounds of varying length, and models that compute the same without padding."""
+"""Padded texts and sounds of varying length, and models whose results ignore padding."""
 
 from typing import Any
 
@@ -11,7 +11,7 @@ IGNORED = -100
 
 
 class Reader(nn.Module):
-    """A causal model of texts, called as transformers' are: each word sees those before it."""
+    """A causal model of texts, called like those of transformers: each word sees earlier ones."""
 
     def __init__(self, *, dropout: float = 0.0, sees_padding: bool = False) -> None:
         super().__init__()
@@ -53,7 +53,7 @@ class Reader(nn.Module):
 def texts(
     lengths: list[int], *, padded: int | None = None, left: bool = False
 ) -> dict[str, Tensor]:
-    """A batch of texts of these lengths."""
+    """Return a batch of texts of these lengths."""
     padded = max(lengths) if padded is None else padded
     drawn = torch.Generator().manual_seed(sum(lengths))
     ids = torch.randint(WORDS, (len(lengths), padded), generator=drawn)
@@ -70,7 +70,7 @@ def texts(
 
 
 class Listener(nn.Module):
-    """Sounds of (rows, frames, 5) to a class for each frame, by their lengths."""
+    """A model from sounds of (rows, frames, 5) and their lengths to a class for each frame."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -84,7 +84,7 @@ class Listener(nn.Module):
 
 
 def sounds(lengths: list[int]) -> dict[str, Tensor]:
-    """A batch of sounds of so many frames, with transcripts of half as many letters."""
+    """Return a batch of sounds of these frames, with transcripts of half as many letters."""
     drawn = torch.Generator().manual_seed(sum(lengths))
     letters = [max(1, length // 2) for length in lengths]
     return {
@@ -96,7 +96,7 @@ def sounds(lengths: list[int]) -> dict[str, Tensor]:
 
 
 def transcribe(model: nn.Module, batch: dict[str, Tensor]) -> Any:
-    """Loss of connectionist temporal classification, averaged over rows, and the logits."""
+    """Return the CTC loss, averaged over rows, and the logits."""
     logits = model(batch["audio"], batch["audio_lengths"])
     loss = F.ctc_loss(
         logits.log_softmax(-1).transpose(0, 1),

@@ -1,1 +1,1 @@
-"""Fault injection: an error at every operation of a step, and what is left behind."""
+"""Fault injection: an error at every operation of a step, and a check of the remaining state."""

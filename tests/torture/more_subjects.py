@@ -1,4 +1,4 @@
-"""Further models under fault injection: what people build, and what torch does in odd ways."""
+"""More models under fault injection: typical user code, and unusual uses of torch."""
 
 import dataclasses
 from typing import Any
@@ -41,7 +41,7 @@ class Recurrent(nn.Module):
 
 
 class Checkpointed(nn.Module):
-    """Dropout is drawn again in the recomputation."""
+    """A model whose recomputation draws dropout again."""
 
     def __init__(self, use_reentrant: bool) -> None:
         super().__init__()
@@ -106,7 +106,7 @@ def named_losses(model: nn.Module, microbatch: tuple[Tensor, Tensor]) -> dict[st
 
 
 class InPlace(nn.Module):
-    """Writes into its input and into its activations."""
+    """A model that writes into its input and its activations."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -177,7 +177,7 @@ def several_losses() -> Subject:
 
 
 def half_precision() -> Subject:
-    # The first step overflows and is left out.
+    # The first step overflows and is skipped.
     scaler = GradientScaler(torch.device("cpu"), init_scale=2.0**18)
     subject = mlp()
     options = {**subject.options, "precision": "fp16", "backward": scaler.backward}
@@ -195,7 +195,7 @@ def in_place() -> Subject:
 
 
 def hooks() -> Subject:
-    """Hooks of every kind, which see the gradient of the whole batch, once."""
+    """Hooks of every kind, which receive the gradient of the whole batch, once."""
     subject = classify(nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3)), 4)
     first, *others = subject.model.parameters()
     first.register_hook(lambda gradient: gradient.clamp(-0.01, 0.01))
@@ -210,7 +210,7 @@ def _halve(parameter: Tensor) -> None:
 
 
 def attack() -> Subject:
-    """A gradient in the forward, of the inputs alone."""
+    """A gradient in the forward, only of the inputs."""
     subject = classify(nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3)), 4)
     return dataclasses.replace(subject, options={"forward": _attacked, "batchnorm": "ignore"})
 
@@ -227,7 +227,7 @@ def _attacked(model: nn.Module, microbatch: tuple[Tensor, Tensor]) -> tuple[Tens
 
 
 def outside_leaf() -> Subject:
-    """A learned scale that is in no module, with a gradient that nobody clears."""
+    """A learned scale that is in no module, whose gradient is never cleared."""
     scale = torch.ones(3, requires_grad=True)
 
     def forward(model: nn.Module, microbatch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
@@ -248,7 +248,7 @@ def bf16() -> Subject:
 
 
 def gpt2() -> Subject:
-    from transformers import GPT2Config, GPT2LMHeadModel  # seconds to import
+    from transformers import GPT2Config, GPT2LMHeadModel  # imports slowly
 
     config = GPT2Config(
         vocab_size=VOCABULARY, n_positions=4, n_embd=8, n_layer=1, n_head=2, bos_token_id=0,
@@ -258,7 +258,7 @@ def gpt2() -> Subject:
 
 
 def bert() -> Subject:
-    from transformers import BertConfig, BertForMaskedLM  # seconds to import
+    from transformers import BertConfig, BertForMaskedLM  # imports slowly
 
     config = BertConfig(
         vocab_size=VOCABULARY, hidden_size=8, num_hidden_layers=1, num_attention_heads=2,
@@ -296,9 +296,9 @@ def compute_groups() -> Subject:
 
 
 def by_cost() -> Subject:
-    """Rows that are sorted by tokens, and lose their padding; dropout draws in sorted order."""
+    """Rows that are sorted by tokens and lose their padding; dropout draws in sorted order."""
     model = Reader(dropout=0.3)
-    # All batches have rows of the same lengths, so that one size cuts all of them alike.
+    # All batches have rows of the same lengths, so that one size cuts all of them equally.
     lengths = [[3, 4, 3, 4], [4, 3, 4, 3], [3, 3, 4, 4], [4, 4, 3, 3], [4, 3, 3, 4]]
     batches = []
     for each in lengths:

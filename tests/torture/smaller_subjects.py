@@ -52,19 +52,15 @@ class TiedTail(nn.Module):
         super().__init__()
         self.embedding = nn.Embedding(VOCABULARY, WIDTH)
         self.body = nn.Linear(WIDTH, WIDTH)
-        self.loss = split(
-            self.tail,
-            microbatch_size=halving(4),
-            microbatch_unit="tokens",
-            modules=[self.embedding],
-        )
+        self.loss = split(self.tail, microbatch_size=halving(4), modules=[self.embedding])
 
     def tail(self, hidden: Tensor, targets: Tensor) -> Tensor:
         return nn.functional.cross_entropy(hidden @ self.embedding.weight.T, targets)
 
     def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
         hidden = nn.functional.dropout(self.embedding(tokens), 0.2, self.training)
-        loss: Tensor = self.loss(torch.tanh(self.body(hidden)), targets)
+        hidden = torch.tanh(self.body(hidden))
+        loss: Tensor = self.loss(hidden.flatten(0, 1), targets.flatten())
         return loss
 
 

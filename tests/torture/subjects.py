@@ -1,4 +1,4 @@
-"""The models that are put under fault injection, small enough to run thousands of times."""
+"""The models under fault injection, small enough to run thousands of times."""
 
 import random
 from collections.abc import Iterable
@@ -19,7 +19,7 @@ BATCHES = 5
 
 
 class ConvNet(nn.Module):
-    """BatchNorm writes its statistics behind the version counter; dropout draws."""
+    """BatchNorm writes its statistics without a new version; dropout draws."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -72,7 +72,7 @@ class StateOfEveryKind(nn.Module):
 
 
 class TiedWeights(nn.Module):
-    """The embedding is the output head too, and the graph branches."""
+    """The embedding is also the output head, and the graph branches."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -90,7 +90,7 @@ class TiedWeights(nn.Module):
 
 
 class RowCounter:
-    """A metric of plain Python."""
+    """A metric in plain Python."""
 
     def __init__(self) -> None:
         self.rows = 0
@@ -110,7 +110,7 @@ def accuracy(num_classes: int = 3) -> MulticlassAccuracy:
 
 
 def classify(model: nn.Module, *shape: int, **more: Any) -> Subject:
-    """A subject that sorts inputs of a shape into three classes."""
+    """A subject that classifies inputs of a shape into three classes."""
     batches = [(torch.randn(ROWS, *shape), torch.tensor([0, 1, 2, i % 3])) for i in range(BATCHES)]
     return Subject(
         model=model,
@@ -146,7 +146,7 @@ def state_of_every_kind() -> Subject:
 def tied_weights() -> Subject:
     model = TiedWeights()
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01, foreach=True)
-    # Gradients that are views of one storage, as buckets of DDP are.
+    # Gradients that are views of one storage, like DDP's buckets.
     parameters = list(model.parameters())
     bucket = torch.randn(sum(each.numel() for each in parameters))
     pieces = bucket.split([each.numel() for each in parameters])

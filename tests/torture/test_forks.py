@@ -1,4 +1,4 @@
-"""Work in a copy of the process."""
+"""Work in a fork of the process."""
 
 import threading
 

@@ -1,4 +1,4 @@
-"""The sweep over every model: `make torture`, some half an hour."""
+"""The sweep over all models: `make torture`, about half an hour."""
 
 import resource
 from collections.abc import Iterator
@@ -11,8 +11,8 @@ from tests.torture.more_subjects import SUBJECTS
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(3600)]
 
-# All four faults at each operation of a settled call: small ones, of each mechanism one. With the
-# other subjects it is one of the four, drawn.
+# All four faults at each operation of a settled call for small models, one per mechanism. For other
+# subjects one of the four is drawn.
 ALL_FOUR = {
     "MLP",
     "BatchNorm and dropout",
@@ -20,10 +20,10 @@ ALL_FOUR = {
     "state of every kind",
     "nested tail",
 }
-# Models of four hundred operations and more, whose mechanisms smaller subjects have: one fault at
-# every tenth operation. What a level does to a block of the transformer, it does to those of
-# "recompute buffers" and of "nested tail, recompute + offload"; GPT-2 and the other tails have what
-# GPT-2's tail has.
+# Models with four hundred or more operations, whose mechanisms smaller models cover: one fault at
+# every tenth operation. Levels treat the transformer's block like those of "recompute buffers" and
+# "nested tail, recompute + offload"; the tail of GPT-2 covers GPT-2 itself and the other
+# tails.
 LARGE = {
     "BERT",
     "nested tail of GPT-2",
@@ -41,14 +41,14 @@ FEWEST_FAULTS = 10_000
 
 
 def title(name: str) -> str:
-    """What the table calls a subject: it says what is not all."""
+    """Return the name of a subject in the table, with a mark if its sweep is partial."""
     if name in LARGE:
         return f"{name} (every tenth)"
     return name if name in ALL_FOUR else f"{name} (one of four)"
 
 
 def tortured(name: str) -> list[Row]:
-    """What the sweep finds of a subject."""
+    """Return the results of a subject's sweep."""
     return torture(
         SUBJECTS[name],
         name=title(name),
@@ -74,7 +74,7 @@ def test_every_fault_is_recovered_or_refused_with_nothing_lost(rows: list[Row], 
     assert [each for row in found for each in row.wrong] == []
     assert all(row.bytes_alive <= 0 for row in found)
     settled = [row for row in found if "first" not in row.what]
-    assert not any(row.extra for row in settled)  # else it were not settled
+    assert not any(row.extra for row in settled)  # otherwise the calls would not be settled
 
 
 def test_there_were_enough_faults(rows: list[Row]) -> None:

@@ -1,4 +1,4 @@
-"""A seeded sample of the faults that `make torture` tries by the thousand."""
+"""A seeded sample of the thousands of faults that `make torture` tries."""
 
 import functools
 import logging
@@ -44,7 +44,7 @@ HALF_APPLIED = {
 
 
 def check(trials: Trials, title: str, plans: Sequence[Plan], size: int) -> set[str]:
-    """Try a sample of the plans, and give the outcomes."""
+    """Try a sample of the plans, and return the outcomes."""
     row = sweep(trials, title, sample(trials, plans, size, title))
     print(render([row]))
     assert row.wrong == []
@@ -59,9 +59,9 @@ def scene(name: str, call: str = "backward", warm_steps: int = 1) -> Scene:
 @pytest.mark.parametrize("name", mostly_in_sweeps(SUBJECTS, few=16))
 def test_whatever_fails_is_recovered_bit_identically_or_leaves_no_trace(name: str) -> None:
     trials = Trials(scene(name))
-    # Checks are over, but for parts whose targets show something new.
+    # Checks are over, except for parts whose targets reveal something new.
     assert trials.num_extra == 0 or "tail" in name
-    num_faults = 8 if trials.num_extra else 2  # a check can do without the memory
+    num_faults = 8 if trials.num_extra else 2  # a check can fail for lack of memory without effect
     outcomes = check(trials, "one out of memory", single_faults(trials, ["oom"]), num_faults)
     assert any(outcome.startswith("recovered") for outcome in outcomes)
     outcomes = check(trials, "foreign errors", single_faults(trials, ["boom", "interrupt"]), 1)
@@ -71,7 +71,7 @@ def test_whatever_fails_is_recovered_bit_identically_or_leaves_no_trace(name: st
         check(trials, "many faults", bursts(trials, 1), 1)
 
 
-# The first step has a probe and a reservation; a budget copies every batch.
+# The first step has a probe and a reservation; a memory budget copies every batch.
 @pytest.mark.parametrize(
     "each",
     [
@@ -109,7 +109,7 @@ def test_metrics_of_an_evaluation_count_once_whatever_fails(name: str) -> None:
 
 
 def test_the_harness_sees_what_is_left_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
-    # A part that forgets to roll back must not pass.
+    # A part that forgets to roll back must be detected.
     monkeypatch.setattr("automicro.state.capture.Captured.put_back", lambda self: None)
     verdict = attempt(Trials(scene("BatchNorm and dropout")), [Fault(140)])
     assert any("body.1.running_mean" in fault for fault in verdict.faults)
@@ -129,7 +129,7 @@ def test_the_harness_sees_what_is_left_alive(monkeypatch: pytest.MonkeyPatch) ->
 
 @functools.cache
 def hidden() -> list[int]:
-    """A count where no library can see it."""
+    """A counter that a library cannot reach."""
     return [0]
 
 
@@ -169,7 +169,7 @@ def test_no_batch_can_open_a_transaction_without_memory() -> None:
 
 
 class Places(FaultMode):
-    """Notes which operations are those of a slice of a part in a second forward."""
+    """Record which operations belong to a slice of a part in a second forward."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,7 +1,6 @@
 """Steps of the Trainer that go wrong: what they leave behind, and who is told what."""
 
 import copy
-import pickle
 from functools import partial
 from typing import Any
 
@@ -113,15 +112,6 @@ def test_intervals_in_tokens_that_nobody_can_count_are_refused() -> None:
     trainer = make_trainer(make_model(), eval_dataloader=evaluator)
     with pytest.raises(ValueError, match=r"pass .*CountData"):
         trainer.fit()
-
-
-def test_the_state_is_for_reading_and_can_be_copied() -> None:
-    trainer = make_trainer(make_model())
-    with pytest.raises(AttributeError, match=r"LoopState\.batch is read-only"):
-        trainer.state.batch = 100
-    trainer.fit()
-    for copied in (copy.deepcopy(trainer.state), pickle.loads(pickle.dumps(trainer.state))):
-        assert copied.batch == trainer.state.batch > 0
 
 
 def test_gradients_of_a_callbacks_own_pass_are_not_scaled() -> None:

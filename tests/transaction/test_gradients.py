@@ -1,4 +1,4 @@
-"""Gradients that were there before, through attempts that fail and that commit."""
+"""Gradients of earlier batches, through attempts that fail or commit."""
 
 from collections.abc import Callable, Sequence
 from typing import Any

@@ -1,4 +1,4 @@
-"""What a transaction promises, and each of its parts but the gradients."""
+"""The promises of a transaction, and all its parts except gradients."""
 
 import functools
 from collections.abc import Callable
@@ -15,7 +15,7 @@ from automicro.transaction.transaction import Transaction
 
 
 class FakePart:
-    """Writes down what it is told, and fails where it is told to."""
+    """A part that records its calls, and fails on request."""
 
     def __init__(self, log: list[str], name: str, fails: dict[str, list[BaseException]]) -> None:
         self._log = log
@@ -91,7 +91,7 @@ def test_every_part_is_rolled_back_although_one_fails(error: BaseException) -> N
         transaction.roll_back()
     assert caught.value is error
     assert log[-2:] == ["b roll_back", "a roll_back"]
-    transaction.roll_back()  # what failed is tried again, the rest is done
+    transaction.roll_back()  # the failed part is retried, the others are finished
     assert log[-1] == "b roll_back"
     assert log.count("a roll_back") == 1
 
@@ -112,7 +112,7 @@ def write(module: nn.Module) -> None:
 def test_putting_a_buffer_back_is_no_change_of_it(
     change: Callable[[nn.Module], None] | None,
 ) -> None:
-    """A part of an attempt may be undone on its own, and the attempt asks what has moved."""
+    """A part of an attempt may be undone separately, and the attempt checks what has changed."""
     module = Buffered()
     index = ModuleIndex([module])
     attempt, part = State(lambda: {"": module}), State(lambda: {"": module})

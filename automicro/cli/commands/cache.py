@@ -37,16 +37,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--model", metavar="NAME", help="only those of a model's class")
     parser.add_argument("--older-than", metavar="AGE", help="only those older, such as 12h or 30d")
-    parser.add_argument("--markdown", action="store_true", help="print them as a table for docs")
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Do what the command was asked for, and return the exit code."""
-    forms = [name for name in ("json", "markdown", "clear") if getattr(arguments, name)]
-    if len(forms) > 1:
-        raise ConfigError(
-            f"{' and '.join(f'--{name}' for name in forms)} do not go together: give one of them"
-        )
+    if arguments.json and arguments.clear:
+        raise ConfigError("--json and --clear do not go together: give one of them")
     from automicro.remembered.cache import SizeCache
 
     which = _choose_sizes(older_than=arguments.older_than, model=arguments.model)
@@ -57,8 +53,6 @@ def run(arguments: argparse.Namespace) -> int:
     sizes = [size for size in cache.entries() if which is None or which(size)]
     if arguments.json:
         print(to_json([_as_values(size, cache) for size in sizes]))
-    elif arguments.markdown:
-        print(as_markdown(sizes), end="")
     elif sizes:
         print(as_text(sizes))
         print(f"\n{_count(len(sizes))} in {cache.folder}")
@@ -104,39 +98,23 @@ def _as_values(size: RememberedSize, cache: SizeCache) -> dict[str, object]:
     }
 
 
-def as_markdown(sizes: Sequence[RememberedSize]) -> str:
-    """Return a table for docs, with when and with which versions it was measured."""
-    rules = ["--:" if title in _NUMBERS else "---" for title in _COLUMNS]
-    rows = [list(_COLUMNS), rules, *_cells(sizes, _COLUMNS)]
-    lines = [f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in row)} |" for row in rows]
-    if sizes:
-        named = sorted({"automicro {automicro} on torch {torch}".format(**s.key) for s in sizes})
-        when = sorted({_date(size) for size in sizes})
-        dates = " to ".join(dict.fromkeys((when[0], when[-1])))
-        lines += ["", f"Measured {dates} with {', '.join(named)}."]
-    return "\n".join([*lines, ""])
-
-
 def as_text(sizes: Sequence[RememberedSize]) -> str:
     """Return a table for a terminal or a pipe, one line for each size."""
-    columns = {**_COLUMNS, **_COLUMNS_OF_TEXT}
-    rows = [list(columns), *_cells(sizes, columns)]
+    rows = [list(COLUMNS), *cells(sizes)]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     # Shorter titles have their width, too.
     return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
 
 
-def _cells(
-    sizes: Iterable[RememberedSize], columns: Mapping[str, Callable[[RememberedSize], object]]
-) -> list[list[str]]:
+def cells(sizes: Iterable[RememberedSize]) -> list[list[str]]:
+    """Return the rows of such a table."""
     # A file may hold anything: control characters would steer the terminal.
-    texts = [[str(cell(size)) for cell in columns.values()] for size in sizes]
+    texts = [[str(cell(size)) for cell in COLUMNS.values()] for size in sizes]
     return [["".join(c if c.isprintable() else "?" for c in text) for text in row] for row in texts]
 
 
 def _num_microbatches(size: RememberedSize) -> int:
-    rows: int = size.key["rows"]
-    return -(-rows // size.microbatch_size)
+    return -(-int(size.key["rows"]) // size.microbatch_size)
 
 
 def _date(size: RememberedSize) -> str:
@@ -161,23 +139,16 @@ def _device(size: RememberedSize) -> str:
     return f"{text} × {ranks}" if ranks > 1 else text
 
 
-_COLUMNS: Mapping[str, Callable[[RememberedSize], object]] = {
+COLUMNS: Mapping[str, Callable[[RememberedSize], object]] = {
     "model": lambda size: size.key["model"],
     "parameters": lambda size: describe_count(size.key["parameters"]),
     "device": _device,
-    "precision": lambda size: (
-        size.key["precision"] + (", compiled" if size.key["compiled"] else "")
-    ),
+    "precision": lambda size: size.key["precision"] + ", compiled" * size.key["compiled"],
     "phase": lambda size: size.key["phase"],
     "batch (rows)": lambda size: size.key["rows"],
     "microbatch size (rows)": lambda size: size.microbatch_size,
     "microbatches": _num_microbatches,
     "peak memory": lambda size: "–" if size.peak_bytes is None else format_bytes(size.peak_bytes),
-}
-_NUMBERS = (
-    *("parameters", "batch (rows)", "microbatch size (rows)", "microbatches", "peak memory"),
-)
-_COLUMNS_OF_TEXT: Mapping[str, Callable[[RememberedSize], object]] = {
     "level": lambda size: size.level,
     "optimizer": lambda size: size.key["optimizer"] or "–",
     "one row": lambda size: _one_row(size.key["shapes"]),

@@ -22,12 +22,6 @@ from automicro.errors import ConfigError, suggestion
 TEMPLATE = Path(__file__).parents[1] / "config" / "template.yaml"
 ELSEWHERE = "see `Microbatcher`"
 MOST_COLUMNS = 100
-PAGE = """\
-## Every key
-
-Written by `automicro config --keys --markdown`. A node is
-`{call: dotted.path, args: {name: value}}`.
-"""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -41,7 +35,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="list every key with type, default and meaning, or those that match: part of a "
         "name, or a pattern such as '*_size'",
     )
-    parser.add_argument("--markdown", action="store_true", help="with --keys: as a page")
     parser.add_argument("--template", action="store_true", help="print a config to start with")
 
 
@@ -52,12 +45,7 @@ def run(arguments: argparse.Namespace) -> int:
         print(TEMPLATE.read_text(encoding="utf-8"), end="")
     elif arguments.keys is not None:
         _take_no_inputs(arguments, "--keys")
-        if arguments.markdown:
-            print(markdown_page(), end="")
-        else:
-            _print_keys(arguments.keys)
-    elif arguments.markdown:
-        raise ConfigError("--markdown is a form of --keys: say automicro config --keys --markdown")
+        _print_keys(arguments.keys)
     else:
         _print_config(arguments)
     return 0
@@ -125,10 +113,10 @@ def documentation() -> dict[str, str]:
     return {key: _in_yaml(text) for key, text in texts.items()}
 
 
-def _describe_keys() -> dict[str, list[Key]]:
+def describe_keys() -> dict[str, list[Key]]:
     """All keys in their groups, each followed by those that it may hold.
 
-    >>> _describe_keys()["How long"][0].default
+    >>> describe_keys()["How long"][0].default
     '1ep'
     """
     from automicro.cli.config.load import to_yaml
@@ -193,7 +181,7 @@ def _print_keys(pattern: str) -> None:
         a folder for `config.yaml`, `summary.json`, `weights.pt` and checkpoints; with null, nothing
         is written. Such as `runs/${now:%Y-%m-%d_%H-%M-%S}`. Nothing of another run is overwritten.
     """
-    groups = _describe_keys()
+    groups = describe_keys()
     known = [key.name for keys in groups.values() for key in keys]
     chosen = [name for name in known if fnmatch.fnmatch(name, pattern) or pattern in name]
     if not chosen:
@@ -217,22 +205,6 @@ def _print_keys(pattern: str) -> None:
             head = wrapper.fill(f"{key.name}: {key.kind}, {default}{key.needed}{such}")
             blocks.append(f"{head}\n{wrapper.fill('    ' + key.meaning)}")
     print("\n\n".join(blocks))
-
-
-def markdown_page() -> str:
-    """Return the reference of every key as a section with a table for each group.
-
-    >>> print(markdown_page().splitlines()[0])
-    ## Every key
-    """
-    parts = [PAGE]
-    for group, keys in _describe_keys().items():
-        parts += [f"\n### {group}\n", "| Key | Type | Default | What it is |", "|---|---|---|---|"]
-        for key in keys:
-            needed = key.needed if key.example or key.default is None else f"`{key.default}`"
-            meaning = key.meaning.replace("|", r"\|")
-            parts.append(f"| `{key.name}` | {key.kind} | {needed} | {meaning} |")
-    return "\n".join(parts) + "\n"
 
 
 def _is_elsewhere(text: str | None) -> bool:

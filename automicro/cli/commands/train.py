@@ -41,7 +41,7 @@ def run(arguments: argparse.Namespace) -> int:
                 if is_first:
                     run_dir.begin()
         if finished is not None:
-            print(to_json(finished) if arguments.json else finished, file=results)
+            print(to_json(finished, indent=None if arguments.json else 2), file=results)
             print(f"{config.run_dir} holds this run, trained to its end: nothing was left to do")
             return 0
         if config.progress:

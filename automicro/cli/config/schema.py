@@ -5,7 +5,7 @@ Types and defaults come from the signature of what takes them.
 
 import functools
 import typing
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
 from inspect import Parameter, isclass, signature
 from pathlib import Path
@@ -18,7 +18,6 @@ from automicro.cli.config.keys import KEYS, OPTIONS, TO_TRAIN, Option, as_overri
 from automicro.cli.config.nodes import (
     FORM,
     NODE_KEYS,
-    REFERENCE,
     CallConfig,
     is_node,
     items_inside,
@@ -496,25 +495,16 @@ def unknown_key(key: str, tree: Mapping[str, Any]) -> ConfigError:
         return ConfigError(f"unknown key {key!r}: {INSTEAD[key]}")
     value = tree[key]
     duration = duration_meant(value, str(key))
-    below = ["max_duration"] if duration else [*_places_of(key, tree)]
-    below += [f"{each}.{key}" for each in SECTIONS if key in keys_inside(each)]
-    if below:
-        # An argument that only refers to a key is set by that key.
-        other = REFERENCE.fullmatch(str(leaves(tree).get(below[0])))
-        meant = other[1] if other else below[0]
-        said = f"unknown key {key!r} (did you mean {meant!r}?)"
-        return ConfigError(f"{said}: write {as_override(meant, duration or value)}")
+    meant = ["max_duration"] if duration else []
+    # People write width for model.args.width.
+    meant += [leaf for leaf in leaves(tree) if leaf.endswith(f".args.{key}")]
+    meant += [f"{each}.{key}" for each in SECTIONS if key in keys_inside(each)]
+    if meant:
+        said = f"unknown key {key!r} (did you mean {meant[0]!r}?)"
+        return ConfigError(f"{said}: write {as_override(meant[0], duration or value)}")
     hint = suggestion(str(key), KEYS)
     remedy = "correct it" if hint else NO_KEYS_OF_ITS_OWN
     return ConfigError(f"unknown key {key!r}{hint}: {remedy}")
-
-
-def _places_of(name: object, tree: Mapping[str, Any]) -> Iterator[str]:
-    """Where a name stands among arguments: people write ``width`` for ``model.args.width``."""
-    for leaf in leaves(tree):
-        place, _, _ = f"{leaf}.".partition(f".args.{name}.")
-        if place != f"{leaf}.":
-            yield f"{place}.args.{name}"
 
 
 def _read_limit(limit: Any) -> None:

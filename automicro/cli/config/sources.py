@@ -16,7 +16,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from automicro.cli.arguments import no_such_file
 from automicro.cli.config.nodes import NODE_KEYS, leaves
-from automicro.cli.errors import is_bug_of_ours, summarize_error
+from automicro.cli.errors import summarize_error
 from automicro.errors import ConfigError, about, keys_of
 from automicro.memory.oom import first_line
 
@@ -38,7 +38,8 @@ class Sources:
         self.tree: Tree = {}
         self._mistakes: list[tuple[str, Exception]] = []
         self._lines: dict[str, Mapping[str, int]] = {}
-        self._sets: dict[str, Collection[str]] = {}  # the leaves that each source sets
+        self._order: dict[str, None] = {}  # of the sources
+        self._set_by: dict[str, str] = {}  # the last source that set each leaf
         for path in map(str, paths):
             try:
                 values, self._lines[path] = read_file(Path(path))
@@ -58,8 +59,9 @@ class Sources:
             self._note(name_override(override), leaves(value, key))
 
     def _note(self, name: str, keys: Collection[str]) -> None:
-        self._sets.pop(name, None)  # given twice, it counts where it is given last
-        self._sets[name] = keys
+        self._order.pop(name, None)  # given twice, it counts where it is given last
+        self._order[name] = None
+        self._set_by |= dict.fromkeys(keys, name)
 
     @contextlib.contextmanager
     def at(self, *keys: object) -> Iterator[None]:
@@ -68,8 +70,6 @@ class Sources:
             with about(*keys):
                 yield
         except Exception as error:
-            if is_bug_of_ours(error):
-                raise  # with its own class and traceback
             is_ours = isinstance(error, ConfigError)
             said = str(error) if is_ours else summarize_error(error)
             self._mistakes.append((f"{self.origin(keys_of(error))}: {said}", error))
@@ -100,7 +100,7 @@ class Sources:
         found = found or {path: set() for path in self._lines}
         return " + ".join(
             ":".join(filter(None, [name, ",".join(map(str, sorted(found[name])))]))
-            for name in sorted(found, key=[*self._sets].index)
+            for name in sorted(found, key=[*self._order].index)
         )
 
     def _names(self, key: str) -> set[str]:
@@ -109,9 +109,7 @@ class Sources:
         if not inside:
             above = key.rpartition(".")[0]
             return self._names(above) if above else set()
-        latest = [*reversed(self._sets)]
-        last = (next((name for name in latest if leaf in self._sets[name]), "") for leaf in inside)
-        return {*last} - {""}
+        return {self._set_by[leaf] for leaf in inside if leaf in self._set_by}
 
     def _line_of(self, key: str, path: str) -> list[int]:
         """The line of a key in a file, or of what it lies in; none in an override."""

@@ -1,4 +1,4 @@
-"""A step of a `Microbatcher`, run on tensors without data, or on a copy in host memory.
+"""A step of a `Microbatcher`, run on tensors without data.
 
 A copy of the model takes the step: nothing of the model itself moves, and it may lie on the meta
 device, or be a function that makes it. The copy's tensors are fake ones, which have shapes but no
@@ -41,8 +41,6 @@ from automicro.torch_private import FakeTensorMode, is_uninitialized, is_wrapper
 from automicro.transaction.gradients import NARROW
 from automicro.transaction.rng import NothingDrawn
 
-_FEW = (2, 8)  # rows of the steps that compute
-
 
 @dataclass(frozen=True, kw_only=True)
 class Conditions:
@@ -80,7 +78,6 @@ class DryRun:
         before_ampere: whether that is an older one; see `Device`.
         when_too_large: as `Microbatcher`, like the next.
         nested: see there.
-        is_fake: whether nothing is computed; else the copy runs on the CPU.
         assumptions: about kernels, in sentences.
         levels: those of the copy, whose savers `Conditions` name.
 
@@ -104,7 +101,6 @@ class DryRun:
     before_ampere: bool = False
     when_too_large: Savers = "error"
     nested: Mapping[str, Any] | None = None
-    is_fake: bool = True
 
     def __post_init__(self) -> None:
         # A model's code may hold real tensors outside of its tables: in lists, or as globals.
@@ -132,7 +128,7 @@ class DryRun:
     def _levels_of(self, when_too_large: Savers) -> list[Level]:
         levels = make_levels(when_too_large, self._modules, torch.device("cpu"))
         for saver in levels[-1].savers:  # the last level has all of them
-            if isinstance(saver, Recompute) and self.is_fake:
+            if isinstance(saver, Recompute):
                 # On tensors without data no generator draws, so recomputation has nothing to set
                 # back.
                 saver.random = functools.partial(NothingDrawn, ())
@@ -154,21 +150,16 @@ class DryRun:
         return any(each.adapts for each in self._nested.all())
 
     def slices(self, rows: int, *, splits: bool, conditions: Conditions) -> dict[str, int]:
-        """Rows of the largest slice of each part with a size of its own, by its name, in a step.
-
-        They are not known of steps that did not run.
-        """
+        """Rows of the largest slice of each part with a size of its own, by its name, in a step."""
         self.step(rows, splits=splits, conditions=conditions)
         return self._steps[rows, splits, conditions][1]
 
     def _made(self, make: Callable[[], Any]) -> nn.Module:
         with undisturbed():
             try:
-                with torch.device("meta" if self.is_fake else "cpu"):
+                with torch.device("meta"):
                     model = make()
             except Exception:
-                if not self.is_fake:
-                    raise
                 model = make()  # some models read their numbers while they are made
         if not isinstance(model, nn.Module):
             raise TypeError(
@@ -213,20 +204,14 @@ class DryRun:
                 "plan cannot stand in for; pass the model as it is before it is sharded or "
                 "quantized, and the shards as ranks=…"
             )
-        with self._fake():
+        with self._mode:
             # With its strides, which decide over the memory format of what is computed from it.
             value = torch.empty_strided(
                 tensor.size(), tensor.stride(), dtype=tensor.dtype, device="cpu"
             )
-            if not self.is_fake and tensor.device.type != "meta":
-                with torch.no_grad():
-                    value.copy_(tensor)
         if isinstance(tensor, nn.Parameter):
             value = nn.Parameter(value, requires_grad=tensor.requires_grad)
         return value
-
-    def _fake(self) -> contextlib.AbstractContextManager[Any]:
-        return self._mode if self.is_fake else contextlib.nullcontext()
 
     @functools.cached_property
     def step_memory(self) -> StepMemory:
@@ -251,37 +236,14 @@ class DryRun:
     def step(self, rows: int, *, splits: bool, conditions: Conditions | None = None) -> Trace:
         """The memory of a step whose largest microbatch has this many rows. Each is run once.
 
-        Of steps that compute, large ones do not run: they lie on a line through two small ones.
-
         Raises:
             UntraceableModelError: it needs data. The message has the model's own line.
             BatchError, LossError: as a `Microbatcher` raises them.
         """
         asked = (rows, splits, conditions or Conditions())
         if asked not in self._steps:
-            runs = self.is_fake or rows <= _FEW[1]
-            self._steps[asked] = self._run(*asked) if runs else (self._on_line(*asked), {})
+            self._steps[asked] = self._run(*asked)
         return self._steps[asked][0]
-
-    def _on_line(self, rows: int, splits: bool, conditions: Conditions) -> Trace:
-        few, more = _FEW
-        low, high = (self.step(each, splits=splits, conditions=conditions) for each in _FEW)
-        times = (rows - more) / (more - few)
-        found = high.on_line(low, times)
-        if found is not None:
-            return found
-        # Their events do not match, so owners are extrapolated at the peaks alone. The optimizer's
-        # step is left out, which the rows of a microbatch do not change.
-        still = (each.scaled(lambda owner: float(owner.kind != STEP)) for each in (low, high))
-        before, after = (each.breakdown() for each in still)
-        found = Trace.still(
-            {
-                owner: max(round(num_bytes + (num_bytes - before.get(owner, 0)) * times), 0)
-                for owner, num_bytes in after.items()
-            }
-        )
-        # Where the optimizer's step is the fullest moment, it is that of any number of rows.
-        return max(found, high, key=lambda trace: trace.peak_bytes)
 
     def _run(self, rows: int, splits: bool, conditions: Conditions) -> tuple[Trace, dict[str, int]]:
         if splits and self._without_gradient is None:
@@ -302,7 +264,7 @@ class DryRun:
             for manager in (
                 extra_pass(),
                 undisturbed(),
-                self._fake(),
+                self._mode,
                 recorder,
                 recorder.watching(self._modules),
                 recorder.choosing_kernels(),
@@ -312,11 +274,12 @@ class DryRun:
                 self._step(recorder, microbatch, splits, conditions)
             except Exception as error:
                 self._clear()
-                if not self.is_fake or isinstance(error, BatchError | LossError):
+                if isinstance(error, BatchError | LossError):
                     raise
                 raise UntraceableModelError(
                     f"the model needs data to be run: {describe_error(error).splitlines()[0]}, "
-                    f"{_where(error)}"
+                    f"{_where(error)}; leave that out where automicro.is_extra_pass() is true, or "
+                    "run one batch in a MemoryBudget and read its peak_bytes"
                 ) from error
         self.assumptions |= recorder.assumptions
         parts = self._nested.by_name().items()
@@ -435,8 +398,6 @@ class DryRun:
         # The batch that was given counts for nothing: of a run's batches one microbatch is on the
         # device.
         recorder.ledger.place(tensor, [], on_host=True)
-        if not self.is_fake:
-            return tensor.detach().to("cpu", copy=True).requires_grad_(tensor.requires_grad)
         with recorder.ledger.placing(on_host=True):
             like = torch.empty_like(tensor, device="meta")
         moved = torch.empty_strided(like.size(), like.stride(), dtype=like.dtype, device="cpu")

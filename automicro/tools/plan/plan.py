@@ -13,11 +13,7 @@ from torch import nn
 
 from automicro.batch.layout import BatchLayout
 from automicro.errors import (
-    BatchError,
-    LossError,
     UntraceableModelError,
-    describe_error,
-    text_of,
 )
 from automicro.memory.timeline import BACKWARD, GRADIENTS, OPTIMIZER, PARAMETERS, Owner, Trace
 from automicro.nested.parts import Nested
@@ -43,7 +39,6 @@ from automicro.tools.plan.report import LevelPlan, PlanReport
 # Of what comes and goes in a step, what a plan may be wrong by; then of all of it.
 _ERROR = 0.03
 _ERROR_OF_LEVELS = 0.06  # less comes and goes there, and what is not known stays the same
-_MEASURED_ERROR = 0.10
 _FRAGMENTATION = 0.03  # of an accelerator
 _KERNELS_OF_CPU = 0.20  # an LSTM's takes most, 16.5 % of the real peak
 _LEAST_BYTES = 256 << 10
@@ -114,8 +109,6 @@ class Planner:
         held = trace.breakdown()
         moving = sum(num_bytes for owner, num_bytes in held.items() if owner.kind not in STAYING)
         share = _ERROR_OF_LEVELS if self.conditions.savers else _ERROR
-        if not self.steps.is_fake:
-            share = _MEASURED_ERROR
         lost = _FRAGMENTATION if self.steps.on_accelerator else _KERNELS_OF_CPU
         return int(share * moving + lost * trace.peak_bytes) + _LEAST_BYTES
 
@@ -139,7 +132,7 @@ class Planner:
 
         They halve, as where memory runs out.
         """
-        if not self.steps.has_adapting_parts or (self.steps.is_fake and not self.slices(size)):
+        if not self.steps.has_adapting_parts or not self.slices(size):
             return self
         finer = [self.otherwise(finer=1 << doublings) for doublings in range(_FINEST + 1)]
         if limit_bytes is None:
@@ -184,7 +177,7 @@ class Planner:
     def _changed(self, size: int) -> Iterator[tuple[str, "Planner"]]:
         """The changes that may help: how to make each, and the planner with it."""
         savers = self.conditions.savers
-        if self.conditions.train and self.steps.is_fake:
+        if self.conditions.train:
             for name in (RECOMPUTE, OFFLOAD):
                 saver = self.steps.saver(name)
                 if saver is not None and name not in savers:
@@ -238,9 +231,7 @@ def plan(
 
     A copy of the model takes a step on tensors that have shapes but no data, forward and backward
     as a `Microbatcher` runs them, and every tensor's coming and going is counted. Nothing is
-    allocated: a model of seven billion parameters is planned on a laptop. A model that reads its
-    data while it runs (``.item()``, boolean masks) is measured instead, in a few rows on the CPU,
-    and the report says so.
+    allocated: a model of seven billion parameters is planned on a laptop.
 
     The forward runs some ten times, on a copy: what it prints or counts outside of the model shows
     (`is_extra_pass` tells it). The model, the batch and random generators stay as they are.
@@ -272,7 +263,8 @@ def plan(
         remedies: whether to predict what would help most, which takes a few runs more.
 
     Raises:
-        UntraceableModelError: the model can be run neither without data nor on the CPU.
+        UntraceableModelError: the model reads its data while it runs (``.item()``, boolean masks);
+            the message has its line.
         BatchError: the batch cannot be cut, or is not what ``loss_fn`` takes.
         LossError: nothing says how to compute the loss, or it is none.
         TypeError, ValueError: arguments that make no sense, each with its remedy.
@@ -306,8 +298,7 @@ def plan(
     Nested(nested)
     num_ranks = read_count("ranks", ranks)
     layout = BatchLayout(batch_layout)
-    run = functools.partial(
-        DryRun,
+    steps = DryRun(
         model=model,
         batch=batch,
         layout=layout,
@@ -324,53 +315,35 @@ def plan(
     num_rows = layout.num_rows(batch) if rows is None else read_count("rows", rows)
     given = None if microbatch_size is None else read_count("microbatch_size", microbatch_size)
 
-    def planned(steps: DryRun, why: str) -> PlanReport:
-        found = []
-        for level in steps.levels:
-            savers = tuple(each.name for each in level.savers)
-            at_level = dataclasses.replace(conditions, savers=savers)
-            planner = Planner(steps, at_level, num_ranks, num_rows)
-            if given is not None or limit_bytes is None:
-                size = canonical_size(num_rows, min(given or num_rows, num_rows))
-            else:
-                size = planner.largest(limit_bytes) or 1
-            planner = planner.with_coarsest_slices(size, limit_bytes)
-            found.append((planner, planner.level(level.name, size, limit_bytes)))
-        # Of the first level that fits.
-        planner, level_plan = next((each for each in found if each[1].fits), found[0])
-        assumptions = tuple(sorted(steps.assumptions))  # remedies may need others
-        size = level_plan.microbatch_size
-        return PlanReport(
-            **vars(level_plan),
-            model=type(steps.model).__name__,
-            device=device,
-            limit_bytes=limit_bytes,
-            num_rows=num_rows,
-            points=tuple((each, planner.points[each][0]) for each in sorted(planner.points)),
-            remedies=tuple(planner.remedies(size, limit_bytes) if remedies else ()),
-            num_parameters=sum(p.numel() for p in steps.model.parameters()),
-            ranks=num_ranks,
-            precision=precision,
-            train=train,
-            levels=tuple(level_plan for _, level_plan in found),
-            why_measured=why,
-            assumptions=assumptions,
-            state_unknown=steps.step_memory.unknown or "",
-            trace=planner.trace(size),
-        )
-
-    try:
-        return planned(run(), "")
-    except UntraceableModelError as error:
-        why = text_of(error)
-        try:
-            return planned(run(is_fake=False), why)
-        except (BatchError, LossError):
-            raise
-        except Exception as second:
-            # The same on both ways: said once.
-            if text_of(second) == why:
-                raise
-            raise UntraceableModelError(
-                f"{why}. On the CPU a few rows fail, too: {describe_error(second)}"
-            ) from second
+    found = []
+    for level in steps.levels:
+        savers = tuple(each.name for each in level.savers)
+        at_level = dataclasses.replace(conditions, savers=savers)
+        planner = Planner(steps, at_level, num_ranks, num_rows)
+        if given is not None or limit_bytes is None:
+            size = canonical_size(num_rows, min(given or num_rows, num_rows))
+        else:
+            size = planner.largest(limit_bytes) or 1
+        planner = planner.with_coarsest_slices(size, limit_bytes)
+        found.append((planner, planner.level(level.name, size, limit_bytes)))
+    # Of the first level that fits.
+    planner, level_plan = next((each for each in found if each[1].fits), found[0])
+    assumptions = tuple(sorted(steps.assumptions))  # remedies may need others
+    size = level_plan.microbatch_size
+    return PlanReport(
+        **vars(level_plan),
+        model=type(steps.model).__name__,
+        device=device,
+        limit_bytes=limit_bytes,
+        num_rows=num_rows,
+        points=tuple((each, planner.points[each][0]) for each in sorted(planner.points)),
+        remedies=tuple(planner.remedies(size, limit_bytes) if remedies else ()),
+        num_parameters=sum(p.numel() for p in steps.model.parameters()),
+        ranks=num_ranks,
+        precision=precision,
+        train=train,
+        levels=tuple(level_plan for _, level_plan in found),
+        assumptions=assumptions,
+        state_unknown=steps.step_memory.unknown or "",
+        trace=planner.trace(size),
+    )

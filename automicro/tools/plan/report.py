@@ -78,7 +78,6 @@ class PlanReport(LevelPlan):
         precision: of autocast.
         train: whether it is a training step.
         levels: all of them, the plain one first.
-        why_measured: where a few rows ran on the CPU, because the model needs data: its own line.
         assumptions: about the device's kernels, in sentences.
         state_unknown: why the optimizer's state could not be predicted and is not counted.
         trace: what came and went in the step.
@@ -95,7 +94,6 @@ class PlanReport(LevelPlan):
     precision: str
     train: bool
     levels: Sequence[LevelPlan]
-    why_measured: str
     assumptions: Sequence[str]
     state_unknown: str
     trace: Trace = dataclasses.field(repr=False)
@@ -179,8 +177,6 @@ class PlanReport(LevelPlan):
             then = ", and it fits" if each.fits and not self.fits else ""
             lines += table([(each.saved_bytes, f"{each.text}{then}")])
         lines += [f"  assumed: {each}" for each in self.assumptions]
-        if self.why_measured:
-            lines.append(f"  measured in a few rows on the CPU, because {self.why_measured}")
         if self.state_unknown:
             lines.append(f"  the optimizer's state is not counted: {self.state_unknown}")
         return "\n".join(lines)
@@ -189,7 +185,7 @@ class PlanReport(LevelPlan):
         of = "" if self.limit_bytes is None else f" of {format_bytes(self.limit_bytes)}"
         fits = "" if self.limit_bytes is None else " fits" if self.fits else " does not fit"
         cut = self.cut(self.num_rows, "rows" if self.ranks == 1 else "rows of each rank")
-        return f"{self.model}{fits}: {cut}{of} ({'measured' if self.why_measured else 'planned'})"
+        return f"{self.model}{fits}: {cut}{of} (planned)"
 
     def _conditions(self) -> str:
         words = [

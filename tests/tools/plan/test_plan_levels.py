@@ -189,18 +189,6 @@ def test_a_part_that_has_its_size_already_keeps_it_and_the_model_stays_as_it_is(
     assert part.is_attached
 
 
-def test_a_model_that_reads_its_data_is_measured_with_its_parts_and_levels() -> None:
-    class Reads(WithTail):
-        def forward(self, x: Tensor, target: Tensor) -> Any:  # type: ignore[override]
-            assert x.abs().sum().item() > 0
-            return super().forward(x, target)
-
-    report = plan(Reads(), named(), nested={"tail": "auto"}, when_too_large="recompute")
-    assert report.why_measured
-    plain, again = report.levels
-    assert again.peak_bytes < plain.peak_bytes
-
-
 @pytest.mark.parametrize(
     ("options", "words"),
     [

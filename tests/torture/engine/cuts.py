@@ -1,8 +1,8 @@
-"""How a call was cut in the end, to cut another one the same way without any fault.
+"""The final cut of a call, to cut another one in the same way without any fault.
 
 A run that lost slices of a part, or attempts, is compared with one that never fails. That one needs
 the same size, the same level, and the same slices in each call of a part, up to the backward that
-computes them again. No option forces these, so they are noted and forced from outside.
+computes them again. No option forces these, so they are recorded and forced from outside.
 """
 
 import contextlib
@@ -14,12 +14,12 @@ import automicro.nested.split as split
 import automicro.step.fit as fitting
 from automicro.loss.passes import is_extra_pass
 
-MOST_ATTEMPTS = 60  # of one call; a size halves, and levels are few
+MOST_ATTEMPTS = 60  # of one call; a size halves, and there are few levels
 
 
 @dataclass(frozen=True)
 class Cut:
-    """How the attempt of a call was cut that was the last.
+    """The cut of the last attempt of a call.
 
     Attributes:
         size: of a microbatch.
@@ -34,7 +34,7 @@ class Cut:
 
 
 class Noting:
-    """Notes how a call is cut, or forces it."""
+    """Record how a call is cut, or force a cut."""
 
     def __init__(
         self, forced: Sequence[int] | None = None, count: Callable[[], int] = lambda: 0

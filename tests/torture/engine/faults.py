@@ -1,4 +1,4 @@
-"""Raising an error before or after any operation that torch dispatches."""
+"""Errors raised before or after any operation that torch dispatches."""
 
 import sys
 import weakref
@@ -19,11 +19,11 @@ class Boom(Exception):  # noqa: N818
 
 
 class InjectedOutOfMemory(torch.OutOfMemoryError):
-    """As a device raises it; a class of its own, because weak references need one."""
+    """An error as a device raises it; a separate class, because weak references need one."""
 
 
 def out_of_memory() -> BaseException:
-    """An error as a device raises it."""
+    """Return an error as a device raises it."""
     return InjectedOutOfMemory("CUDA out of memory. Tried to allocate 2.00 GiB.")
 
 
@@ -38,7 +38,7 @@ ERRORS: dict[str, Callable[[], BaseException]] = {
 class Fault:
     """An error at one operation, counted from the first one of the call.
 
-    After an operation its result is lost, but what it wrote in place stays.
+    After an operation its result is lost, but its writes in place stay.
     """
 
     index: int
@@ -47,31 +47,31 @@ class Fault:
 
 
 class FaultMode(CountingMode):
-    """Counts operations and raises at those that a plan names.
+    """A mode that counts operations and raises at those that a plan names.
 
-    Counts live bytes like a device would, and remembers by weak reference every storage that
-    operations made up to the last fault, with the index of the operation, so that survivors of a
-    failed attempt show.
+    It counts live bytes like a device, and keeps a weak reference to every storage that operations
+    created up to the last fault, with the index of the operation, so that storages that survive
+    a failed attempt can be found.
     """
 
     def __init__(self, plan: Sequence[Fault] = ()) -> None:
         super().__init__(None)
         self.plan = {fault.index: fault for fault in plan}
         self.num_operations = 0
-        self.num_extra = 0  # of looks
-        self.foreign: list[BaseException] = []  # held, to compare identity; not so the others
+        self.num_extra = 0  # of extra passes
+        self.foreign: list[BaseException] = []  # kept alive, to compare identity
         self.out_of_memory: list[weakref.ref[BaseException]] = []
         self.raised_at: list[int] = []
         self.raised_in: list[list[str]] = []  # functions on the stack, the outermost first
         self._functions: list[Any] = []
-        # Nobody asks for what is made behind the last fault, and noting it takes long.
+        # Tensors after the last fault are not needed, and recording them is slow.
         self._last = max(self.plan, default=-1)
         self._made: list[tuple[int, weakref.ref[torch.UntypedStorage]]] = []
 
     def run(self, func: Any, types: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Run one operation, unless an error is planned for it."""
         if any(issubclass(kind, FakeTensor) for kind in types):
-            return func(*args, **kwargs)  # a dry run, no device is asked for anything
+            return func(*args, **kwargs)  # a dry run without device memory
         index = self.num_operations
         self.num_operations += 1
         self.num_extra += is_extra_pass()
@@ -89,11 +89,11 @@ class FaultMode(CountingMode):
 
     @property
     def names(self) -> list[str]:
-        """Of all operations, in order."""
+        """The names of all operations, in order."""
         return [str(each) for each in self._functions]
 
     def survivors(self, before: int) -> int:
-        """How many storages made before an operation are still alive."""
+        """Return how many storages created before an operation are still alive."""
         return sum(index < before and storage() is not None for index, storage in self._made)
 
     def _raise(self, fault: Fault) -> None:
@@ -103,7 +103,7 @@ class FaultMode(CountingMode):
         else:
             self.foreign.append(error)
         self.raised_at.append(fault.index)
-        # A backward may run on a thread of the device's, whose stack does not show who asked.
+        # A backward may run on a thread of the device, whose stack does not show the caller.
         self.raised_in.append(["look"] * is_extra_pass() + _stack())
         try:
             raise error
@@ -127,7 +127,7 @@ def _stack() -> list[str]:
 
 
 def _flat(values: Sequence[Any]) -> list[torch.Tensor]:
-    """The dense tensors in nested values; sparse ones have no memory of their own."""
+    """Yield the dense tensors in nested values; sparse ones have no memory of their own."""
     found: list[torch.Tensor] = []
     for value in values:
         if isinstance(value, torch.Tensor):

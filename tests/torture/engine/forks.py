@@ -1,4 +1,4 @@
-"""Work in a copy of this process: it finds everything as it is here, and leaves no trace here."""
+"""Work in a fork of this process, which starts in its present state and leaves it unchanged."""
 
 import contextlib
 import os
@@ -15,19 +15,19 @@ _THREADS = Path("/proc/self/task")
 
 
 def can_fork() -> bool:
-    """Whether a copy of this process can go on: there is one thread, so nobody holds a lock.
+    """Whether a fork of this process can run: with a single thread, no lock is held.
 
-    False where an accelerator is in use or torch shares operations among threads: these exist from
-    the first backward on. False where the threads of a process cannot be counted.
+    False if an accelerator is in use or torch has worker threads, which start with the first
+    backward. False if the threads of the process cannot be counted.
     """
     return hasattr(os, "fork") and _THREADS.is_dir() and len(list(_THREADS.iterdir())) == 1
 
 
 def in_fork(work: Callable[[], T]) -> T:
-    """What the work gives, done in a copy of this process. It has to be possible to pickle it.
+    """Run work in a fork of this process and return its result, which must be picklable.
 
     Raises:
-        RuntimeError: the copy failed, with what it said.
+        RuntimeError: the fork failed, with its message.
     """
     reading, writing = os.pipe()
     child = os.fork()
@@ -53,7 +53,7 @@ def in_fork(work: Callable[[], T]) -> T:
 
 
 def _be_child(work: Callable[[], T], writing: int) -> None:
-    # Nothing of the parent's may run again here: no handler, no flush, no clean-up.
+    # Nothing of the parent may run again here: no handler, no flush, no clean-up.
     try:
         try:
             told = pickle.dumps((work(), None))

@@ -1,4 +1,4 @@
-"""What is tortured: a model in training, built anew for every trial."""
+"""Subjects of the torture: a model in training, built again for every trial."""
 
 import contextlib
 import dataclasses
@@ -25,10 +25,10 @@ from automicro.values import is_generator, state_of
 
 @dataclass(frozen=True, kw_only=True)
 class Subject:
-    """A model in training, and all that a step may change.
+    """A model in training, and everything that a step may change.
 
-    Small ones are as good as large ones, and take minutes: what is counted is the kinds of
-    operations, not their sizes.
+    Small models are sufficient, and take minutes: the kinds of operations matter, not their
+    sizes.
     """
 
     model: nn.Module
@@ -75,16 +75,16 @@ class TortureRun:
         return step_optimizer(self.optimizer, device, scaler=self.scaler)
 
     def start_at(self, level: int) -> None:
-        """Go on at a level of ``when_too_large``, as if nothing had fitted below."""
+        """Continue at a level of ``when_too_large``, as if nothing had fit below."""
         begin_at_level(self.microbatcher, level)
 
     def zero_grad(self) -> None:
         self.optimizer.zero_grad(set_to_none=self.set_to_none)
-        self.model.zero_grad(set_to_none=self.set_to_none)  # what the optimizer does not have
+        self.model.zero_grad(set_to_none=self.set_to_none)  # not all are in the optimizer
 
 
 def build(make: MakeSubject, policy: Policy, eval_policy: Policy) -> TortureRun:
-    """A run from its seed, always the same."""
+    """Make a run from its seed, always the same."""
     random.seed(1)
     np.random.seed(1)
     torch.manual_seed(1)
@@ -115,7 +115,7 @@ def build(make: MakeSubject, policy: Policy, eval_policy: Policy) -> TortureRun:
 
 
 def begin_at_level(microbatcher: Microbatcher, level: int) -> None:
-    """Let the next batch begin at a level of ``when_too_large`` at least."""
+    """Let the next batch start at least at a level of ``when_too_large``."""
     policy = microbatcher._split_guard.allowed(microbatcher._train.policy)
     while (lowest := policy.level_for(1)) < level:
         policy.level = lowest
@@ -124,16 +124,16 @@ def begin_at_level(microbatcher: Microbatcher, level: int) -> None:
 
 @contextlib.contextmanager
 def without_advice() -> Iterator[None]:
-    """Leave out automicro's warnings: each trial would give them again."""
+    """Suppress automicro's warnings, which each trial would repeat."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", AutomicroWarning)
         yield
 
 
 def freeze(value: Any) -> Any:
-    """A value that is equal only to a bit-identical one, and does not change any more.
+    """Return an immutable value that equals only a bit-identical one.
 
-    Of objects of unknown kinds only the kind is compared.
+    Of objects of unknown kinds, only the kind is compared.
 
     >>> freeze(torch.tensor([0.0])) == freeze(torch.tensor([-0.0]))
     False
@@ -153,14 +153,14 @@ def freeze(value: Any) -> Any:
     if isinstance(value, list | tuple | deque):
         return [freeze(each) for each in value]
     if value is None or isinstance(value, bool | int | float | complex | str | bytes):
-        return repr(value)  # NaN is equal to itself here
+        return repr(value)  # NaN equals itself here
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return freeze(vars(value))
     return type(value).__qualname__
 
 
 def values(run: TortureRun) -> dict[str, Any]:
-    """Parameters, gradients, buffers, generators, optimizer, scaler, metrics and batches."""
+    """Return parameters, gradients, buffers, generators, optimizer, scaler, metrics and batches."""
     found: dict[str, Any] = {}
     for name, parameter in run.model.named_parameters():
         found[f"parameter {name}"] = freeze(parameter)
@@ -191,7 +191,7 @@ def values(run: TortureRun) -> dict[str, Any]:
 
 
 def objects(run: TortureRun) -> dict[str, object]:
-    """The tensors whose identity others may rely on."""
+    """Return the tensors whose identity other code may depend on."""
     found: dict[str, object] = {
         f"gradient {name}": parameter.grad for name, parameter in run.model.named_parameters()
     }
@@ -200,7 +200,7 @@ def objects(run: TortureRun) -> dict[str, object]:
 
 
 def result_values(result: Any) -> dict[str, Any]:
-    """What a call gave: loss, losses and outputs, bit by bit."""
+    """Return the results of a call: loss, losses and outputs, bit by bit."""
     if result is None:
         return {}
     found = {"result loss": freeze(result.loss), "result losses": freeze(result.losses)}
@@ -210,12 +210,12 @@ def result_values(result: Any) -> dict[str, Any]:
 
 
 def differences(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
-    """Names of what differs."""
+    """Return the names of values that differ."""
     return [name for name in {**one, **other} if one.get(name, ...) != other.get(name, ...)]
 
 
 def replaced(before: Mapping[str, object], after: Mapping[str, object]) -> list[str]:
-    """Names of what existed and is another object now."""
+    """Return the names of objects that were replaced."""
     return [
         name for name, each in before.items() if each is not None and after.get(name) is not each
     ]

@@ -17,7 +17,7 @@ FOREIGN = ["boom", "interrupt"]
 
 
 def single_faults(trials: Trials, kinds: Iterable[str]) -> list[Plan]:
-    """A fault before and after each operation."""
+    """Yield a fault before and after each operation."""
     return [
         (Fault(index, after, kind),)
         for kind in kinds
@@ -27,9 +27,9 @@ def single_faults(trials: Trials, kinds: Iterable[str]) -> list[Plan]:
 
 
 def faults_at_each(trials: Trials, per_operation: float, seed: int = 0) -> list[Plan]:
-    """At operations so many of these: out of memory before and after it, others before it.
+    """Yield this many faults per operation: out of memory before and after it, others before it.
 
-    Of fewer than one, one at one operation in so many.
+    With less than one, one fault every few operations.
     """
     draw = trials.scene.draw(seed, "each")
     count, one_in = max(1, int(per_operation)), max(1, round(1 / per_operation))
@@ -50,9 +50,9 @@ def faults_at_each(trials: Trials, per_operation: float, seed: int = 0) -> list[
 def double_faults(
     trials: Trials, kinds: Iterable[str], num_first: int, seed: int = 0
 ) -> list[Plan]:
-    """Out of memory at some operations, and another fault at each later one.
+    """Yield out of memory at some operations, and another fault at each later one.
 
-    The second lands in the clean-up, the rollback, and the retry at a smaller size.
+    The second occurs in the clean-up, the rollback, and the retry at a smaller size.
     """
     count = trials.num_operations
     draw = trials.scene.draw(seed)
@@ -69,7 +69,7 @@ def double_faults(
 
 
 def bursts(trials: Trials, count: int, seed: int = 0) -> list[Plan]:
-    """Out of memory in one attempt after the other: at ever smaller sizes, and level by level."""
+    """Yield out of memory in consecutive attempts: at smaller sizes, and level by level."""
     draw = trials.scene.draw(seed, "bursts")
     most = trials.num_operations
     plans: list[Plan] = []
@@ -77,14 +77,14 @@ def bursts(trials: Trials, count: int, seed: int = 0) -> list[Plan]:
         index = draw.randrange(most)
         plan = [Fault(index, draw.random() < 0.5)]
         for _ in range(draw.randint(2, MOST_IN_A_ROW - 1)):
-            index += draw.randint(-(-most // 3), most)  # behind the rollback
+            index += draw.randint(-(-most // 3), most)  # after the rollback
             plan.append(Fault(index, draw.random() < 0.5))
         plans.append(tuple(plan))
     return plans
 
 
 def sample(trials: Trials, plans: Sequence[Plan], most: int, *seed: object) -> list[Plan]:
-    """At most so many of the plans, drawn from a seed and tried in order."""
+    """Return at most this many plans, drawn from a seed and tried in order."""
     if len(plans) <= most:
         return list(plans)
     chosen = sorted(trials.scene.draw(*seed).sample(range(len(plans)), most))
@@ -107,7 +107,7 @@ class Row:
 
     @property
     def recovered(self) -> int:
-        """Trials that went on as if nothing had been."""
+        """The trials that continued as if nothing had happened."""
         return sum(
             count
             for outcome, count in self.outcomes.items()
@@ -116,7 +116,7 @@ class Row:
 
 
 def add_up(name: str, rows: Sequence[Row]) -> Row:
-    """Several rows as one."""
+    """Add up several rows."""
     total = Row(name, "", sum(row.operations for row in rows))
     total.plans = sum(row.plans for row in rows)
     total.faults = sum(row.faults for row in rows)
@@ -127,11 +127,11 @@ def add_up(name: str, rows: Sequence[Row]) -> Row:
 
 
 def render(rows: Sequence[Row], *, by_model: bool = False) -> str:
-    """One line for each row or model, one for all, and the outcomes by cause.
+    """Format one line for each row or model, one for all, and the outcomes by cause.
 
     Args:
         rows: of the table.
-        by_model: whether to add up what belongs to one model.
+        by_model: whether to add up the rows of each model.
     """
     total = add_up("all", rows)
     lines = rows
@@ -172,9 +172,9 @@ def torture(
     faults_per_operation: float,
     seed: int = 0,
 ) -> list[Row]:
-    """Fail every operation of a model's step once, and compare what is left.
+    """Fail every operation of a model's step once, and compare the remaining state.
 
-    Sets the global generators, before each trial, to the same seed.
+    Sets the global generators to the same seed before each trial.
     """
     with quiet():
         choice = Choice(most_plans, faults_per_operation, seed)
@@ -182,7 +182,7 @@ def torture(
 
 
 def scenes(name: str, make: MakeSubject, calls: Sequence[str] = CALLS) -> list[Scene]:
-    """Every call, the first time and later, and on a simulated device."""
+    """Yield every call, the first time and later, and on a simulated device."""
     found = []
     if "backward" in calls:
         found += [Scene(name=name, make=make, warm_steps=warm) for warm in (0, 1)]
@@ -207,12 +207,12 @@ def scenes(name: str, make: MakeSubject, calls: Sequence[str] = CALLS) -> list[S
 
 @dataclass(frozen=True)
 class Choice:
-    """Which trials are made.
+    """The choice of trials.
 
     Attributes:
-        most: of each row of the table that is no settled call.
-        per_operation: how many at each operation of a settled call, of the four single faults.
-        seed: of what is drawn.
+        most: limit for each row of the table that is not a settled call.
+        per_operation: how many of the four single faults at each operation of a settled call.
+        seed: for random draws.
     """
 
     most: int
@@ -244,7 +244,7 @@ def _work(make: MakeSubject, name: str, choice: Choice) -> Iterator[tuple[Trials
 
 
 def sweep(trials: Trials, what: str, plans: Sequence[Plan]) -> Row:
-    """Try every plan and add up."""
+    """Try every plan and add up the outcomes."""
     title = str(trials.scene).removeprefix(f"{trials.scene.name}: ")
     row = Row(trials.scene.name, f"{title}, {what}", trials.num_operations)
     row.extra = trials.num_extra
@@ -263,7 +263,7 @@ def sweep(trials: Trials, what: str, plans: Sequence[Plan]) -> Row:
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Log no retry, and keep what exists out of each collection: most of it is torch itself."""
+    """Log no retry, and exclude existing objects, mostly torch's, from each collection."""
     logger = logging.getLogger("automicro")
     level = logger.level
     logger.setLevel(logging.CRITICAL)

@@ -19,7 +19,7 @@ from automicro.checkpoints.store import CheckpointConfig
 from automicro.events.callback import Callback
 from automicro.events.run import Run
 from automicro.features import RememberSizes
-from automicro.loggers import CSVLogger, JSONLinesLogger
+from automicro.loggers import JSONLinesLogger
 from automicro.step.results import StepResult
 from automicro.trainer.evaluators import Evaluator
 
@@ -156,10 +156,6 @@ class Log:
     def json(self) -> Path:
         return self.folder / "log.jsonl"
 
-    @property
-    def csv(self) -> Path:
-        return self.folder / "log.csv"
-
 
 class Job:
     """A Trainer, and what it was made of.
@@ -226,7 +222,7 @@ class Job:
             progress=False,
             eval_interval="3ba" if subject.stops_early else "1ep",
             callbacks=[*self.own, *callbacks],
-            loggers=[JSONLinesLogger(self.log.json), CSVLogger(self.log.csv)],
+            loggers=[JSONLinesLogger(self.log.json)],
             checkpoint=self.config,
         )
 

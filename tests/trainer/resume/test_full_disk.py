@@ -15,7 +15,7 @@ from automicro.checkpoints.writing import list_checkpoints
 from automicro.errors import CheckpointWarning, LoggerWarning
 from automicro.loggers import lines as append_file
 from tests.checkpoints.faults import Faults, fail
-from tests.loggers.logged import read_csv, read_json_lines
+from tests.loggers.logged import read_json_lines
 from tests.trainer.resume.lives import ending_of
 from tests.trainer.resume.subjects import Job, Subject
 from tests.trainer.resume.trials import assert_same
@@ -110,11 +110,9 @@ def test_no_space_left_for_a_log_costs_lines_and_nothing_else(
         assert_same(ending_of(job), ending_of(undisturbed))
         assert all_are_good(job) == [3, 4]
         # Whole lines only, none twice: the readers refuse anything else.
-        more = 0
-        for name, read in {"log.jsonl": read_json_lines, "log.csv": read_csv}.items():
-            path = job.log.folder / name
-            rows = read(path) if path.exists() and path.stat().st_size else []
-            assert len({row[:2] for row in rows}) == len(rows)
-            more += len(rows) - len(read(undisturbed.log.folder / name))
+        path = job.log.json
+        rows = read_json_lines(path) if path.exists() and path.stat().st_size else []
+        assert len({row[:2] for row in rows}) == len(rows)
+        more = len(rows) - len(read_json_lines(undisturbed.log.json))
         assert more <= 0
         assert more < 0 or lasts < 1000

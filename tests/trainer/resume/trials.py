@@ -13,7 +13,7 @@ from torch import Tensor
 from automicro.checkpoints.manifest import verify
 from automicro.checkpoints.writing import list_checkpoints
 from automicro.values import same_values
-from tests.loggers.logged import Rows, read_csv, read_json_lines
+from tests.loggers.logged import Rows, read_json_lines
 from tests.processes import KILLED
 from tests.trainer.resume.lives import Life, live
 from tests.trainer.resume.points import DISK, LOG_WRITE, STEP
@@ -161,16 +161,15 @@ def _choose_point(
 
 def check_logs(subject: Subject, disturbed: Path, undisturbed: Path) -> None:
     """Every value once, in the order of the undisturbed run, and the same to the bit."""
-    for name, read in {"log.jsonl": read_json_lines, "log.csv": read_csv}.items():
-        rows, expected = (
-            _of_last_run([row for row in read(folder / name) if not row[1].endswith(MEASURED)])
-            for folder in (disturbed, undisturbed)
-        )
-        if subject.loader == "stream":
-            # Its length is not known, so what the end of an epoch logs may follow the checkpoint
-            # of its last batch, and come once more.
-            rows, expected = (list(dict.fromkeys(each)) for each in (rows, expected))
-        assert rows == expected, _first_difference(rows, expected)
+    logged = [read_json_lines(folder / "log.jsonl") for folder in (disturbed, undisturbed)]
+    rows, expected = (
+        _of_last_run([row for row in each if not row[1].endswith(MEASURED)]) for each in logged
+    )
+    if subject.loader == "stream":
+        # Its length is not known, so what the end of an epoch logs may follow the checkpoint
+        # of its last batch, and come once more.
+        rows, expected = (list(dict.fromkeys(each)) for each in (rows, expected))
+    assert rows == expected, _first_difference(rows, expected)
 
 
 def _of_last_run(rows: Rows) -> Rows:
