@@ -11,19 +11,10 @@ from typing import Any, SupportsFloat
 from automicro.checkpoints import writing as leftovers
 from automicro.checkpoints.manifest import Manifest, verify
 from automicro.checkpoints.peers import ALONE, Peers, exchange, from_first, together
-from automicro.checkpoints.reading import (
-    FoundCheckpoint,
-    find_newest,
-    load_checkpoint,
-)
+from automicro.checkpoints.reading import FoundCheckpoint, find_newest, load_checkpoint
 from automicro.checkpoints.state import Share
 from automicro.checkpoints.writing import list_checkpoints, number_of, write_checkpoint
-from automicro.errors import (
-    CheckpointError,
-    CheckpointWarning,
-    DamagedCheckpointError,
-    warn,
-)
+from automicro.errors import CheckpointError, CheckpointWarning, DamagedCheckpointError, warn
 from automicro.options import check_choice, read_count
 from automicro.units import read_duration
 

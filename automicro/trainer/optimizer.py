@@ -14,12 +14,7 @@ from torch.optim import Optimizer
 
 from automicro.errors import nearest, suggestion, warn
 from automicro.optimizer.step import GradientScaler, clip_gradients, step_optimizer
-from automicro.options import (
-    check_choice,
-    check_modules,
-    check_optimizer,
-    innermost_optimizer,
-)
+from automicro.options import check_choice, check_modules, check_optimizer, innermost_optimizer
 from automicro.ranks.interface import Ranks
 from automicro.values import as_text, comes_from, read_scalars
 
@@ -33,6 +28,9 @@ class ParameterGroups:
         optimizer: a callable that makes one, as for the `Trainer`.
         groups: mappings such as ``{"params": ["*.bias", "*norm*"], "weight_decay": 0.0}``, with
             ``*``, ``?`` and ``[…]`` as in `fnmatch`. The first that matches counts.
+
+    Raises:
+        TypeError, ValueError: groups that say nothing, or an optimizer that is built already.
 
     >>> groups = [{"params": "bias", "weight_decay": 0.0}]
     >>> built = ParameterGroups(torch.optim.AdamW, groups).build(nn.Linear(2, 2))

@@ -94,10 +94,7 @@ class TrainingStep:
     _told: set[str] = field(default_factory=lambda: {PLAIN})  # levels
 
     def run(
-        self,
-        batches: Sequence[Any],
-        *,
-        known_seconds: float | None = None,
+        self, batches: Sequence[Any], *, known_seconds: float | None = None
     ) -> TrainedBatch | None:
         """Train on an optimization batch, and write down what came of it.
 

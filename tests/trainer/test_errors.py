@@ -129,7 +129,7 @@ def test_an_iterator_for_several_epochs_is_refused_before_anything_trains() -> N
         ({"progress": "yes"}, TypeError, "progress is 'yes'; pass True"),
         ({"metrics": [MeanMetric()]}, TypeError, "metrics need names: pass a mapping"),
         ({"metrics": {"loss": MeanMetric()}}, ValueError, "a metric is called 'loss'"),
-        ({"metrics": {"x": 3}}, TypeError, "is not a metric"),
+        ({"metrics": {"x": 3}}, TypeError, "not a metric"),
         ({"memory_limit": "lots"}, ValueError, "cannot read 'lots' as an amount of memory"),
         ({"batchnorm": "warm"}, ValueError, "did you mean 'warn'"),
         ({"accumulate_batches": 1.5}, TypeError, "1.5, not a whole number; pass an int such as 1"),
