@@ -66,6 +66,7 @@ __all__ = [
     "forward_of_class",
     "function_modes",
     "gradient_hooks",
+    "has_forward_hooks",
     "in_backward",
     "inductor_is_deterministic",
     "is_accumulation",
@@ -263,6 +264,11 @@ def keeping_versions(tensors: Sequence[Tensor]) -> contextlib.AbstractContextMan
 
 
 Hooks = dict[int, Any]
+
+
+def has_forward_hooks(module: nn.Module) -> bool:
+    """Return whether a module has hooks that receive its output."""
+    return bool(module._forward_hooks)
 
 
 def call_hooks(module: nn.Module) -> list[Callable[..., Any]]:

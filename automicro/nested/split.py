@@ -43,6 +43,7 @@ from automicro.step.passes import taking_shapes
 from automicro.torch_private import (
     FakeTensor,
     forward_of_class,
+    has_forward_hooks,
     in_backward,
     is_traced,
     is_transformed,
@@ -486,7 +487,8 @@ class NestedSplit:
         self._has_warned = True
         owners = self._known.index.owners
         # Hooks of the part itself run once, around all slices.
-        hooked = [name for name, each in owners if each._forward_hooks and each is not self._part]
+        inside = [(name, each) for name, each in owners if each is not self._part]
+        hooked = [name for name, each in inside if has_forward_hooks(each)]
         if hooked:
             warn(
                 f"forward hooks inside {self.name}, a part with its own size, run for each slice "
