@@ -11,6 +11,7 @@
 # recomputation in the backward finds all state as it was in the forward.
 #
 # If memory runs out in a slice, the attempt ends, and the part has smaller slices in the next one.
+
 import contextlib
 import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence

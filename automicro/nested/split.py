@@ -504,8 +504,7 @@ class _Sizer:
     def __init__(self, nested: NestedSplit, num_rows: int, cost: float) -> None:
         self.num_rows = num_rows
         self._nested, self._cost = nested, cost
-        # Calls with similar numbers of rows share a policy: others leave this part more memory, or
-        # less.
+        # Calls with similar numbers of rows share a policy: others leave more memory, or less.
         self._key, self._policy = (num_rows - 1).bit_length(), nested._policy
         if nested.adapts:
             if self._key not in nested._policies:
