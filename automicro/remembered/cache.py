@@ -1,4 +1,5 @@
 """The cache of microbatch sizes, with one small JSON file for each kind of run."""
+
 # fsspec reads and writes the files, in a local folder as well as at a URL.
 
 import dataclasses

@@ -1,4 +1,5 @@
 """Offloading: tensors saved for the backward wait in host memory."""
+
 # Hooks of autograd receive every tensor that a forward saves. The whole storage of the tensor is
 # copied to the host, once for all tensors that share it, and back when the backward needs it.
 

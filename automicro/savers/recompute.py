@@ -1,4 +1,5 @@
 """Recomputation: blocks keep only their input and run their forward again in the backward."""
+
 # The second run finds all state as it was in the first (`AsItStood`), so gradients are the same to
 # the last bit. State that the capture does not reach might have changed. So the first attempts
 # compare the tensors that the two runs save, and a block that saves different ones, or fails, is
