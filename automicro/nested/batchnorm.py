@@ -378,7 +378,7 @@ class _Norm:
         if len(x) > 1:
             return _normalised(self._layer, x, self.mean, self.variance, affine)
         # Torch's CPU kernel (2.13) has a wrong backward for a single row whose gradient is in
-        # channels-last order in memory, where the stride of the rows has no meaning.
+        # channels-last order in memory, with a meaningless stride of rows.
         output = _normalised(self._layer, x.contiguous(), self.mean, self.variance, affine)
         if output.requires_grad:
             output.register_hook(Tensor.contiguous)  # type: ignore[no-untyped-call]

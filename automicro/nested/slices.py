@@ -37,7 +37,7 @@ T = TypeVar("T")
 
 
 class AsItStood(contextlib.AbstractContextManager[None]):
-    """The current state around a computation, which is restored inside the context.
+    """A snapshot of the state around a computation, which is restored inside the context.
 
     Example:
         >>> import torch
@@ -70,8 +70,7 @@ class AsItStood(contextlib.AbstractContextManager[None]):
         """Wrap each run after the first."""
         moved: set[int | None] = set()
         with contextlib.ExitStack() as stack:
-            # Only if necessary, because it takes time to read and set all generators for each
-            # slice.
+            # Only if necessary: reading and setting all generators for each slice takes time.
             if self._has_drawn:
                 stack.enter_context(self._random.replaying())
             for replay, before in zip(self._replays, self.before, strict=True):
@@ -79,14 +78,14 @@ class AsItStood(contextlib.AbstractContextManager[None]):
                 moved |= {storage_of(each) for each in before.tensors if id(each) in changed}
                 stack.enter_context(replay.as_it_stood(before))
             if moved:
-                # The backward reads saved tensors after they are restored to their current values,
-                # so these are saved as copies.
+                # Saved as copies, because the backward reads them after the context has ended, when
+                # the originals have their current values again.
                 stack.enter_context(
                     saving(lambda each: each.clone() if storage_of(each) in moved else each)
                 )
             yield
 
-    # Torch enters the same object before each additional run, and runs can be nested.
+    # Torch enters the same object before each run after the first, and there can be several.
     def __enter__(self) -> None:
         context = self.again()
         context.__enter__()
@@ -207,7 +206,7 @@ class Call:
 
     @property
     def is_differentiated(self) -> bool:
-        """Whether a backward through the call is possible."""
+        """Whether the call needs a backward."""
         return torch.is_grad_enabled() and bool(self.parameters or self.inputs())
 
     def inputs(self) -> dict[str, Tensor]:

@@ -280,7 +280,7 @@ class NestedSplit:
 
     def took_shortage(self) -> bool:
         """Whether memory ran out inside since the last check, so that slices are smaller now."""
-        # No slice of a part is named in its backward; hooks record that the part was in it.
+        # Errors in a backward name no slice, but hooks have recorded whether it was in this part.
         if self._in_backward and not self.has_shrunk and self._last is not None and self.sizes:
             self._last.failed(max(self.sizes))
         self._in_backward = False
