@@ -64,12 +64,14 @@ class MemoryBudget:
     device are the same here, so `host`, `from_host` and `transfer` mark tensors that are on the
     host.
 
-    Not counted are other threads (a dispatch mode belongs to one thread, and the count has no
-    lock), workspaces inside kernels (the true peak of a convolution is about an eighth higher),
-    NumPy arrays until torch uses them, storages resized outside torch, and opaque tensors of
-    oneDNN. An operation is checked only after it has run. If it is refused, its new tensors are
-    dropped and the statistics of a BatchNorm are restored, but a tensor enlarged by ``out=`` or
-    ``resize_`` stays enlarged, and counted.
+    Other threads are not counted, because a dispatch mode belongs to one thread and the count has
+    no lock. Workspaces inside kernels are not counted either; the true peak of a convolution is
+    about an eighth higher. The same applies to NumPy arrays until torch uses them, storages resized
+    outside torch, and opaque tensors of oneDNN.
+
+    An operation is checked only after it has run. If it is refused, its new tensors are dropped and
+    the statistics of a BatchNorm are restored, but a tensor enlarged by ``out=`` or ``resize_``
+    stays enlarged, and counted.
 
     Args:
         limit: a number of bytes, text such as ``"512MiB"``, or ``None`` to only measure.
@@ -77,13 +79,6 @@ class MemoryBudget:
     Raises:
         TypeError: ``limit`` is neither text nor a number.
         ValueError: ``limit`` cannot be parsed.
-
-    Args:
-        limit: what `parse_bytes` reads, such as ``"512MiB"`` or a number of bytes, or ``None``.
-
-    Raises:
-        TypeError: ``limit`` is neither text nor a number.
-        ValueError: ``limit`` cannot be read.
 
     >>> budget = MemoryBudget("1MiB")
     >>> with budget:

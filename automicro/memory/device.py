@@ -171,14 +171,7 @@ def begin_lap(device: torch.device | str) -> AllocatorCounts:
 
 
 def capacity_bytes(device: torch.device | str) -> int | None:
-    """Return the bytes that this process could hold on a device now, or None if unknown.
-
-    On CUDA these are the free and the reserved bytes, within the process's share.
-
-    >>> with MemoryBudget("1MiB"):
-    ...     capacity_bytes("cpu")
-    1048576
-    """
+    """Return the bytes that this process could hold on a device now, or None if unknown."""
     device = torch.device(device)
     if device.type == "cpu":
         budget = active_budget()
@@ -225,19 +218,12 @@ def limit_memory(
 ) -> contextlib.AbstractContextManager[MemoryBudget | None]:
     """Return a context in which a device has at most a limit of memory.
 
-    On a CPU it is a `MemoryBudget`. On CUDA, ROCm and XPU it limits the share of the device that
-    torch's allocator may take, including its cache, and restores the earlier share at the end. That
-    also helps with drivers that use host memory instead of failing.
-
-    Raises:
-        TypeError: ``limit`` is neither text nor a number.
-        ValueError: the limit cannot be parsed or exceeds the device, or the device cannot be
-            limited.
-
     >>> with limit_memory("1MiB", "cpu") as budget:
     ...     budget.limit_bytes
     1048576
     """
+    # On an accelerator, the limit is the share that torch's allocator may take, including its
+    # cache. It also helps with drivers that use host memory instead of failing.
     device = torch.device(device)
     num_bytes = limit_bytes(limit, device)
     if device.type == "cpu":
@@ -264,11 +250,7 @@ def limit_memory(
 
 
 def limit_bytes(limit: str | int | float, device: torch.device | str) -> int:
-    """Return a memory limit in bytes; shares refer to the total memory of the device.
-
-    >>> limit_bytes("1MiB", "cpu")
-    1048576
-    """
+    """Return a memory limit in bytes; shares refer to the total memory of the device."""
     device, share = torch.device(device), parse_share(limit)
     if share is None:
         return parse_bytes(limit)

@@ -50,14 +50,7 @@ def highs_of(measured: Measured | None) -> list[float]:
 
 
 def measured_by_all(highs: Sequence[float], own: Measured | None) -> Measured | None:
-    """Return the measurements over all ranks, or None if this rank does not measure.
-
-    >>> one = Measured(
-    ...     peak_bytes=9, resident_bytes=1, capacity_bytes=20, seconds=0.5, alloc_retries=None
-    ... )
-    >>> measured_by_all([12, 1, -16, -math.inf, 0.75], one).capacity_bytes
-    16
-    """
+    """Return the measurements over all ranks, or None if this rank does not measure."""
     if own is None or not highs or highs[4] == _UNKNOWN:
         return None
     peak, resident, capacity, retries = [None if v == _UNKNOWN else int(v) for v in highs[:4]]

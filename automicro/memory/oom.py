@@ -4,9 +4,9 @@ Recognition is strict in both directions. A missed text ends a run that could ha
 wrong match retries a bug at ever smaller sizes. So an error counts by its type if torch has one,
 and otherwise only if its text *begins* like one that torch, a library or a driver writes.
 
-Errors get wrapped. An error raised ``from`` an out-of-memory error stands for it, and so does an
-error that was raised while handling one and *quotes* it. Any other error that follows is a separate
-error, for example of a fallback that was tried instead.
+Errors are often wrapped. An error raised ``from`` an out-of-memory error stands for it. So does an
+error that was raised while one was handled and *quotes* it. Any other error that follows is a
+separate error, for example of a fallback that was tried instead.
 """
 
 import contextlib
@@ -250,11 +250,7 @@ def ignoring_errors() -> Iterator[None]:
 
 
 def first_line(error: BaseException) -> str:
-    r"""Return the first line of an error's text.
-
-    >>> first_line(RuntimeError("CUDA out of memory.\nGPU 0 has …")), first_line(MemoryError())
-    ('CUDA out of memory.', 'MemoryError')
-    """
+    """Return the first line of an error's text."""
     return next(iter(text_of(error).splitlines()), type(error).__name__)
 
 
@@ -277,12 +273,7 @@ def unquoted_shortage(exception: BaseException) -> BaseException | None:
 
 
 def release(exception: BaseException, device: torch.device | str | None = None) -> None:
-    """Release the memory that a failed attempt still holds.
-
-    Call this *outside* ``except``, in the thread that ran the attempt. Inside, the interpreter
-    still holds the frames of the failed forward, and with them its activations. This clears the
-    locals of every finished frame in the exception, its causes and contexts; tracebacks stay
-    printable.
+    """Release the memory of a failed attempt; call this in the same thread, outside ``except``.
 
     >>> failed = None
     >>> try:
@@ -291,6 +282,8 @@ def release(exception: BaseException, device: torch.device | str | None = None) 
     ...     failed = error
     >>> release(failed)
     """
+    # Inside ``except``, the interpreter still holds the frames of the failed forward, and with them
+    # its activations. Tracebacks stay printable after their frames are cleared.
     for error in _walk(exception, set(), _what_it_holds):
         traceback.clear_frames(error.__traceback__)
     device = torch.device("cpu" if device is None else device)
@@ -348,11 +341,7 @@ def surely(work: Callable[[], object]) -> None:
 
 
 def once_more(work: Callable[[], T], device: torch.device | str | None = None, *, doing: str) -> T:
-    """Run work outside attempts; if memory runs out, release some and run it once more.
-
-    >>> once_more(lambda: 3, doing="counting")
-    3
-    """
+    """Run work outside attempts; if memory runs out, release some and run it once more."""
     found, failure = caught(work)
     if failure is None:
         return cast(T, found)

@@ -54,15 +54,7 @@ def predict_step_memory(
     *,
     on_accelerator: bool | None = None,
 ) -> StepMemory:
-    """Predict the memory of an optimizer's first step of some parameters, on their device.
-
-    Example:
-        >>> model = nn.Linear(256, 128, bias=False)
-        >>> adam = torch.optim.Adam(model.parameters())
-        >>> needed = predict_step_memory(adam, list(model.parameters()))
-        >>> sorted(needed.state_bytes)[1:]
-        [131072, 131072]
-    """
+    """Predict the memory of an optimizer's first step of some parameters, on their device."""
     # A copy of the optimizer without state steps fake parameters, which have shapes but no data. A
     # step that reads values (Adafactor, ASGD), or uses tensors other than parameters and state,
     # cannot be predicted.

@@ -23,11 +23,7 @@ T = TypeVar("T")
 
 
 def write_in_place(action: Callable[[], T], device: torch.device, half_applied: str) -> T:
-    """Run an action that writes in place, once; raise OptimizerStepError if memory runs out.
-
-    >>> write_in_place(lambda: 3, torch.device("cpu"), "may be half applied")
-    3
-    """
+    """Run an action that writes in place, once; raise OptimizerStepError if memory runs out."""
     found, failure = caught(action)
     if failure is None:
         return cast(T, found)
@@ -284,21 +280,7 @@ def step_optimizer(
     *,
     scaler: GradientScaler | None = None,
 ) -> bool:
-    """Step once and return whether the optimizer stepped: a scaler skips overflowed gradients.
-
-    A scaler also unscales gradients, unless this is done already, and updates the scale.
-
-    Example:
-        >>> weight = torch.nn.Parameter(torch.ones(2))
-        >>> weight.grad = torch.ones(2)
-        >>> step_optimizer(torch.optim.SGD([weight], lr=0.5), torch.device("cpu"))
-        True
-        >>> weight.tolist()
-        [0.5, 0.5]
-
-    Raises:
-        OptimizerStepError: memory ran out and the step might be half applied.
-    """
+    """Step once and return whether the optimizer stepped: a scaler skips overflowed gradients."""
     if scaler is not None:
         scaler.unscale(optimizer)
     has_stepped = write_in_place(

@@ -1,10 +1,10 @@
 """The policy behind "auto": halve sizes that fail, then find the fewest microbatches that fit.
 
-A point records the rows and the cost per row of a microbatch that fitted or failed. Any microbatch
-with at most as many rows and as high a cost as one that fitted also fits, and vice versa for
-failures. Points of similar cost are compared by rows × cost. Peak memory is a maximum of linear
-functions of rows × cost, so it is convex, and extending a chord through two measured points never
-overestimates it. All bytes are counted above the memory that is resident at every size.
+A point records the rows and the cost per row of a microbatch that fitted or failed. If one fitted,
+others with no more rows and no higher cost also fit. If one failed, others with no fewer rows and
+no lower cost also fail. Points of similar cost are compared by rows × cost. Peak memory is a
+maximum of linear functions of rows × cost, so it is convex. Extending a chord through two measured
+points therefore never overestimates it. Bytes do not include memory that is resident at every size.
 """
 
 import dataclasses

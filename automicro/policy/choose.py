@@ -14,19 +14,7 @@ def make_policy(
     may_explore: bool = True,
     repeatable: bool = False,
 ) -> Policy:
-    """Return the policy that a ``microbatch_size`` stands for.
-
-    An int is a fixed size, and None is always the whole batch. ``"auto"`` starts with the whole
-    batch and halves it, and ``"explore"`` looks for the fastest of the sizes that fit. A policy is
-    returned as it is.
-
-    Raises:
-        TypeError: if the value has a type that cannot be a size, or does not derive from `Policy`.
-        ValueError: if it is a number below 1 or an unknown word.
-
-    >>> make_policy("auto"), make_policy(8), make_policy(None)
-    (Halving(initial=None), Fixed(8), Fixed(None))
-    """
+    """Return the policy that a ``microbatch_size`` stands for, or refuse the value."""
     # Errors call the option `name`, count it in `unit`, and offer to explore if `may_explore`.
     explore = '"explore" (the fastest of those that fit), ' * (may_explore and unit == "rows")
     counted = "" if unit == "rows" else f" (of {unit}, with padding)"
@@ -81,19 +69,7 @@ def with_levels(
     by_time: bool,
     choices: Mapping[str, Sequence[float | str]] | None = None,
 ) -> Policy:
-    """Return a policy that finds the level together with the size.
-
-    Raises:
-        ValueError: if level names are not unique, or a coordinate has no value.
-        TypeError: if the policy cannot be copied.
-
-    >>> with_levels(Halving(), ["plain", "recompute"], by_time=False)
-    Ladder(Halving(initial=None), ['plain', 'recompute'])
-    >>> with_levels(Halving(), ["plain", "recompute"], by_time=True)
-    FastestLevel(Halving(initial=None), ['plain', 'recompute'])
-    >>> with_levels(make_policy("explore"), ["plain", "recompute"], by_time=True)
-    Explore(max_steps=60, ['plain', 'recompute'])
-    """
+    """Return a policy that finds the level together with the size."""
     from automicro.policy.explore import Explore, FastestLevel
     from automicro.policy.ladder import Ladder
 

@@ -527,15 +527,6 @@ class Explore(Ladder):
 class FastestLevel(Explore):
     """Finds the level that is fastest with the largest size that fits there.
 
-    Nothing is tried while whole batches fit at level 0, because each level only costs time. After
-    the first batch that does not fit, the given policy finds sizes at each level. Levels are then
-    measured in turn with real steps, until the fastest is known well enough. Batches run at that
-    level from then on, except those that go whole at level 0. A size that fails later is reduced,
-    and if one row does not fit, a higher level is used.
-
-    Without a clock, or if layers average over the rows of a microbatch (BatchNorm), levels only
-    rise as with `Ladder`.
-
     >>> policy = FastestLevel(Halving(), ["plain", "recompute"])
     >>> for _ in range(40):
     ...     policy.level = policy.level_for(32)
@@ -551,6 +542,14 @@ class FastestLevel(Explore):
     ('recompute', 16)
     """
 
+    # Nothing is tried while whole batches fit at level 0, because each level only costs time. After
+    # the first batch that does not fit, the given policy finds sizes at each level. Levels are then
+    # measured in turn with real steps, until the fastest is known well enough. Batches run at that
+    # level from then on, except those that go whole at level 0. A size that fails later is reduced,
+    # and if one row does not fit, a higher level is used.
+    #
+    # Without a clock, or if layers average over the rows of a microbatch (BatchNorm), levels only
+    # rise as with `Ladder`.
     _tries_cuts = False
 
     def __init__(

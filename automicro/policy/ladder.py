@@ -21,23 +21,6 @@ NARROW = 0.02
 class Ladder(Policy):
     """Climbs one level if not even the smallest microbatch fits, and asks that level's policy.
 
-    - Each level has its own copy of the given policy, because memory differs between levels.
-      Outcomes go to the policy of the level at which they ran.
-    - `climb` leaves a level only when its policy has nothing smaller to propose. Outcomes of that
-      batch are then forgotten, as for any batch that cannot fit.
-    - The failure is remembered with the cost of a row. Batches whose rows cost as much start one
-      level higher. Batches of cheaper rows start at the lowest level again if that cost or a higher
-      one has fitted there. In between, only the lower half of the unknown range is tried, so each
-      failure halves it.
-    - A level is tried again when the device reports the memory that was missing, or, if nothing
-      explains the failure, after many batches. The wait doubles with each new failure.
-
-    With ``Fixed(8)`` the size stays the same and only the level changes.
-
-    Raises:
-        ValueError: if there is no level, or two have the same name.
-        TypeError: if the policy cannot be copied.
-
     >>> from automicro.policy.auto import Halving
     >>> ladder = Ladder(Halving(), ["plain", "recompute"])
     >>> for size in (2, 1):
@@ -48,6 +31,17 @@ class Ladder(Policy):
     >>> ladder.levels[ladder.level], ladder.propose(2)
     ('recompute', 2)
     """
+
+    # Each level has its own copy of the given policy, because memory differs between levels.
+    # Outcomes go to the policy of the level at which they ran.
+    #
+    # A level is left only when its policy has nothing smaller to propose. The failure is remembered
+    # with the cost of a row. Batches whose rows cost as much start one level higher. Batches of
+    # cheaper rows start at the lowest level again if that cost or a higher one has fitted there. In
+    # between, only the lower half of the unknown range is tried, so each failure halves it.
+    #
+    # A level is tried again when the device reports the memory that was missing, or, if nothing
+    # explains the failure, after many batches. The wait doubles with each new failure.
 
     def __init__(self, policy: Policy, levels: Sequence[str]) -> None:
         if not levels or len(set(levels)) < len(levels):
@@ -194,15 +188,8 @@ class Ladder(Policy):
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore levels by name; levels without a saved state start fresh.
-
-        The state of a policy without levels is restored to level 0.
-
-        Raises:
-            ValueError: if another kind of policy wrote the state, or it is damaged. Nothing has
-                changed then.
-        """
-        # An earlier run might have had no levels.
+        """Restore levels by name; levels without a saved state start fresh."""
+        # An earlier run might have had no levels. Its state is that of level 0.
         if state.get("kind") == type(self.plain).__name__:
             self.plain.load_state_dict(state)
             return

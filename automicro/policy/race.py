@@ -1,10 +1,10 @@
 """Find the fastest of several choices from few, noisy measurements.
 
-The logarithm of the seconds per unit of work is modeled as a sum of Gaussian terms: a random walk
-along the logarithm of each number (neighbors inform each other), an offset per arm (multiples,
-cliffs), the drift of the machine, the kind of work in a step, and noise with heavy tails, so that
-disturbed steps count less. Draws from the posterior give the confidence and the arm to measure
-next.
+The logarithm of the seconds per unit of work is modeled as a sum. Along the logarithm of each
+number it is a random walk, so neighbors inform each other. Each arm adds an offset (multiples,
+cliffs). The other terms are the drift of the machine, the kind of work in a step, and noise with
+heavy tails, so that disturbed steps count less. Draws from the posterior give the confidence and
+the arm to measure next.
 """
 
 import functools

@@ -219,7 +219,7 @@ class DryRun:
 
     def _run(self, rows: int, splits: bool, conditions: Conditions) -> tuple[Trace, dict[str, int]]:
         if splits and self._without_gradient is None:
-            self.step(1, splits=False, conditions=conditions)  # shows what has a gradient
+            self.step(1, splits=False, conditions=conditions)  # shows which parameters get one
         microbatch = self._rows(rows)
         # Computed before the recorder is entered, which would count the optimizer's dry run, too.
         _ = self.step_memory

@@ -80,7 +80,7 @@ class StepRecorder(Recorder):
         if not self._on_accelerator:
             yield
             return
-        # Stand-ins are on the CPU, and torch would choose its kernels, which need other amounts.
+        # Stand-ins are on the CPU, so torch would choose CPU kernels, whose memory differs.
         norms = {name: _in_float32(name) for name in ("layer_norm", "group_norm")}
         with computing({"scaled_dot_product_attention": self._attend, "dropout": _drop, **norms}):
             yield

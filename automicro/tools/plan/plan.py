@@ -126,10 +126,8 @@ class Planner:
         return [0, *sizes][bisect.bisect_right(sizes, limit_bytes, key=self.need)]
 
     def with_coarsest_slices(self, size: int, limit_bytes: int | None) -> "Planner":
-        """Return a planner with the largest slices of parts with which a microbatch fits.
-
-        The slices are halved, as when memory runs out.
-        """
+        """Return a planner with the largest slices of parts with which a microbatch fits."""
+        # The slices are halved, as when memory runs out.
         if not self.steps.has_adapting_parts or not self.slices(size):
             return self
         finer = [self.otherwise(finer=1 << doublings) for doublings in range(_FINEST + 1)]
