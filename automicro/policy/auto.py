@@ -4,7 +4,7 @@ A point records the rows and the cost per row of a microbatch that fitted or fai
 others with no more rows and no higher cost also fit. If one failed, others with no fewer rows and
 no lower cost also fail. Points of similar cost are compared by rows × cost. Peak memory is a
 maximum of linear functions of rows × cost, so it is convex. Extending a chord through two measured
-points therefore never overestimates it. Bytes do not include memory that is resident at every size.
+points therefore never overestimates the peak. Bytes exclude memory that is resident at every size.
 """
 
 import dataclasses

@@ -28,9 +28,9 @@ EXPECTED = 0.1
 # Steps of a round that count. The first step at an arm is cold because it compiles and selects
 # kernels, and so is the first step that needs more memory than the previous round.
 ROUND = 2
-# Most batches to find what fits; after them, the largest size that fitted is used.
+# Limit on the batches used to find sizes that fit; after it, the largest that fitted is used.
 MOST_SETTLING = 16
-# Most batches to wait for a level while they all need a higher one.
+# Limit on the batches to wait for a level, while all of them need a higher one.
 MOST_AWAY = 4
 # If a batch did not go whole at level 0, batches of at most this share of its elements might.
 WHOLE = 0.75
@@ -52,9 +52,9 @@ class Explore(Ladder):
 
     The gradient of a batch does not depend on the size, so slow trials cost only time. The sizes
     that fit are found as with `Halving` ("auto"). Then sizes up to the largest that fits are
-    measured in turn. The next one is always the size most likely to change the decision. After
-    that, the policy works like "auto" with microbatches of at most the chosen rows: a size that
-    fails later is halved, and no other size is tried again.
+    measured in turn, each time the one that could change the decision most. When
+    the fastest is known well enough, the policy works like "auto" with at most that many rows per
+    microbatch: a size that fails later is halved, and no other size is tried again.
 
     `exploration` reports the progress after each round. The confidence is the probability that no
     size is more than 1 % faster, given the measured spread. Exploring ends at a confidence of 95,
@@ -65,8 +65,8 @@ class Explore(Ladder):
     than half the rows do not count.
 
     Args:
-        max_steps: most optimization batches to explore.
-        max_minutes: most minutes to explore, or None for no limit.
+        max_steps: maximum number of optimization batches for exploring.
+        max_minutes: maximum duration of exploring, or None for no limit.
         initial: rows to start from instead of the whole batch.
         max_microbatch_size: upper limit on the rows of a microbatch.
         multiple_of: propose multiples of this number if the batch has more rows.

@@ -134,8 +134,8 @@ class Policy(abc.ABC):
         level: set by the caller before it asks for sizes: the level at which they will be used.
         grown_from: rows previously known to fit, if the last outcome was the first to fit with more
             rows after memory had run out; otherwise None.
-        explores: whether the policy tries sizes that fit to save time, so that sizes differ between
-            runs.
+        explores: whether the policy compares the speed of sizes that fit, so that sizes can differ
+            between runs.
         exploration: progress of exploring after the last outcome, or None if that did not count.
 
     Example:

@@ -156,9 +156,9 @@ def explore(
         model: the model, on its device.
         batches: a data loader or a list of batches; an iterator loses the batches taken from it.
         evaluate: whether to measure evaluation: forward in evaluation mode, without gradients.
-        max_steps: most trials to measure after the sizes that fit are known.
-        max_minutes: most minutes for these trials, or None for no limit.
-        max_rows: most rows of a microbatch; by default those of four batches.
+        max_steps: maximum number of trials to measure after the sizes that fit are known.
+        max_minutes: maximum duration of these trials, or None for no limit.
+        max_rows: maximum rows of a microbatch; by default those of four batches.
         emit: called after each round with the size, its speed and the confidence so far.
         options: options of `Microbatcher`: ``loss_fn``, ``forward``, ``optimizer``,
             ``memory_limit``, and so on.
