@@ -1,15 +1,15 @@
-"""Losses that compare all rows of a batch, at a batch size that does not fit.
+"""Losses that compare all rows of a batch, at batch sizes that do not fit into memory."""
 
-A contrastive loss cannot be cut along rows: each row is compared with all others. But encoders
-compute each row by itself, and what they give is small. So the whole batch is *encoded* slice by
-slice without keeping activations, the loss sees the representations of all rows, and each slice is
-encoded again, with the same random numbers, for the gradient of its representations (Gao et al.,
-2021, "Scaling Deep Contrastive Learning Batch Size under Memory Limited Setup"). Gradients are
-those of the whole batch. What grows with the batch are representations and their gradients.
-
-Encoders are parts with sizes of their own (`automicro.split`): memory that runs out while a slice
-is encoded shrinks the slices of that encoder alone.
-"""
+# A contrastive loss cannot be cut along rows, because each row is compared with all others. But
+# encoders compute each row independently, and their outputs are small. So the whole batch is
+# *encoded* slice by slice without keeping activations, and the loss is computed from the
+# representations of all rows. Then each slice is encoded again, with the same random numbers, for
+# the gradient of its representations (Gao et al., 2021, "Scaling Deep Contrastive Learning Batch
+# Size under Memory Limited Setup"). Gradients are those of the whole batch. Only representations
+# and their gradients grow with the batch.
+#
+# Encoders are parts with a size of their own (`automicro.split`). If memory runs out while a slice
+# is encoded, only the slices of that encoder shrink.
 
 import math
 from collections.abc import Callable, Mapping
@@ -29,24 +29,25 @@ Size: TypeAlias = int | str | Policy | None
 
 
 class Contrastive(nn.Module):
-    """Encoders, and a loss over the representations of all rows.
+    """Encoders, and a loss that compares the representations of all rows.
 
-    Give whole batches: ``microbatch_size=None`` and ``eval_microbatch_size=None`` in a
-    `Microbatcher` or a `Trainer`. Encoders have sizes of their own.
+    Give it whole batches: ``microbatch_size=None`` and ``eval_microbatch_size=None`` in a
+    `Microbatcher` or a `Trainer`. The encoders have sizes of their own.
 
     Args:
-        encoders: by the names that batches have for what they encode. Each gives a tensor of
-            (rows, features). One may be there under several names. One that has a size of its own
-            already keeps it.
-        loss: of the representations, in the order of the encoders: ``loss(queries, documents)``;
-            `InfoNCE` unless given. A module's parameters, such as a temperature, are trained.
-        microbatch_size: rows of an encoder's slice: ``"auto"``, an int, a policy, or None for the
-            whole batch. In evaluation, too.
+        encoders: modules by the names of their inputs in a batch. Each returns a tensor of (rows,
+            features). A module can appear under several names. An encoder that already has a size
+            of its own keeps it.
+        loss: a function of the representations, in the order of the encoders:
+            ``loss(queries, documents)``; `InfoNCE` by default. If it is a module, its parameters,
+            such as a temperature, are trained.
+        microbatch_size: rows of a slice of an encoder, also in evaluation: ``"auto"``, an int, a
+            policy, or None for the whole batch.
 
     Raises:
-        TypeError, ValueError: no encoders, or what is none.
+        TypeError, ValueError: there are no encoders, or one is not a module.
 
-    Over ranks no one may be without rows: leave an incomplete last batch out (``drop_last=True``).
+    On several ranks, every rank needs rows: drop an incomplete last batch (``drop_last=True``).
 
     Example:
         >>> towers = {"query": nn.Linear(8, 4), "document": nn.Linear(6, 4)}
@@ -78,26 +79,26 @@ class Contrastive(nn.Module):
                 )
         self.encoders = nn.ModuleDict(encoders)
         self.loss = InfoNCE() if loss is None else loss
-        # After all were looked at: an error must not leave some of the caller's encoders split.
+        # Only after all checks, because an error must not leave some encoders split.
         for name, encoder in encoders.items():
             if attached_to(encoder) is None:
                 split(encoder, microbatch_size=microbatch_size).name = name
 
     @property
     def sizes(self) -> dict[str, list[int]]:
-        """Rows of the slices in which each encoder ran last."""
+        """Rows of each slice in the last run of each encoder."""
         found = ((name, attached_to(encoder)) for name, encoder in self.encoders.items())
         return {name: nested.sizes for name, nested in found if nested is not None}
 
     def forward(self, **inputs: Any) -> dict[str, Tensor]:
-        """The loss, and the representations of the rows by the names of the encoders.
+        """Return the loss, and the representations of the rows by the names of the encoders.
 
         Args:
-            inputs: of each encoder by its name: a tensor, a tuple of arguments, or a mapping of
-                arguments by name (token numbers and a mask).
+            inputs: the input of each encoder by its name: a tensor, a tuple of arguments, or a
+                mapping of arguments by name (such as token ids and a mask).
 
         Raises:
-            BatchError: there is none for an encoder, or encoders gave unlike rows.
+            BatchError: an encoder has no input, or the encoders return different numbers of rows.
         """
         if set(inputs) != set(self.encoders):
             raise BatchError(
@@ -134,26 +135,27 @@ def _encode(name: str, encoder: nn.Module, given: Any) -> Tensor:
 
 
 class InfoNCE(nn.Module):
-    """Each row's anchor has to find its own positive among those of all rows, of all ranks.
+    """A loss in which each anchor must find its own positive among those of all rows and ranks.
 
-    The cross-entropy of similarities, which are cosines divided by a temperature (van den Oord et
-    al., 2018); in both directions, as CLIP has it (Radford et al., 2021), averaged. Similarities
-    are computed for some rows at a time, too, so the square of the batch is never there.
+    The loss is the cross-entropy of similarities, which are cosines divided by a temperature (van
+    den Oord et al., 2018), by default averaged over both directions as in CLIP (Radford et al.,
+    2021). Similarities are computed for some rows at a time, so the square matrix of the batch
+    never exists.
 
-    Over ranks each one compares its own rows with those of all, and gives the mean over its own.
-    The mean of all ranks' losses, weighted by their rows, is that of one process with all rows, and
-    so is its gradient: declare ``loss_average="samples"``.
+    Each rank compares its own rows with those of all ranks and returns the mean over its own rows.
+    The mean of all ranks' losses, weighted by their rows, equals the loss of one process with all
+    rows, and so does its gradient: declare ``loss_average="samples"``.
 
     Args:
-        temperature: divides similarities; trained, unless ``trains_temperature`` is False.
-        trains_temperature: whether its logarithm is a parameter.
-        is_symmetric: whether positives have to find their anchors, too.
-        microbatch_size: anchors whose similarities are computed at a time.
+        temperature: divides the similarities; trained, unless ``trains_temperature`` is False.
+        trains_temperature: whether the logarithm of the temperature is a parameter.
+        is_symmetric: whether positives must find their anchors, too.
+        microbatch_size: number of anchors whose similarities are computed at a time.
 
     Raises:
-        ValueError: a temperature that is not positive.
+        ValueError: the temperature is not positive.
 
-    Rows that are alike in nothing else find their positives at a low temperature.
+    Rows that are orthogonal to each other find their positives at a low temperature.
 
     >>> rows = torch.eye(4)
     >>> float(InfoNCE(temperature=0.05)(rows, rows).detach()) < 1e-6
@@ -169,10 +171,10 @@ class InfoNCE(nn.Module):
         microbatch_size: Size = "auto",
     ) -> None:
         super().__init__()
-        # So written, it refuses NaN, too.
+        # Written in this way, the condition refuses NaN, too.
         if not temperature > 0:
             raise ValueError(f"temperature={temperature} is not positive; 0.07 is usual")
-        log_scale = torch.tensor([-math.log(temperature)])  # fully_shard takes no scalars
+        log_scale = torch.tensor([-math.log(temperature)])  # fully_shard does not accept scalars
         if trains_temperature:
             self.log_scale = nn.Parameter(log_scale)
         else:
@@ -182,29 +184,31 @@ class InfoNCE(nn.Module):
         split(
             self.similarities,
             microbatch_size=microbatch_size,
-            loss_average="tokens",  # the mean over targets, of which each row has one
+            loss_average="tokens",  # the mean over targets, one for each row
             batch_layout={"candidates": "shared", "scale": "shared"},
         ).name = "similarities"
 
     @property
     def temperature(self) -> float:
-        """As it is now."""
+        """The current temperature."""
         return math.exp(-float(self.log_scale.detach()))
 
     def forward(self, anchors: Tensor, positives: Tensor, *negatives: Tensor) -> Tensor:
-        """The loss.
+        """Return the loss.
 
         Args:
-            anchors: of (rows, features).
-            positives: the same of what belongs to each.
-            negatives: the same of what does not; any number. They are compared with anchors alone.
+            anchors: representations of shape (rows, features).
+            positives: the match of each anchor, in the same shape.
+            negatives: any number of tensors of that shape without a match, which are only compared
+                with anchors.
         """
         anchors, positives, *others = (
             F.normalize(each, dim=-1) for each in (anchors, positives, *negatives)
         )
-        scale = self.log_scale.exp().to(anchors.device)  # encoders may have been moved without it
+        # Encoders might have been moved without this module.
+        scale = self.log_scale.exp().to(anchors.device)
         among, first = gather_rows(positives)
-        # Rows of lower ranks come before this one's among those of all.
+        # Rows of lower ranks come before those of this rank.
         targets = first + torch.arange(len(anchors), device=anchors.device)
         among = torch.cat([among, *(gather_rows(each)[0] for each in others)])
         loss: Tensor = self.similarities(anchors, among, scale, targets)
@@ -222,16 +226,17 @@ class _Similarities(nn.Module):
 
 
 def gather_rows(rows: Tensor) -> tuple[Tensor, int]:
-    """The rows of all ranks, in their order, with their gradients; and which of them is ours.
+    """Return the rows of all ranks, with gradients, and the index of the first row of this rank.
 
-    Ranks may have different numbers of rows. The gradient of a row is the sum of what all ranks
-    have for it. Without a process group these are the rows themselves.
+    Ranks can have different numbers of rows; their order is that of the ranks. The gradient of a
+    row is the sum of its gradients on all ranks. Without a process group, the rows are returned
+    unchanged.
 
     Args:
-        rows: of (rows, …), with the same dimensions behind the rows on all ranks.
+        rows: a tensor of (rows, …), with the same further dimensions on all ranks.
 
     Returns:
-        The rows of all ranks, and the number of the first of this one.
+        The rows of all ranks, and the index of the first row of this rank among them.
 
     >>> gather_rows(torch.ones(3, 2))[1]
     0
@@ -240,8 +245,8 @@ def gather_rows(rows: Tensor) -> tuple[Tensor, int]:
         return rows, 0
     from torch.distributed.nn.functional import all_gather
 
-    # Ranks exchange their numbers of rows first, because all_gather() takes tensors of one size:
-    # rows are padded to the most that a rank has.
+    # Ranks exchange their numbers of rows first, because all_gather() needs tensors of one size:
+    # rows are padded to the largest number.
     own = torch.tensor([len(rows)], device=rows.device)
     every = [torch.empty_like(own) for _ in range(dist.get_world_size())]
     dist.all_gather(every, own)

@@ -72,7 +72,7 @@ def test_a_closed_pipe_is_no_traceback(command: str, first: str) -> None:
         ["bash", "-o", "pipefail", "-c", command], capture_output=True, text=True, check=False
     )
     assert done.stdout == first
-    assert done.stderr in ("", "automicro: importing torch …\n")
+    assert done.stderr == ""
     assert done.returncode in (0, 141)  # 0 where all was written before the pipe closed
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
 from automicro.cli.config.keys import KEYS, TO_TRAIN
-from automicro.cli.output import importing, results_alone
+from automicro.cli.output import results_alone, saying
 from automicro.errors import ConfigError, nearest
 
 if TYPE_CHECKING:
@@ -119,7 +119,7 @@ def reading(
     for path in map(Path, files):
         if not path.exists():
             raise no_such_file(path)
-    with importing(arguments.inputs, in_logs=for_ranks):
+    with saying("importing torch", is_wanted="progress=false" not in arguments.inputs):
         from automicro.cli.job import Job
 
     job = Job(files, overrides, alone=None if for_ranks else arguments.command)

@@ -85,48 +85,25 @@ def _finite(value: Any) -> Any:
 
 
 @contextlib.contextmanager
-def saying(doing: str, *, in_logs: bool = False, is_silent: bool = False) -> Iterator[None]:
-    """Say on stderr what is being done, at once: imports let no other thread speak meanwhile.
-
-    In a terminal the line goes when it is done. Of several processes one speaks.
+def saying(doing: str, *, is_wanted: bool = True) -> Iterator[None]:
+    """Say in a terminal what is being done until it is done. Of several processes one speaks.
 
     >>> with saying("importing torch"):  # of a test, stderr is no terminal
     ...     pass
     """
+    can_erase = sys.stderr.isatty() and os.environ.get("TERM", "dumb") not in ("dumb", "unknown")
     # By the variable of torchrun: whatever else tells the rank imports torch.
-    if is_silent or os.environ.get("RANK", "0") != "0":
+    if not (is_wanted and can_erase) or os.environ.get("RANK", "0") != "0":
         yield
         return
-    if not _can_erase():
-        if in_logs:
-            _write(f"automicro: {doing} …\n")
-        yield
-        return
-    # The cursor goes back, so that whatever is printed meanwhile writes over the line.
-    _write(f"automicro: {doing} …\r")
+    # The cursor goes back, so that whatever is printed meanwhile writes over the line. A stream
+    # that cannot write "…" is no reason not to train.
+    with contextlib.suppress(OSError, ValueError):
+        print(f"automicro: {doing} …", end="\r", file=sys.stderr, flush=True)
     try:
         yield
     finally:
-        _write(_ERASE)
-
-
-def importing(
-    inputs: list[str], *, in_logs: bool = False
-) -> contextlib.AbstractContextManager[None]:
-    """Say that torch is imported, unless it is already, or ``progress=false`` is asked for."""
-    is_silent = "torch" in sys.modules or "progress=false" in inputs
-    return saying("importing torch", in_logs=in_logs, is_silent=is_silent)
-
-
-def _can_erase() -> bool:
-    return sys.stderr.isatty() and os.environ.get("TERM", "dumb") not in ("dumb", "unknown", "")
-
-
-def _write(text: str) -> None:
-    # A stream that is closed, or cannot write "…", is no reason not to train.
-    with contextlib.suppress(OSError, ValueError):
-        sys.stderr.write(text)
-        sys.stderr.flush()
+        print(_ERASE, end="", file=sys.stderr, flush=True)
 
 
 def has_peers() -> bool:

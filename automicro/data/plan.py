@@ -1,7 +1,7 @@
-"""How long rows are, and which make up which batch of an epoch: one idea for seven modes.
+"""Lengths of rows, and plans of the batches of an epoch: a single rule covers seven modes.
 
-A plan is a rule for *buckets*, which rows may share a batch, times a *budget*, how much of them one
-batch holds:
+A plan combines a rule for *buckets* (which rows can share a batch) with a *budget* (how much of
+them a batch holds):
 
 ======================== ============================================ ==========================
 mode                     buckets                                      a batch holds
@@ -15,12 +15,12 @@ mode                     buckets                                      a batch ho
 ``2D-bucketing-singlet`` one                                          ``batch_cost``
 ======================== ============================================ ==========================
 
-Rows are shuffled, then put into their buckets; within a bucket, batches are filled in that order
-for as long as the next row fits into the budget; then batches are shuffled. A row that is too much
-for the budget by itself makes a batch by itself: nothing is left out, and the last batch of a
-bucket has what is left. ``batch_length`` is the sum of the rows' lengths. ``batch_cost`` is what
-the batch takes with its padding, rows × cost(longest length, longest second length), so that
-batches take about the same memory.
+Rows are shuffled and put into their buckets. Within a bucket, batches are filled in that order as
+long as the next row fits into the budget; then batches are shuffled. A row that exceeds the budget
+on its own becomes a batch of its own: no row is dropped, and the last batch of a bucket holds the
+rest. ``batch_length`` is the sum of the rows' lengths. ``batch_cost`` is the cost of a batch with
+its padding, rows × cost(longest length, longest second length), so that batches take similar
+memory.
 """
 
 import contextlib
@@ -43,17 +43,11 @@ Cost = Callable[..., Any]
 
 @dataclass(frozen=True, kw_only=True)
 class Mode:
-    """The requirements of a mode.
+    """The options of a sampling mode."""
 
-    Attributes:
-        dimensions: how many lengths of a row it looks at.
-        buckets: "one", "given" or "derived".
-        budgets: options of which exactly one says how much a batch holds.
-    """
-
-    dimensions: int
-    buckets: str
-    budgets: tuple[str, ...]
+    dimensions: int  # number of lengths of a row that it uses
+    buckets: str  # "one", "given" or "derived"
+    budgets: tuple[str, ...]  # the options for a budget, of which exactly one is given
 
 
 _ANY = ("batch_size", "batch_length", "batch_cost")
@@ -72,88 +66,74 @@ DEFAULT_BUCKETS = {1: (10,), 2: (10, 4)}
 
 
 def length_cost(length: Any, second: Any = 0) -> Any:
-    """The cost of a row: its length × (its second length + 1).
-
-    That is the lattice of a transducer, which has a column for "nothing yet"; without a second
-    length it is the length.
+    """Return the cost of a row: its length × (its second length + 1).
 
     >>> length_cost(100.0), length_cost(100.0, 7.0)
     (100.0, 800.0)
     """
+    # The size of a transducer's lattice, which has a column for "nothing yet"; without a second
+    # length, the length itself.
     return length * (second + 1)
 
 
-_ROUNDING = 1e-9  # sums of decimal numbers may be off by so much, relatively
-_ASKED_ROWS = 2**20  # so many lengths say where edges between buckets lie
+_ROUNDING = 1e-9  # relative rounding error of sums of decimal numbers
+_ASKED_ROWS = 2**20  # number of lengths that determine the edges between buckets
 
 
 @dataclass(frozen=True, kw_only=True)
 class Budget:
-    """How much a batch holds. One of the first three is given.
+    """The capacity of a batch, as one of the first three fields."""
 
-    Attributes:
-        rows: their number, one for all buckets or one for each.
-        length: the sum of lengths.
-        cost: rows × ``cost_of`` the longest.
-        cost_of: from the length and second length of rows, as arrays of shape (rows,), to what each
-            takes, as an array; longer rows must not take less.
-    """
-
-    rows: Sequence[int] | None = None
-    length: float | None = None
-    cost: float | None = None
+    rows: Sequence[int] | None = None  # number of rows, one for all buckets or one for each
+    length: float | None = None  # the sum of lengths
+    cost: float | None = None  # number of rows × ``cost_of`` the longest
+    # From the length and second length of rows, arrays of shape (rows,), to the cost of each, as an
+    # array. Longer rows must not cost less.
     cost_of: Cost = length_cost
 
     def num_fitting(self, lengths: Sequence[Array]) -> int:
-        """How many of these rows, from the first on, fit into a batch."""
+        """Return how many of these rows, from the first on, fit into a batch."""
         if self.length is not None:
             amount, taken = self.length, np.cumsum(lengths[0])
         else:
             assert self.cost is not None
-            # A batch pays for its longest row at every row, which is what padding takes.
+            # With padding, every row of a batch costs as much as its longest row.
             longest = (np.maximum.accumulate(each) for each in lengths)
             amount, taken = self.cost, np.arange(1, len(lengths[0]) + 1) * self.cost_of(*longest)
         return int(np.searchsorted(taken, amount * (1 + _ROUNDING), side="right"))
 
 
 def _derived_edges(values: Array, count: int) -> Array:
-    """Edges between so many buckets, each with about the same total.
+    """Return edges between buckets with about the same total length each.
 
     >>> _derived_edges(np.array([1.0, 1.0, 2.0, 4.0]), 2)
     array([2.])
     """
-    # A sample of millions gives the same edges for a fraction of the sorting.
+    # A sample of many rows gives the same edges with far less sorting.
     ordered = np.sort(values[:: max(1, len(values) // _ASKED_ROWS)])
     totals = np.cumsum(ordered)
-    # Rows without any length would all lie on one edge.
+    # Rows of length 0 would all lie on one edge.
     if count < 2 or not len(ordered) or totals[-1] == 0:
         return np.empty(0)
     wanted = totals[-1] * np.arange(1, count) / count
     places = np.searchsorted(totals, wanted, side="right") - 1
-    # Many equal lengths give equal edges, and each would be an empty bucket.
+    # Many equal lengths give equal edges, each of which would create an empty bucket.
     edges: Array = np.unique(ordered[np.maximum(places, 0)])
     return np.asarray(edges[edges < ordered[-1]])
 
 
 def assign_buckets(lengths: Array, edges: Sequence[float] | Array) -> Array:
-    """The bucket of each row, from 0, at edges that are given: those of its upper end belong to it.
-
-    Args:
-        lengths: of shape (rows,).
-        edges: ascending; longer rows have a bucket after the last.
+    """Return the bucket of each row, from 0; edges are inclusive upper bounds in ascending order.
 
     >>> assign_buckets(np.array([1.0, 5.0, 6.0, 99.0]), [5, 10])
     array([0, 0, 1, 2], dtype=uint16)
     """
+    # Rows longer than the last edge have a bucket of their own.
     return np.searchsorted(np.asarray(edges, dtype=np.float64), lengths).astype(np.uint16)
 
 
 def derive_buckets(lengths: Sequence[Array], counts: Sequence[int]) -> Array:
-    """The bucket of each row, from 0: the first length parts rows, the second each of the parts.
-
-    Args:
-        lengths: one array of shape (rows,), or two.
-        counts: how many buckets to make of each.
+    """Return the bucket of each row, from 0, split by the first length and then by the second one.
 
     >>> first, second = np.array([1.0, 1.0, 9.0, 9.0]), np.array([2.0, 8.0, 2.0, 8.0])
     >>> derive_buckets([first, second], (2, 2))
@@ -173,7 +153,7 @@ def derive_buckets(lengths: Sequence[Array], counts: Sequence[int]) -> Array:
 
 
 def checksum_of(array: Array, before: int = 0) -> int:
-    """Of the bytes of an array, after those of others.
+    """Return the checksum of the bytes of an array, continuing an earlier checksum.
 
     >>> checksum_of(np.arange(3)) == checksum_of(np.arange(4))
     False
@@ -183,23 +163,17 @@ def checksum_of(array: Array, before: int = 0) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """The batches of an epoch, in their order.
+    """The batches of an epoch, in order."""
 
-    Attributes:
-        rows: all rows, of shape (rows,), those of a batch beside each other.
-        starts: where each batch begins in ``rows``, of shape (batches + 1,); the last is the end.
-        order: the batches, of shape (batches,), in the order in which they come.
-    """
-
-    rows: Array
-    starts: Array
-    order: Array
+    rows: Array  # all rows, of shape (rows,), grouped by batch
+    starts: Array  # beginning of each batch in ``rows``, and the end, of shape (batches + 1,)
+    order: Array  # numbers of the batches in the order in which they come, of shape (batches,)
 
     def __len__(self) -> int:
         return len(self.order)
 
     def batch(self, place: int) -> Array:
-        """The rows of the batch that comes at a place, from 0."""
+        """Return the rows of the batch at a position, from 0."""
         number = self.order[place]
         return self.rows[self.starts[number] : self.starts[number + 1]]
 
@@ -208,7 +182,7 @@ class Plan:
 
     @property
     def checksum(self) -> int:
-        """Of all of it: plans of the same batches in the same order have the same."""
+        """The checksum of the plan, equal for plans with the same batches in the same order."""
         return checksum_of(self.order, checksum_of(self.starts, checksum_of(self.rows)))
 
 
@@ -225,12 +199,12 @@ def make_plan(
 
     Args:
         lengths: none, one or two arrays of shape (rows,).
-        buckets: of each row, of shape (rows,); None for one.
-        budget: of a batch.
-        num_rows: where there are no lengths.
-        random: shuffles; None leaves rows in their order, and batches in that of their buckets.
-        together: how many batches of one bucket come one after the other, so that as many ranks
-            have about the same work at a time. The few that are left of each bucket come last.
+        buckets: bucket of each row, of shape (rows,); None for a single bucket.
+        budget: budget of a batch.
+        num_rows: number of rows, if there are no lengths.
+        random: shuffles; None keeps rows in order, and batches in the order of their buckets.
+        together: number of batches of one bucket that come in a row, so that as many ranks have
+            similar work at a time. The few that remain of each bucket come last.
 
     >>> plan = make_plan([np.array([3.0, 1.0, 2.0])], buckets=None, budget=Budget(length=4.0))
     >>> [batch.tolist() for batch in plan]
@@ -243,20 +217,20 @@ def make_plan(
         random.shuffle(rows)
     bounds = np.array([0, count])
     if buckets is not None and count:
-        rows = rows[np.argsort(buckets[rows], kind="stable")]  # of 16 bits: sorted by their digits
+        rows = rows[np.argsort(buckets[rows], kind="stable")]  # 16 bits, so a radix sort
         bounds = np.searchsorted(buckets[rows], np.arange(int(buckets.max()) + 2))
     starts = _cut([each[rows] for each in lengths], bounds, budget)
     of_batches = np.zeros(len(starts), np.uint16) if buckets is None else buckets[rows[starts]]
     return Plan(
         rows=rows,
         starts=np.append(starts, count),
-        # One bucket is the same for all: its batches come alike at any number of ranks.
+        # With a single bucket, batches come in the same order for any number of ranks.
         order=_arrange(of_batches, random, together if buckets is not None else 1),
     )
 
 
 def _arrange(buckets: Array, random: np.random.Generator | None, together: int) -> Array:
-    """The order of batches, given the bucket of each."""
+    """Return the order of batches, from the bucket of each."""
     order = np.argsort(buckets, kind="stable")
     if random is None or not len(order):
         return order
@@ -271,7 +245,7 @@ def _arrange(buckets: Array, random: np.random.Generator | None, together: int) 
 
 
 def _cut(lengths: Sequence[Array], bounds: Array, budget: Budget) -> Array:
-    """Where batches begin, each as full as it gets. Lengths are in the order of the rows."""
+    """Return where batches begin, each as full as possible. Lengths are in row order."""
     starts: list[int] = []
     window = 64
     for bucket, (first, last) in enumerate(itertools.pairwise(bounds.tolist())):
@@ -302,22 +276,23 @@ _FORMS = (
 
 
 def read_lengths(lengths: Lengths, dataset: Any = None, *, name: str = "lengths") -> Array:
-    """One number for each row of a data set, in double precision.
+    """Return one number for each row of a data set, in double precision.
 
     Args:
         lengths: the numbers themselves, as a sequence, an array or a tensor of shape (rows,); the
-            path of a file: ``.npy``, ``.txt`` with a number on each line, ``.csv``, ``.tsv`` or
+            path of a file: ``.npy``, ``.txt`` with a number on each line, or ``.csv``, ``.tsv`` or
             ``.jsonl`` with a column, such as ``"train.csv:seconds"``; the name of a column of the
-            data set; or a function from a row of it to its length. What is no number but has a
-            length itself, such as a row's ``input_ids``, counts as that length.
-        dataset: has the rows. A function is called on each of them, so that all are read once; a
-            column of one that keeps columns (``datasets``, ``pandas``) is read as a whole.
-        name: of the argument, for errors.
+            data set; or a function from one of its rows to a length. A value that is not a number
+            but has a length, such as a row's ``input_ids``, counts as that length.
+        dataset: the data set. A function is called on each of its rows, which reads all of them
+            once; a column of a data set that stores columns (``datasets``, ``pandas``) is read as a
+            whole.
+        name: name of the argument in errors.
 
     Raises:
-        TypeError: what says nothing about lengths.
-        ValueError: no such column or file, a length below 0 or not finite, or as many of them as
-            the data set has not.
+        TypeError: ``lengths`` is none of these.
+        ValueError: there is no such column or file, a length is negative or not finite, or the
+            number of lengths differs from the number of rows.
 
     Example:
         >>> read_lengths([3, 1, 2])
@@ -387,7 +362,7 @@ def _read_column(column: str, dataset: Any, name: str) -> list[Any]:
 
 
 def _length_of(value: Any) -> Any:
-    """A number as it is, also as text; of anything that has a length, that."""
+    """Return a number, also from text; for any other value, its length."""
     if getattr(value, "ndim", 1) == 0 or not hasattr(value, "__len__"):
         return value
     if isinstance(value, str):

@@ -1,4 +1,4 @@
-"""A batch sampler for rows of varying length: seeded, shared by ranks, taken up in the middle."""
+"""A batch sampler for rows of varying length, which is seeded, shared by ranks, and resumable."""
 
 import copy
 import functools
@@ -37,7 +37,7 @@ UNITS = ("seconds", "tokens")
 
 @dataclass(frozen=True, kw_only=True)
 class AverageBatch:
-    """The average batch of one device; None for what is unknown.
+    """The average batch of one device; None for unknown totals.
 
     >>> AverageBatch(rows=32.0, seconds=400.0).tokens is None
     True
@@ -49,50 +49,52 @@ class AverageBatch:
 
 
 class LengthBatchSampler(Sampler[list[int]]):
-    """Gives batches of rows of a map-style data set by how long rows are.
+    """Yields batches of rows of a map-style data set, chosen by the lengths of rows.
 
-    What each mode means stands in `automicro.data.plan`: ``"fixed"``, ``"duration"``,
-    ``"1D-bucketing"``, ``"1D-bucketing-dyn"``, ``"2D-bucketing"``, ``"2D-bucketing-fixed"`` and
+    `automicro.data.plan` defines the modes: ``"fixed"``, ``"duration"``, ``"1D-bucketing"``,
+    ``"1D-bucketing-dyn"``, ``"2D-bucketing"``, ``"2D-bucketing-fixed"`` and
     ``"2D-bucketing-singlet"``.
 
-    An epoch is planned as one order of batches, which depends on seed and epoch alone. Of several
-    ranks, each takes every n-th of them. Over all ranks every row comes once, and all have as
-    many batches: where the last round has fewer batches than ranks, these are split, and where they
-    have even fewer rows, each row joins a batch of the round before it, which may then be over its
-    budget by one row. Ranks take from the same bucket at a time, but for what is left of each.
+    An epoch is planned as one order of batches, which depends on seed and epoch. With n ranks, each
+    takes every n-th batch. Over all ranks, every row comes once, and all ranks have the same number
+    of batches. If the last round has fewer batches than ranks, these batches are split. If they
+    have fewer rows than ranks, each row joins a batch of the previous round, which might then
+    exceed its budget by one row. At any time, ranks take batches from the same bucket, except for
+    the remainder of each bucket.
 
-    The position in an epoch is a number of batches of that order. So it can be taken up by another
-    number of ranks, and the rest comes exactly: every row once. Only where fewer rows are left than
-    there are ranks then, some have one batch less.
+    The position in an epoch is a number of batches of that order. So another number of ranks can
+    resume the epoch, and the rest follows exactly, with every row once. Only if fewer rows than
+    ranks are left, some ranks have one batch less.
 
     Args:
-        dataset: has the rows, and a length; None where ``lengths`` has a number for each row.
+        dataset: a data set with rows and a length; None if ``lengths`` has a number for each row.
         mode: one of `MODES`.
-        lengths: how long rows are; see `read_lengths`. Not needed by ``"fixed"``.
-        second_lengths: the same of something else about them, such as the tokens of what is said;
-            for modes of two dimensions.
-        batch_size: rows of a batch, of one device; for ``"1D-bucketing"`` it may be one number for
-            each bucket.
-        batch_length: the sum of the lengths in a batch, at most.
-        batch_cost: what a batch takes with its padding, at most.
-        cost: from the length and second length of rows, arrays of shape (rows,), to what each
-            takes, as an array, where a longer row never takes less; the default is
-            ``length * (second length + 1)``, or ``length`` where there is only that.
-        bucket_edges: ascending lengths; a bucket has those up to its edge, and one more the
-            longer ones.
-        num_buckets: of modes that derive them, or two numbers: of lengths, and of second lengths in
-            each of these. By default 10, and 10 × 4.
-        shuffle: whether each epoch has another order. Otherwise rows keep theirs within buckets.
-        seed: of the order.
-        rank: of this process; None for what torch.distributed says, or 0 without it.
-        world_size: how many ranks there are; None as above.
-        unit: what ``lengths`` counts: "seconds", "tokens", or None for something else. Reports and
-            ``accumulate_batches="5h"`` go by it.
-        second_unit: the same of ``second_lengths``.
+        lengths: the lengths of rows; see `read_lengths`. Not needed by ``"fixed"``.
+        second_lengths: another length of each row, such as the tokens of its transcript; for modes
+            with two dimensions.
+        batch_size: rows of a batch, per device; for ``"1D-bucketing"`` also one number for each
+            bucket.
+        batch_length: maximum sum of lengths in a batch.
+        batch_cost: maximum cost of a batch with its padding.
+        cost: a function from the length and second length of rows, arrays of shape (rows,), to the
+            cost of each, as an array. Longer rows must not cost less. The default is
+            ``length * (second length + 1)``, or ``length`` without second lengths.
+        bucket_edges: ascending lengths. A bucket has the rows up to its edge, and one more bucket
+            has longer rows.
+        num_buckets: number of buckets, for modes that derive them; or two numbers: for lengths, and
+            for second lengths in each of these. By default 10, and 10 × 4.
+        shuffle: whether each epoch has a different order. Otherwise rows keep their order within
+            buckets.
+        seed: seed of the order.
+        rank: rank of this process; None for the rank in torch.distributed, or 0 without it.
+        world_size: number of ranks; None as for ``rank``.
+        unit: the unit of ``lengths``: "seconds", "tokens", or None for any other. Reports and
+            ``accumulate_batches="5h"`` use it.
+        second_unit: the unit of ``second_lengths``.
 
     Raises:
-        TypeError, ValueError: options that mean nothing, or that the mode has no use for; fewer
-            rows than ranks.
+        TypeError, ValueError: options that are invalid or that the mode does not use; fewer rows
+            than ranks.
 
     Example:
         >>> sampler = LengthBatchSampler(
@@ -134,7 +136,7 @@ class LengthBatchSampler(Sampler[list[int]]):
         budgets = {"batch_size": batch_size, "batch_length": batch_length, "batch_cost": batch_cost}
         others = {"cost": cost, "bucket_edges": bucket_edges, "num_buckets": num_buckets}
         _check_options(mode, given | budgets | others)
-        # What a mode has no need of may still be told, for reports.
+        # Lengths that the mode does not use can be given for reports.
         self._known: dict[str, Array] = {
             name: read_lengths(each, dataset, name=name)
             for name, each in given.items()
@@ -166,20 +168,21 @@ class LengthBatchSampler(Sampler[list[int]]):
         self._options = repr((mode, batch_size, batch_length, batch_cost, shuffle))
         self._own_place = _read_place(rank, world_size)
         self._epoch = 0
-        self._start = 0  # batches of the plan that were given before this pass
-        self._next_start = 0  # the same of the pass to come
-        self._given = 0  # rounds of this pass
-        self._planned_for: int | None = None  # ranks, where the epoch was begun by others
+        self._start = 0  # batches of the plan before this pass
+        self._next_start = 0  # batches of the plan before the next pass
+        self._given = 0  # rounds of this pass so far
+        # Number of ranks that began the epoch, if it was resumed.
+        self._planned_for: int | None = None
         self._plan: tuple[tuple[int, ...], Plan] | None = None
 
     @property
     def rank(self) -> int:
-        """Of this process."""
+        """The rank of this process."""
         return self._place[0]
 
     @property
     def world_size(self) -> int:
-        """How many ranks take batches."""
+        """The number of ranks that take batches."""
         return self._place[1]
 
     @property
@@ -192,48 +195,48 @@ class LengthBatchSampler(Sampler[list[int]]):
 
     @property
     def has_place(self) -> bool:
-        """Whether it was told its rank, and does not ask torch.distributed."""
+        """Whether its rank was given instead of taken from torch.distributed."""
         return self._own_place is not None
 
     def at(self, *, rank: int, world_size: int) -> "LengthBatchSampler":
-        """The same batches as a rank takes them.
+        """Return a sampler of the same batches for another rank.
 
         >>> LengthBatchSampler(range(4), mode="fixed", batch_size=2).at(rank=1, world_size=2).rank
         1
         """
-        # Lengths may be those of millions of rows, and both share them.
+        # A shallow copy, because both share lengths, perhaps of millions of rows.
         other = copy.copy(self)
         other._own_place = _read_place(rank, world_size)
         return other
 
     @property
     def epoch(self) -> int:
-        """The one that is given, from 0."""
+        """The current epoch, from 0."""
         return self._epoch
 
     def set_epoch(self, epoch: int) -> None:
-        """Give the batches of this epoch from now on: from its start, unless it is the one already.
+        """Start this epoch. If it is the current one, it continues where it is.
 
         Args:
-            epoch: from 0.
+            epoch: number of the epoch, from 0.
         """
-        # A resumed epoch is set again by its loop, and must not begin anew.
+        # A resumed epoch is set again by its training loop, and must not begin again.
         if epoch != self._epoch:
             self._epoch, self._given, self._planned_for = epoch, 0, None
             self._start = self._next_start = 0
 
     def plan(self) -> Plan:
-        """All batches of the epoch, for all ranks, in their order."""
+        """Return all batches of the epoch, for all ranks, in order."""
         if self.num_rows < self.world_size:
             raise ValueError(
                 f"{self.num_rows} rows cannot be shared among {self.world_size} ranks so that each "
                 "has as many batches: use fewer processes, or more data"
             )
         together = self._planned_for or self.world_size
-        # As many as began the epoch: the plan of another number of ranks would have other batches.
+        # The number of ranks that began the epoch: plans for another number have other batches.
         key = (self.seed, self._epoch, together)
         if self._plan is None or self._plan[0] != key:
-            self._plan = None  # two at a time would take twice the memory
+            self._plan = None  # two plans at a time would take twice the memory
             plan = make_plan(
                 self._lengths,
                 buckets=self._buckets,
@@ -249,15 +252,15 @@ class LengthBatchSampler(Sampler[list[int]]):
         self._start, self._given = self._next_start, 0
         share = self._share()
         for number in range(share.rounds):
-            # Counted before it is given: who asked for it has it.
+            # Counted before the yield, because the consumer has the batch from then on.
             self._given += 1
-            # At the end of a resumed epoch there may be fewer rows than ranks.
+            # At the end of a resumed epoch, there might be fewer rows than ranks.
             if len(rows := share.rows(number)):
                 yield rows.tolist()
-        self._next_start = 0  # a whole one
+        self._next_start = 0  # the next pass is a whole epoch
 
     def __len__(self) -> int:
-        """How many batches this pass has, on this rank."""
+        """Return the number of batches of this pass on this rank."""
         return len(self._share())
 
     def _share(self) -> "_Share":
@@ -265,28 +268,27 @@ class LengthBatchSampler(Sampler[list[int]]):
 
     @property
     def num_rounds_before(self) -> int:
-        """How many batches this rank would have had before this pass, at this number of ranks."""
+        """The number of batches before this pass on this rank, for this number of ranks."""
         return -(-self._start // self.world_size)
 
     @property
     def checksum(self) -> int:
-        """Of the plan: on ranks that take parts of one, it is the same."""
+        """The checksum of the plan, which is the same on all ranks that share it."""
         return self.plan().checksum
 
     @functools.cached_property
     def fingerprint(self) -> int:
-        """Of lengths and options: samplers that plan alike have the same."""
+        """The checksum of lengths and options, equal for samplers with the same plans."""
         value = zlib.crc32(f"{self.num_rows} {self._options}".encode())
-        # The numbers themselves: a data set of as many other rows plans other batches.
+        # Lengths themselves, because another data set with as many rows has other batches.
         for each in (*self._lengths, *([] if self._buckets is None else [self._buckets])):
             value = checksum_of(each, value)
         return value
 
     def batch_costs(self) -> list[float] | None:
-        """The cost of each batch of this pass on this rank, with padding; a rehearsal asks.
+        """Return the cost of each batch of this pass on this rank, with padding, for a rehearsal.
 
-        That is rows × cost of the longest. None where nothing says how long rows are.
-
+        That is rows × cost of the longest; None if lengths are unknown.
         >>> LengthBatchSampler(
         ...     mode="fixed", lengths=[2, 3, 4], batch_size=2, shuffle=False
         ... ).batch_costs()
@@ -302,14 +304,14 @@ class LengthBatchSampler(Sampler[list[int]]):
 
     @property
     def units(self) -> tuple[str, ...]:
-        """The units known for rows: some of "seconds" and "tokens"."""
+        """The known units of rows: "seconds", "tokens", both or none."""
         return tuple(self._by_unit)
 
     def total_of(self, number: int, unit: str) -> float:
-        """The total of a batch of this pass on this rank, without padding.
+        """Return the total length of a batch of this pass on this rank, without padding.
 
         Args:
-            number: of the batch, from 0.
+            number: number of the batch, from 0.
             unit: one of `units`.
 
         >>> sampler = LengthBatchSampler(
@@ -321,7 +323,7 @@ class LengthBatchSampler(Sampler[list[int]]):
         return float(self._by_unit[unit][self._share().rows(number)].sum())
 
     def average_batch(self) -> AverageBatch:
-        """The average batch of the epoch, on one device.
+        """Return the average batch of the epoch, on one device.
 
         >>> LengthBatchSampler(range(6), mode="fixed", batch_size=4).average_batch().rows
         3.0
@@ -331,11 +333,11 @@ class LengthBatchSampler(Sampler[list[int]]):
         return AverageBatch(rows=self.num_rows / count, **totals)
 
     def state_dict(self, *, batches_given: int | None = None) -> dict[str, int]:
-        """Where the epoch stands, alike on all ranks.
+        """Return the position in the epoch, which is the same on all ranks.
 
         Args:
-            batches_given: batches of this pass that were used on this rank; None for those that
-                were asked for, which are more where a loader has workers that fetch ahead.
+            batches_given: number of batches of this pass used on this rank; None for the batches
+                requested so far, which are more if workers of a loader prefetch.
 
         >>> sampler = LengthBatchSampler(range(8), mode="fixed", batch_size=2)
         >>> batches = iter(sampler)
@@ -346,7 +348,7 @@ class LengthBatchSampler(Sampler[list[int]]):
         True
         """
         given = self._given if batches_given is None else batches_given
-        # The last round may hold fewer batches than ranks, so a product would not reach the end.
+        # The last round might hold fewer batches than ranks, so the product would miss the end.
         is_complete = given >= self._share().rounds
         return {
             "epoch": self._epoch,
@@ -357,13 +359,13 @@ class LengthBatchSampler(Sampler[list[int]]):
         }
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
-        """Give the rest of an epoch, and no row of what was given; then whole ones.
+        """Continue with the rest of an epoch, without the rows already used; whole epochs follow.
 
         Args:
-            state: of a sampler of the same rows and options, on any number of ranks.
+            state: state of a sampler with the same rows and options, for any number of ranks.
 
         Raises:
-            CheckpointError: it is of other lengths or options.
+            CheckpointError: the state is from other lengths or options.
         """
         if state["fingerprint"] != self.fingerprint:
             raise CheckpointError(
@@ -381,18 +383,18 @@ class LengthBatchSampler(Sampler[list[int]]):
 
 
 class _Share:
-    """A rank's share of a plan, from a batch of it on: one batch of each round of all ranks."""
+    """A rank's share of a plan from some batch on: one batch of each round of all ranks."""
 
     def __init__(self, plan: Plan, start: int, rank: int, world_size: int) -> None:
         self._plan, self._first, self._step = plan, start + rank, world_size
-        self._even, rest = divmod(len(plan) - start, world_size)  # rounds as they are planned
-        self._last: Array | None = None  # of a round that is not
+        self._even, rest = divmod(len(plan) - start, world_size)  # rounds that are as planned
+        self._last: Array | None = None  # a last round that is not
         if not rest:
             return
         left = [plan.batch(place) for place in range(len(plan) - rest, len(plan))]
         if sum(map(len, left)) >= world_size or not self._even:
             # A rank without a batch would leave the others waiting in their collectives.
-            while len(left) < world_size:  # the largest is halved; rows may be too few for all
+            while len(left) < world_size:  # halve the largest; rows might be too few for all
                 largest = max(range(len(left)), key=lambda place: len(left[place]))
                 left[largest], half = np.array_split(left[largest], 2)
                 left.append(half)
@@ -401,9 +403,9 @@ class _Share:
         self._even -= 1
         places = range(len(plan) - rest - world_size, len(plan) - rest)
         full = [plan.batch(place) for place in places]
-        # The smallest batches have the most room left in their budgets.
+        # The smallest batches have the most unused budget.
         smallest = sorted(range(world_size), key=lambda place: len(full[place]))
-        more = np.concatenate(left)  # a row each for the smallest
+        more = np.concatenate(left)  # one row for each of the smallest
         self._last = np.append(full[rank], more[smallest.index(rank) :][:1])
 
     @property
@@ -414,21 +416,21 @@ class _Share:
         return self._even + (self._last is not None and len(self._last) > 0)
 
     def rows(self, number: int) -> Array:
-        """Of a batch, by its round."""
+        """Return the rows of the batch in a round."""
         if number >= self._even and self._last is not None:
             return self._last
         return self._plan.batch(self._first + number * self._step)
 
 
 def with_batch_sampler(loader: Any, sampler: Iterable[list[int]]) -> DataLoader[Any]:
-    """The same loader with other batches: workers, collation and whatever else it has stay.
+    """Return a copy of a loader with other batches, and the same workers, collation and options.
 
     Args:
-        loader: of a map-style data set.
-        sampler: gives the rows of each batch.
+        loader: a loader of a map-style data set.
+        sampler: yields the rows of each batch.
 
     Raises:
-        TypeError: no ``DataLoader`` of a map-style data set that cuts batches itself.
+        TypeError: not a ``DataLoader`` that forms batches of a map-style data set.
 
     >>> loader = with_batch_sampler(DataLoader([1, 2, 3]), [[0, 2], [1]])
     >>> [batch.tolist() for batch in loader]
@@ -443,14 +445,14 @@ def with_batch_sampler(loader: Any, sampler: Iterable[list[int]]) -> DataLoader[
             f"rows of {loader!r} cannot be chosen: give a torch.utils.data.DataLoader over a data "
             "set with places and a length, which cuts batches itself (no batch_size=None)"
         )
-    # A copy keeps workers, collation and whatever else a subclass has; the constructor of a
-    # subclass may take other arguments.
+    # A copy keeps workers, collation and all additions of a subclass, whose constructor might have
+    # other arguments.
     other = copy.copy(loader)
     forget_workers(other)
     vars(other)["batch_sampler"] = sampler
     if type(loader.batch_sampler) is not BatchSampler:
         return other
-    # What no longer holds of it is not to be read off.
+    # Remove values that are no longer true.
     vars(other)["batch_size"], vars(other)["drop_last"] = None, False
     return other
 
@@ -483,7 +485,7 @@ def _check_options(mode: str, options: Mapping[str, Any]) -> None:
 
 
 def _read_edges(edges: Sequence[float]) -> Sequence[float]:
-    # Between equal edges lies a bucket that no row falls into.
+    # No row would fall into the bucket between equal edges.
     if not len(edges) or list(edges) != sorted(set(edges)):
         raise ValueError(f"bucket_edges={list(edges)} do not ascend: give ascending lengths")
     return edges
@@ -496,7 +498,7 @@ def _read_counts(counts: int | Sequence[int] | None, rule: Mode) -> tuple[int, .
     if len(numbers) != rule.dimensions:
         form = f"a number, such as {default[0]}" if rule.dimensions == 1 else "two numbers"
         raise ValueError(f"num_buckets={counts!r}: give {form}")
-    # Buckets are numbered in 16 bits, which halves the memory of large data sets.
+    # Bucket numbers have 16 bits, which halves the memory for large data sets.
     if np.prod([read_count("num_buckets", each) for each in numbers]) > 2**16:
         raise ValueError(f"num_buckets={counts!r} is too many: give at most {2**16:,} in all")
     return numbers

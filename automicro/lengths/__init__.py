@@ -1,1 +1,1 @@
-"""Sizes counted in tokens, seconds or costs: rows are sorted, packed and cut to their lengths."""
+"""Microbatch sizes in tokens, seconds or costs: rows are sorted, packed and cut to length."""

@@ -1,10 +1,9 @@
-"""Which parts of a batch are padded, how long each row really is, and slices without that padding.
+"""Finds padded tensors of a batch and the true length of each row, and cuts padding of slices."""
 
-What has one length is a *group*: ``input_ids`` with its mask, or audio with its ``audio_lengths``.
-A group is found by the names that models use, or declared. A tensor that has a group's padded
-length and is not known to belong to it is an error that names it: cut or not, something would be
-wrong.
-"""
+# Tensors with a common length are a *group*: ``input_ids`` with its mask, or audio with its
+# ``audio_lengths``. Groups are found by the usual names of arguments, or declared. A tensor that
+# has the padded length of a group, but is not known to belong to it, raises an error with its name:
+# whether it is cut or not, the result might be wrong.
 
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
@@ -42,56 +41,42 @@ Declared = Mapping[str, str | tuple[str, int] | None]
 
 @dataclass
 class Group:
-    """Parts of a batch that are padded to one length.
+    """Tensors of a batch that are padded to one length."""
 
-    Attributes:
-        name: of the part that tells the lengths.
-        padded: length of the batch's tensors.
-        starts: where each row begins; as ``stops``, int64 of (rows,).
-        stops: where each row ends.
-        parts: the dimension of the length, by the path of each tensor.
-    """
-
-    name: str
-    padded: int
-    starts: "np.ndarray[Any, Any]"
-    stops: "np.ndarray[Any, Any]"
-    parts: dict[str, int]
+    name: str  # name of the mask or tensor of lengths
+    padded: int  # length of the padded tensors
+    starts: "np.ndarray[Any, Any]"  # first position of each row, int64 of (rows,)
+    stops: "np.ndarray[Any, Any]"  # position after the last of each row, int64 of (rows,)
+    parts: dict[str, int]  # dimension of the length, by path of the tensor
 
     @property
     def lengths(self) -> "np.ndarray[Any, Any]":
-        """Of each row; at least 1."""
+        """The length of each row; at least 1."""
         # Budgets are divided by costs, and a slice keeps at least one position.
         return np.asarray(np.maximum(self.stops - self.starts, 1))
 
     def window(self, rows: Sequence[int] | slice) -> tuple[int, int]:
-        """The first and one past the last position that any of some rows has."""
+        """Return the first position, and the one after the last, that any of these rows uses."""
         start, stop = int(self.starts[rows].min()), int(self.stops[rows].max())
         return (start, stop) if stop > start else (0, 1)
 
     def take(self, order: "np.ndarray[Any, Any]") -> "Group":
-        """The same for rows in another order."""
+        """Return the same group for rows in another order."""
         return replace(self, starts=self.starts[order], stops=self.stops[order])
 
 
 @dataclass
 class _Read:
-    """The tensors of a batch, and the groups that were found among them.
+    """The tensors of a batch, and the groups found among them."""
 
-    Attributes:
-        leaves: by their paths.
-        names: without what they lie in.
-        taken: what is declared, or belongs to a group.
-    """
-
-    leaves: dict[str, Tensor]
-    names: dict[str, str]
-    taken: set[str]
+    leaves: dict[str, Tensor]  # by path
+    names: dict[str, str]  # the last part of each path
+    taken: set[str]  # paths that are declared or belong to a group
     num_rows: int
     groups: list[Group] = field(default_factory=list)
 
     def free(self) -> Iterator[tuple[str, Tensor]]:
-        """Those that belong to nothing so far, also while groups are added."""
+        """Yield the tensors that do not belong to a group yet, also while groups are added."""
         return (each for each in self.leaves.items() if each[0] not in self.taken)
 
     def add(self, group: Group) -> None:
@@ -101,10 +86,7 @@ class _Read:
 
 
 class Padding:
-    """Reads how long the rows of a batch are.
-
-    Raises:
-        TypeError: what was declared is no such mapping.
+    """Reads the lengths of the rows of a batch.
 
     >>> padding = Padding()
     >>> batch = {
@@ -123,21 +105,17 @@ class Padding:
         self._declared = _check(declared)
         self._sources = {each[0] for each in self._declared.values() if each is not None}
         self._ignore_index = ignore_index
-        # Tensors that once had another length than a group whose length they have now.
+        # Pairs of a tensor and a group that had different lengths in an earlier batch.
         self._apart: set[tuple[str, str]] = set()
-        self._dims: dict[str, int] = {}  # of audio and the like, as earlier batches showed
-        self._decoded: set[str] = set()  # labels that are padded apart from inputs
+        # Padded dimensions of audio and the like, found in earlier batches.
+        self._dims: dict[str, int] = {}
+        self._decoded: set[str] = set()  # paths of labels that are padded separately from inputs
 
     def read(
         self, batch: Any, num_rows: int, *, row_dims: Mapping[str, int] | None = None
     ) -> list[Group]:
-        """The groups of a batch; none where nothing tells lengths.
-
-        Reading lengths that lie on a device waits for it.
-
-        Raises:
-            BatchError: a declared path is not there, or a tensor may or may not be padded.
-        """
+        """Return the groups of a batch; none if the batch shows no lengths."""
+        # Reading lengths on a device waits for that device.
         leaves = {
             path: tensor
             for path, tensor in tensor_leaves(batch)
@@ -198,7 +176,7 @@ class Padding:
             read.add(group)
 
     def _read_labels(self, read: "_Read") -> None:
-        """Of a decoder that makes its inputs from them."""
+        """Read the labels of a decoder that creates its inputs from them."""
         for path, tensor in read.free():
             is_text = tensor.dim() == 2 and len(tensor) == read.num_rows
             if not (read.groups and read.names[path] == "labels" and is_text):
@@ -211,17 +189,17 @@ class Padding:
                 if read.names[other] in _BESIDE_DECODER_MASK and beside.shape[:2] == tensor.shape
             ]
             if len(own) > 1 or bool((tensor == self._ignore_index).any()):
-                self._decoded.add(path)  # else they may be several labels for each row
+                self._decoded.add(path)  # otherwise they might be several labels for each row
             if path in self._decoded:
                 group = _whole(path, tensor.shape[1], read.num_rows)
-                # Nothing but the labels themselves tells how long they are.
+                # Only the labels themselves show their lengths.
                 group.stops[:] = 0
                 self._add_labels(group, tensor, "labels")
                 group.parts = dict.fromkeys(own, 1)
                 read.add(group)
 
     def _add_labels(self, group: Group, tensor: Tensor, name: str) -> None:
-        """Let no row end before a label that counts, also where the mask says padding."""
+        """Extend rows to their last label that counts, even if the mask marks it as padding."""
         if name.endswith("labels") and tensor.dim() == 2 and not tensor.is_floating_point():
             starts, stops = _extents(tensor != self._ignore_index)
             np.minimum(group.starts, starts, out=group.starts, where=stops > 0)
@@ -259,7 +237,8 @@ class Padding:
         exact = [dim for dim in range(1, tensor.dim()) if tensor.shape[dim] == longest]
         if len(exact) == 1:
             self._dims[path] = exact[0]
-        # The longest row may be shorter than the padding: an earlier batch has shown the dimension.
+        # The longest row might be shorter than the padding; then an earlier batch has shown the
+        # dimension.
         if path in self._dims:
             return self._dims[path]
         raise BatchError(
@@ -273,7 +252,7 @@ class Padding:
         others = [each for each in read.leaves.items() if each[0] not in known]
         for (path, tensor), group in itertools.product(others, read.groups):
             has_rows = tensor.shape[:1] == (len(group.stops),)
-            # `has_rows` leaves out dimension 0, which may be as long by chance.
+            # `has_rows` skips dimension 0, which might have that size by chance.
             if group.padded not in tensor.shape[has_rows:]:
                 self._apart.add((path, group.name))
             elif (path, group.name) not in self._apart and group.padded > 1:
@@ -285,7 +264,7 @@ class Padding:
 
 
 def cut_padding(microbatch: Any, groups: Sequence[Group], rows: slice) -> Any:
-    """A microbatch without the padding that all of its rows have."""
+    """Return a microbatch without the padding that all of its rows share."""
     leaves = dict(tensor_leaves(microbatch))
     shorter: dict[int, Tensor] = {}
     for group in groups:
@@ -294,7 +273,7 @@ def cut_padding(microbatch: Any, groups: Sequence[Group], rows: slice) -> Any:
             continue
         for path, dim in group.parts.items():
             tensor = leaves[path]
-            # Models call view() on their inputs.
+            # Contiguous, because models call view() on their inputs.
             shorter[id(tensor)] = tensor.narrow(dim, start, stop - start).contiguous()
     if not shorter:
         return microbatch
@@ -304,7 +283,7 @@ def cut_padding(microbatch: Any, groups: Sequence[Group], rows: slice) -> Any:
 def restore_padding(
     tensor: Tensor, dims: Mapping[int, tuple[int, int]], *, fill: float = 0
 ) -> Tensor:
-    """A tensor with zeros, or another number, where padding was cut.
+    """Return a tensor with zeros, or another value, at the positions where padding was cut.
 
     >>> restore_padding(torch.ones(1, 2), {1: (1, 4)})
     tensor([[0., 1., 1., 0.]])
@@ -339,7 +318,7 @@ def _check(declared: Declared | None) -> dict[str, tuple[str, int] | None]:
 
 
 def _last(path: str, batch: Any) -> str:
-    """The name of a tensor; the second of a pair are labels."""
+    """Return the last part of a path; the second item of a pair counts as labels."""
     if path == "1" and isinstance(batch, tuple | list) and len(batch) == 2:
         return "labels"
     return path.rpartition(".")[2]
@@ -351,7 +330,7 @@ def _whole(name: str, padded: int, num_rows: int) -> Group:
 
 
 def _group(name: str, told: Tensor, padded: int, num_rows: int) -> Group:
-    """The lengths that a mask or a tensor of lengths tells."""
+    """Return the group for a mask or a tensor of lengths."""
     group = _whole(name, padded, num_rows)
     if told.dim() == 1:
         group.stops = told.detach().cpu().numpy().astype(np.int64)
@@ -372,7 +351,7 @@ def _group(name: str, told: Tensor, padded: int, num_rows: int) -> Group:
 
 
 def _extents(mask: Tensor) -> tuple["np.ndarray[Any, Any]", "np.ndarray[Any, Any]"]:
-    """Where rows begin and end. All on one side unless all rows are padded on the left."""
+    """Return beginnings and ends of rows; beginnings are 0 unless all padding is on the left."""
     found = mask.detach().cpu().numpy()
     padded = found.shape[1]
     has_any = found.any(1)

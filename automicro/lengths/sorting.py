@@ -1,4 +1,4 @@
-"""Batches whose rows are sorted by cost, and whether their padding may be cut."""
+"""Batches with rows sorted by cost, and the check of whether their padding can be cut."""
 
 import dataclasses
 import math
@@ -35,7 +35,7 @@ _UNKNOWN, _SAME, _OTHER = range(3)
 
 
 class _Seen(NamedTuple):
-    """The results of one check."""
+    """The result of one check."""
 
     verdict: int = _UNKNOWN
     why: str = ""
@@ -43,7 +43,7 @@ class _Seen(NamedTuple):
 
 
 def _padded_rows(groups: Sequence[Group]) -> list[int]:
-    """The rows to look at: that with the most padding, and one that is half padded, say.
+    """Return the rows to check: the one with the most padding, and one with about half of it.
 
     >>> import numpy as np
     >>> stops = np.array([8, 1, 0, 5])
@@ -53,7 +53,7 @@ def _padded_rows(groups: Sequence[Group]) -> list[int]:
     if not groups:
         return []
     share = np.mean([group.lengths / group.padded for group in groups], axis=0)
-    # Of a row that has nothing, neither a loss nor an output tells anything.
+    # An empty row has no loss or output to compare.
     is_empty = np.any([group.stops <= group.starts for group in groups], axis=0)
     candidates = np.flatnonzero((share < 1) & ~is_empty)
     if not candidates.size:
@@ -66,14 +66,14 @@ def _padded_rows(groups: Sequence[Group]) -> list[int]:
 def _look_at_padding(
     computation: Computation, batch: Any, groups: Sequence[Group], mode: Mode
 ) -> _Seen:
-    """Compare rows with padding and without: losses, and outputs where rows have something."""
+    """Compare losses with and without padding, and outputs at the positions that rows use."""
 
     def look() -> _Seen:
         seen = [_look(computation, batch, groups, row, mode) for row in _padded_rows(groups)]
-        # A difference counts for more than none, and that for more than nothing seen.
+        # A difference outranks an equal result, which outranks no result.
         return max(seen, key=lambda each: each.verdict, default=_Seen())
 
-    # What fails but once, such as where memory is short, decides nothing.
+    # A single failure, such as a short lack of memory, decides nothing.
     seen = tried(look, computation.device)
     if isinstance(seen, Failed):
         seen = tried(look, computation.device)
@@ -82,7 +82,7 @@ def _look_at_padding(
     if issubclass(seen.error, CollectiveError):
         return _Seen(why=needs_other_ranks(seen.why.partition(": ")[2]))
     if issubclass(seen.error, AutomicroError):
-        return _Seen()  # the step itself says what is wrong
+        return _Seen()  # the step itself raises the error
     if seen.kind is Failure.RETRYABLE:
         return _Seen(why="there was no memory to look at a padded row")
     return _Seen(_OTHER, f"a row without padding fails: {seen.why}")
@@ -104,11 +104,11 @@ def _look(
                 continue
             own = length_dims([whole, part], spans)
             sizes = enumerate(zip(whole.shape, part.shape, strict=True))
-            # What differs for another reason than its padding cannot be compared.
+            # Outputs that differ in another dimension cannot be compared.
             if all(size == cut or dim in own for dim, (size, cut) in sizes):
                 dims[name] = own
         other.outputs = {path: other.outputs[path] for path in dims}
-        # In the padding anything may stand: there the two need not agree.
+        # Values in the padding are arbitrary and need not agree.
         one = _narrowed(one, dims, spans)
         shaken = (bench.read(CutBatch.whole(padded, 1), shake=shake) for shake in range(1, 7))
         finite = [name for name, value in one.numbers.items() if math.isfinite(value)]
@@ -132,7 +132,7 @@ def _narrowed(
     dims: Mapping[str, Mapping[int, str]],
     spans: Mapping[str, Sequence[tuple[int, int]]],
 ) -> Reading:
-    """The same without what lies in the padding of its outputs."""
+    """Return the reading without the padding of its outputs."""
     outputs = {}
     for path, own in dims.items():
         leaf = reading.outputs[path]
@@ -143,15 +143,12 @@ def _narrowed(
     return dataclasses.replace(reading, outputs=outputs)
 
 
-_PATIENCE = 4  # looks that could not tell
+_PATIENCE = 4  # checks without a result
 _DECLARE = "cut_padding=True cuts it all the same, cut_padding=False says nothing of it"
 
 
 def check_cut_padding(value: object) -> None:
-    """Refuse what says nothing of whether padding is cut.
-
-    Raises:
-        ValueError: neither True, False nor ``"auto"``.
+    """Refuse invalid values of ``cut_padding``.
 
     >>> check_cut_padding("auto")
     """
@@ -163,22 +160,22 @@ def check_cut_padding(value: object) -> None:
 
 
 class MicrobatchUnit(Feature):
-    """Counts microbatch sizes in tokens, seconds, or the cost of a row, in place of rows.
+    """Counts microbatch sizes in tokens, seconds, or the cost of a row, instead of rows.
 
-    The rows of a batch are sorted by cost and packed into microbatches that cost no more than the
-    size with their padding, which is cut to the longest row of each.
+    The rows of a batch are sorted by cost and packed into microbatches whose cost, including
+    padding, is at most the size. Padding is cut to the longest row of each microbatch.
 
     Args:
-        unit: ``"tokens"``, ``"seconds"``, a function from a batch of one row to what it costs; or
+        unit: ``"tokens"``, ``"seconds"``, or a function from a batch of one row to its cost; or
             ``"rows"``, which changes nothing.
-        padding: where the lengths of padded tensors are, where names do not tell: by the path of
-            a tensor the path of its lengths or of its mask, a pair of that and the dimension that
-            is padded, or None for one that is never cut.
-        cut_padding: ``"auto"`` where a check shows that a row computes the same without, True to do
-            it unseen, False never.
+        padding: the source of lengths, if names do not show it: for the path of a tensor, the path
+            of its lengths or mask, a pair of that path and the padded dimension, or None for a
+            tensor that is never cut.
+        cut_padding: ``"auto"`` cuts if a check shows that a row computes the same without padding,
+            True always, False never.
 
     Raises:
-        TypeError, ValueError: not a unit, or an option that does not go with it.
+        TypeError, ValueError: not a unit, or an option that does not fit it.
 
     Example:
         >>> import torch
@@ -228,7 +225,7 @@ class MicrobatchUnit(Feature):
 
 
 class _RowSorter:
-    """Sorts the rows of batches by cost; cuts padding where a look shows that nothing changes."""
+    """Sorts rows of batches by cost, and cuts padding if a check finds no difference."""
 
     def __init__(
         self, unit: CostUnit, computation: Computation, ranks: Ranks, cut_padding: bool | str
@@ -236,14 +233,14 @@ class _RowSorter:
         self._unit = unit
         self._computation = computation
         self._ranks = ranks
-        # None: not known yet.
+        # None until it is known.
         self._cuts: bool | None = cut_padding if isinstance(cut_padding, bool) else None
         self._fruitless = 0
 
     def sort(self, batches: Sequence[ReadBatch], mode: Mode) -> list[ReadBatch]:
-        """The same batches, their rows sorted. All ranks call it."""
+        """Return the same batches with their rows sorted. All ranks call it."""
         device = self._computation.device
-        # Outside of attempts: memory that runs out here is not answered by smaller sizes.
+        # Outside of attempts, where smaller sizes do not help if memory runs out.
         read = once_more(
             lambda: [self._unit.groups(each.batch, each.num_rows) for each in batches],
             device,
@@ -276,14 +273,14 @@ class _RowSorter:
             for each, groups in zip(batches, read, strict=True)
             if _padded_rows(groups)
         ]
-        # Other ranks would have to run the forward as well, and may have no padded row.
+        # Other ranks would have to run the forward as well, but might have no padded row.
         if padded and self._ranks.communicates_in_forward:
             seen = _Seen(why=needs_other_ranks())
             self._fruitless = _PATIENCE
         elif padded:
             with self._ranks.looking_alone():
                 seen = _look_at_padding(self._computation, *padded[0], mode)
-        # Ranks cut alike: where one of them has seen a difference, none cuts.
+        # All ranks decide alike: if one of them found a difference, none cuts.
         verdict = int(self._ranks.most(float(seen.verdict)))
         self._unit.output_dims.update(seen.output_dims)
         self._fruitless += bool(seen.why) and verdict == _UNKNOWN

@@ -1,14 +1,12 @@
-"""The unit of microbatch sizes: rows, or the cost of rows of varying length.
+"""The unit of microbatch sizes: rows, or the cost of rows of varying length."""
 
-Where rows have costs, those of a batch are sorted by them, packed into slices, and each slice is
-cut to its own longest row (`padding`). A policy then proposes a budget: what a slice may cost with
-its padding, in whole units, takes the place of its rows.
-
-A slice costs its number of rows times the cost of the longest, so that rows that are sorted and
-cut into neighbours leave nothing to gain by another grouping. Of all such cuts `pack` finds the
-best, by dynamic programming over where a slice begins. The same costs lead to the same slices
-everywhere.
-"""
+# If rows have costs, the rows of a batch are sorted by them and packed into slices, and each slice
+# is cut to its own longest row (`padding`). A policy then proposes a budget instead of a number of
+# rows: the maximum cost of a slice with its padding, in whole units.
+#
+# A slice costs its number of rows times the cost of the longest. So for sorted rows, slices of
+# neighbors are optimal. Of all cuts into such slices, `pack` finds the best by dynamic programming
+# over the beginnings of slices. The same costs lead to the same slices on every machine.
 
 import functools
 import math
@@ -33,15 +31,12 @@ Array = np.ndarray[Any, Any]
 Combine = Callable[[Array], Array]
 """The cost of a row from its lengths: from ``(..., lengths)`` to ``(...)``."""
 
-# A slice has at most so many rows, which bounds the work for each row.
+# The most rows of a slice, which bounds the work for each row.
 _MOST_BEGINNINGS = 1 << 14
 
 
 def pack(lengths: Array, combine: Combine, budget: float, *, overhead: float = 0.0) -> list[int]:
-    """The rows of each slice, where ``overhead · slices + padded costs`` are least.
-
-    A row that costs more than the budget is alone in its slice. The order of the rows is kept: of
-    one length, sorted, no other grouping is better; of several lengths another order may be.
+    """Return the rows of each slice that minimize ``overhead · slices + padded costs``.
 
     >>> costs = np.array([[8], [8], [3], [2], [2]])
     >>> pack(costs, _sum, 16), pack(costs, _sum, 16, overhead=10)
@@ -50,6 +45,8 @@ def pack(lengths: Array, combine: Combine, budget: float, *, overhead: float = 0
     >>> pack(frames_and_labels, _product, 48, overhead=20)
     [2, 2]
     """
+    # A row that costs more than the budget is alone in its slice. The order of the rows is kept: it
+    # is optimal for a single length, but might not be for several.
     num_rows, first = len(lengths), 0
     least = np.zeros(num_rows + 1)  # of the slices up to each row
     begins = [0] * (num_rows + 1)
@@ -58,12 +55,12 @@ def pack(lengths: Array, combine: Combine, budget: float, *, overhead: float = 0
         first = max(first, end - _MOST_BEGINNINGS)
         longest[first:end] = np.maximum(longest[first:end], lengths[end - 1])
         padded = np.arange(end - first, 0, -1) * combine(longest[first:end])
-        # A beginning from which rows are too many for the budget is so for all later ends, too.
-        # The last is that of a single row, which is allowed whatever it costs.
+        # A beginning from which rows exceed the budget stays too early for all later ends. The last
+        # beginning is that of a single row, which is allowed at any cost.
         too_long = int((padded[:-1] > budget).sum())
         first += too_long
         total = least[first:end] + overhead + padded[too_long:]
-        best = int(total.argmin())  # of equals the earliest, for fewer slices
+        best = int(total.argmin())  # the earliest of equals, for fewer slices
         least[end], begins[end] = total[best], first + best
     return _slices(begins)
 
@@ -77,7 +74,7 @@ def _slices(begins: list[int]) -> list[int]:
 
 
 def without_lonely_rows(sizes: Sequence[int]) -> list[int]:
-    """The same slices, with none of one row: it goes into the slice before it, of longer rows.
+    """Return the slices with each slice of a single row joined to one of its neighbors.
 
     >>> without_lonely_rows([1, 1, 4, 1]), without_lonely_rows([1])
     ([2, 5], [1])
@@ -91,21 +88,18 @@ def without_lonely_rows(sizes: Sequence[int]) -> list[int]:
     return found
 
 
-# Steps that are left out, because they compile, and look for kernels and memory.
+# Steps that are skipped, because they compile, choose kernels and allocate memory.
 _COLD = 2
-# Steps after which the overhead is taken from what was measured, and no clock is needed any more.
+# Steps after which the overhead is fitted.
 _ENOUGH = 8
 _MOST = 64
-# How much of the spread of the slices' number the padded cost may not explain.
+# The least share of the variation in numbers of slices that padded costs leave unexplained.
 _APART = 0.01
 
 
 @dataclass
 class Overhead:
-    """The fixed cost of a slice, fitted from the seconds of steps.
-
-    A step takes ``seconds = slope · (overhead · slices + padded cost)``, by least squares over
-    the steps that were measured. Until they tell, it is the cost of an average row.
+    """The fixed cost of a slice, fitted to the measured seconds of steps.
 
     >>> overhead = Overhead()
     >>> for slices, padded in [(1, 900)] * 2 + [(4, 900), (8, 700), (2, 1000), (6, 800)] * 2:
@@ -114,6 +108,8 @@ class Overhead:
     50.0
     """
 
+    # A step takes ``seconds = slope · (overhead · slices + padded cost)``, by least squares over
+    # the measured steps. Before enough steps differ, it is the cost of an average row.
     steps: int = 0
     # Slices², slices · padded, padded², seconds · slices, seconds · padded.
     sums: list[float] = field(default_factory=lambda: [0.0] * 5)
@@ -125,7 +121,7 @@ class Overhead:
         return self.steps < _MOST
 
     def of(self, average: float) -> float:
-        """In the unit of costs."""
+        """Return the overhead in the unit of costs."""
         return average if self.fitted is None else self.fitted
 
     def record(self, *, seconds: float, slices: int, padded: float) -> None:
@@ -142,7 +138,7 @@ class Overhead:
         if determinant <= _APART * a * c:
             return  # all steps were alike
         per_slice, per_cost = (c * d - b * e) / determinant, (a * e - b * d) / determinant
-        # Noise may tell that rows cost nothing, and then it tells nothing of slices, either.
+        # Noise can make rows seem free; then the overhead is meaningless, too.
         if per_cost > 0:
             self.fitted = max(0.0, per_slice / per_cost)
 
@@ -175,7 +171,7 @@ class _SortedRows:
 
     @property
     def num_rows(self) -> int:
-        """Of the batch."""
+        """The number of rows of the batch."""
         return len(self.order)
 
     @functools.cached_property
@@ -185,39 +181,39 @@ class _SortedRows:
 
     @functools.cached_property
     def average(self) -> float:
-        """Cost of a row."""
+        """The average cost of a row."""
         return float(self.combine(self.lengths).mean())
 
     def pack(self, budget: int, *, overhead: float, min_rows: int = 1) -> list[int]:
-        """The rows of each slice, none of which costs more than a budget."""
+        """Return the rows of each slice, with no slice over budget if possible."""
         sizes = pack(self.lengths, self.combine, budget, overhead=overhead)
-        # BatchNorm in training refuses a single row; two may then cost more than the budget.
+        # BatchNorm in training refuses a single row; two rows might then exceed the budget.
         return sizes if min_rows == 1 else without_lonely_rows(sizes)
 
     def largest(self, sizes: Sequence[int]) -> int:
-        """The cost of the costliest of these slices, in whole units."""
+        """Return the cost of the most expensive of these slices, in whole units."""
         return max(self._units(sizes))
 
     def padded(self, sizes: Sequence[int]) -> float:
-        """The cost of all slices together."""
+        """Return the total cost of all slices."""
         return sum(self._costs(sizes))
 
     def cut(self, microbatches: Sequence[Any], sizes: Sequence[int]) -> list[Any]:
-        """Microbatches of these rows, each without the padding that all of its rows have."""
+        """Return these microbatches, each without the padding that all of its rows share."""
         return [
             cut_padding(microbatch, self.groups, rows)
             for microbatch, rows in zip(microbatches, _slices_of(sizes), strict=True)
         ]
 
     def places(self) -> list[int]:
-        """Of each row of the batch as it came, its place here."""
+        """Return the position here of each row of the original batch."""
         found: list[int] = np.argsort(self.order).tolist()
         return found
 
     def restored(
         self, outputs: Sequence[Any], sizes: Sequence[int], *, fill: float = 0
     ) -> list[Any]:
-        """Outputs of these slices, padded with a number to the length of the whole batch."""
+        """Return the outputs of these slices, padded to the length of the whole batch."""
         if not self.groups:
             return list(outputs)
         rows = _slices_of(sizes)
@@ -243,12 +239,12 @@ class _SortedRows:
         ]
 
     def _units(self, sizes: Sequence[int]) -> list[int]:
-        # A cost that is whole but for rounding is not to count as one unit more.
+        # A cost that is whole up to rounding must not count as one unit more.
         return [max(1, math.ceil(cost - 1e-6)) for cost in self._costs(sizes)]
 
 
 def _slices_of(sizes: Sequence[int]) -> list[slice]:
-    """Neighbouring rows, as many as these.
+    """Return slices of neighboring rows with these sizes.
 
     >>> _slices_of([2, 3])
     [slice(0, 2, None), slice(2, 5, None)]
@@ -262,25 +258,21 @@ def length_dims(
     windows: Mapping[str, Sequence[tuple[int, int]]],
     shown: Mapping[int, str] = MappingProxyType({}),
 ) -> dict[int, str]:
-    """The dimensions of outputs that are as long as their slices, each with the group's name."""
+    """Return the dimensions of outputs that match the lengths of slices, with group names."""
     found: dict[int, str] = {}
     for dim in range(1, min(tensor.dim() for tensor in tensors)):
         own = [tensor.shape[dim] for tensor in tensors]
         for name, spans in windows.items():
             lengths = [stop - start for start, stop in spans]
-            # As long as its slice in each of them: by chance, unless slices have several lengths,
-            # or a look has shown it.
+            # A match with every slice could be chance, unless slices have several lengths or a
+            # check has shown the dimension.
             if own == lengths and (len(set(own)) > 1 or shown.get(dim) == name):
                 found.setdefault(dim, name)
     return found
 
 
 def check_unit(unit: object) -> None:
-    """Refuse what sizes cannot be counted in.
-
-    Raises:
-        TypeError: neither a word nor a function.
-        ValueError: an unknown word.
+    """Refuse an invalid unit.
 
     >>> check_unit("tokens")
     """
@@ -297,7 +289,7 @@ def check_unit(unit: object) -> None:
 
 
 def unit_name(unit: str | Cost) -> str:
-    """The name of the unit in messages, in the plural.
+    """Return the name of the unit in messages, in the plural.
 
     >>> unit_name("tokens"), unit_name(len)
     ('tokens', 'units of cost')
@@ -307,7 +299,7 @@ def unit_name(unit: str | Cost) -> str:
 
 @dataclass
 class _PackingRule(CutRule):
-    """Packs rows into slices that cost no more than a size."""
+    """Packs rows into slices that cost at most a given size."""
 
     overhead: Overhead = field(default_factory=Overhead)
 
@@ -324,11 +316,11 @@ class _PackingRule(CutRule):
 
     def learn(self, finished: Finished[Any]) -> None:
         measured = finished.measured
-        # Without waiting only the time was measured in which work was handed to the device.
+        # Without waiting for the device, the measured time is only that of submitting work.
         if measured is None or not measured.has_waited:
             return
         if finished.attempts > 1 or not finished.cuts:
-            return  # memory that was given back is asked for anew
+            return  # memory released after a failure must be allocated again, which takes time
         self.overhead.record(
             seconds=measured.seconds,
             slices=finished.plan.num_microbatches,
@@ -340,7 +332,7 @@ class _PackingRule(CutRule):
         )
 
     def state_dict(self) -> dict[str, Any]:
-        # Plain values are written as JSON, which has no infinity.
+        # State is written as JSON, which has no infinity.
         failed = None if math.isinf(self.failed) else self.failed
         learned = {"unit": self.unit, "overhead": asdict(self.overhead), "failed": failed}
         return super().state_dict() | learned
@@ -353,11 +345,7 @@ class _PackingRule(CutRule):
 
 
 class CostUnit(Unit):
-    """A unit in which rows have costs, by which they are sorted.
-
-    Attributes:
-        padding: as given.
-        output_dims: see `_SortedRows`; filled by the check of padding.
+    """A unit in which rows have costs and are sorted by them.
 
     >>> import torch
     >>> unit = CostUnit("tokens", Padding(None), BatchLayout())
@@ -374,7 +362,7 @@ class CostUnit(Unit):
         self.name = unit_name(unit)
         self._cost = None if isinstance(unit, str) else unit
         self._layout = layout
-        self.output_dims: dict[str, dict[int, str]] = {}
+        self.output_dims: dict[str, dict[int, str]] = {}  # filled by the check of padding
         self.padding = padding
 
     def check(self, setup: Setup) -> None:
@@ -401,11 +389,7 @@ class CostUnit(Unit):
         return _PackingRule(strict_divisible=strict_divisible, unit=self.name)
 
     def groups(self, batch: Any, num_rows: int) -> list[Group]:
-        """The padded tensors of a batch; see `Padding.read`.
-
-        Raises:
-            BatchError: it cannot be told, or tokens are counted and nothing tells their number.
-        """
+        """Return the padded tensors of a batch; see `Padding.read`."""
         row_dims = self._layout.row_dims(batch)
         groups = self.padding.read(batch, num_rows, row_dims=row_dims)
         if self.name == TOKENS and not groups:
@@ -419,14 +403,10 @@ class CostUnit(Unit):
     def packing(
         self, batch: Any, groups: Sequence[Group], num_rows: int, *, cuts: bool
     ) -> _SortedRows:
-        """The rows of a batch, sorted.
-
-        Raises:
-            BatchError: the cost of a row is no positive number.
-        """
+        """Return the rows of a batch, sorted by cost."""
         combine: Combine = _sum
         if self.name == TOKENS:
-            # Where padding stays, each row costs what the longest does.
+            # If padding stays, each row costs as much as the longest.
             lengths = [
                 group.lengths if cuts else np.full(num_rows, group.padded) for group in groups
             ]
@@ -435,7 +415,7 @@ class CostUnit(Unit):
             table = self._seconds(batch, num_rows)[:, None]
         else:
             table, combine = self._costs(batch, num_rows)
-        # Rows of equal cost stay in their order.
+        # Rows of equal cost keep their order.
         order = np.argsort(-combine(table), kind="stable")
         return _SortedRows(
             order=order,
@@ -485,11 +465,7 @@ def _checked(costs: Array, who: str) -> Array:
 
 
 def refuse_inputs_with_gradients(batch: Any) -> None:
-    """Refuse what cannot be sorted: each slice's backward would go through the sorting again.
-
-    Raises:
-        BatchError: a tensor of the batch gathers a gradient.
-    """
+    """Refuse inputs that need a gradient: each slice's backward would go through the sorting."""
     for path, tensor in tensor_leaves(batch):
         if tensor.requires_grad:
             raise BatchError(

@@ -1,1 +1,1 @@
-"""Reading and limiting device memory, and simulating a device of any size on the CPU."""
+"""Measurement and limits of device memory, and simulated devices of any size on the CPU."""

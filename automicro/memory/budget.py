@@ -1,4 +1,4 @@
-"""A device of any size, simulated on the CPU."""
+"""Simulated device of any size on the CPU."""
 
 import contextlib
 import threading
@@ -12,25 +12,18 @@ from torch import nn
 from automicro.torch_private import is_compiled
 from automicro.units import format_bytes, parse_bytes
 
-GRANULE = 512  # bytes; what CUDA's allocator rounds to
+GRANULE = 512  # bytes; CUDA's allocator rounds to multiples of this
 
 
 def rounded(num_bytes: int) -> int:
-    """Bytes that a device gives where so many are asked for."""
+    """Return the bytes that a device allocates for a request."""
     return -(-num_bytes // GRANULE) * GRANULE
 
 
 def refuse_compiled(module: nn.Module) -> None:
-    """Refuse a module that is compiled, or has a compiled part.
-
-    A memory budget looks at operations through a dispatch mode, and under any dispatch mode torch
-    runs compiled code as if it had not been compiled, without a word.
-
-    Raises:
-        ValueError: the module or a submodule is compiled. The message names them.
-
-    >>> refuse_compiled(nn.Linear(2, 2))
-    """
+    """Refuse a module that is compiled or has a compiled part."""
+    # A memory budget intercepts operations with a dispatch mode, and under any dispatch mode torch
+    # silently runs compiled code as if it were not compiled.
     names = [name for name, part in module.named_modules() if is_compiled(part)]
     if names:
         shown = ", ".join(name or type(module).__name__ for name in names[:5])
@@ -55,41 +48,37 @@ _entered = _Entered()
 
 
 def active_budget() -> "MemoryBudget | None":
-    """Return the budget that this thread has entered, if any.
-
-    >>> with MemoryBudget("1MiB") as budget:
-    ...     active_budget() is budget
-    True
-    >>> active_budget() is None
-    True
-    """
+    """Return the budget that this thread has entered, or None."""
     return _entered.budget
 
 
 class MemoryBudget:
     """A device of limited memory, simulated on the CPU.
 
-    While it is entered, every operation of this thread is watched: forward, backward and
-    optimizer alike. The bytes of live tensors on the CPU are counted, each storage once and
-    rounded up to 512 bytes, and an operation with which they would exceed the limit raises
-    ``torch.OutOfMemoryError``, as a device would. With ``None`` for a limit it only measures.
+    While a budget is entered, it checks every operation of this thread: forward, backward and
+    optimizer. It counts the bytes of live tensors on the CPU, each storage once and rounded up to
+    512 bytes. An operation that would exceed the limit raises ``torch.OutOfMemoryError``, as a
+    device would. With the limit ``None`` it only measures.
 
-    What exists before is counted when an operation first sees it, or with `track`. Host and device
-    are one here, so say what lies on the host: `host`, `from_host` and `transfer`.
+    Tensors that exist before are counted when an operation first uses them, or by `track`. Host and
+    device are the same here, so `host`, `from_host` and `transfer` mark tensors that are on the
+    host.
 
-    What it does not see: other threads (a dispatch mode belongs to a thread, and the count has no
-    lock), workspaces inside kernels (a convolution's true peak is about an eighth higher), tensors
-    made by NumPy until torch uses them, storages resized behind torch's back, and oneDNN's opaque
-    tensors. An operation is seen only after it ran. What it allocated is dropped then, and the
-    statistics that a BatchNorm changed are put back; a tensor enlarged by ``out=`` or ``resize_``
+    Other threads are not counted, because a dispatch mode belongs to one thread and the count has
+    no lock. Workspaces inside kernels are not counted either; the true peak of a convolution is
+    about an eighth higher. The same applies to NumPy arrays until torch uses them, storages resized
+    outside torch, and opaque tensors of oneDNN.
+
+    An operation is checked only after it has run. If it is refused, its new tensors are dropped and
+    the statistics of a BatchNorm are restored, but a tensor enlarged by ``out=`` or ``resize_``
     stays enlarged, and counted.
 
     Args:
-        limit: what `parse_bytes` reads, such as ``"512MiB"`` or a number of bytes, or ``None``.
+        limit: a number of bytes, text such as ``"512MiB"``, or ``None`` to only measure.
 
     Raises:
         TypeError: ``limit`` is neither text nor a number.
-        ValueError: ``limit`` cannot be read.
+        ValueError: ``limit`` cannot be parsed.
 
     >>> budget = MemoryBudget("1MiB")
     >>> with budget:
@@ -104,54 +93,54 @@ class MemoryBudget:
     """
 
     def __init__(self, limit: str | int | float | None) -> None:
-        # Where there is no budget, nothing counts.
+        # Imported here, because only budgets need the ledger, which imports this module.
         from automicro.memory.ledger import CountingMode
 
         self._mode = CountingMode(None if limit is None else parse_bytes(limit))
 
     @property
     def limit_bytes(self) -> int | None:
-        """The size of the device, or None where it only measures."""
+        """The size of the device, or None if the budget only measures."""
         return self._mode.limit_bytes
 
     @property
     def allocated_bytes(self) -> int:
-        """Bytes of the live tensors on the device."""
+        """Bytes of live tensors on the device."""
         return self._mode.ledger.allocated_bytes
 
     @property
     def peak_bytes(self) -> int:
-        """The most that live tensors held since the start or the last `reset_peak`."""
+        """Peak memory of live tensors since the start or the last `reset_peak`."""
         return self._mode.peak_bytes
 
     @property
     def num_ooms(self) -> int:
-        """How many times it refused."""
+        """Number of refused operations."""
         return self._mode.num_ooms
 
     def reset_peak(self) -> None:
-        """Measure the peak from now on."""
+        """Restart the measurement of the peak."""
         self._mode.reset_peak()
 
     @property
     def lap_peak_bytes(self) -> int:
-        """The most that live tensors held since the last `begin_lap`."""
+        """Peak memory of live tensors since the last `begin_lap`."""
         return self._mode.lap_peak_bytes
 
     def begin_lap(self) -> None:
-        """Measure the peak of a part from now on, and leave `peak_bytes` alone."""
+        """Start measuring the peak of a part of the run, without changing `peak_bytes`."""
         self._mode.begin_lap()
 
     def __enter__(self) -> Self:
-        """Watch this thread. Entering again what is entered already changes nothing.
+        """Start counting on this thread. Entering the same budget again has no effect.
 
         Raises:
-            ValueError: this thread is in another budget.
+            ValueError: this thread has entered another budget.
         """
         if _entered.budget is None:
             self._mode.__enter__()  # type: ignore[no-untyped-call]
             _entered.budget = self
-        # The mode below counts operations of a thread, and two would count each twice.
+        # A second mode on the same thread would count each operation twice.
         elif _entered.budget is not self:
             raise ValueError(
                 f"cannot enter {self!r} inside {_entered.budget!r}: one thread simulates one "
@@ -166,7 +155,7 @@ class MemoryBudget:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        """Stop watching, if this is the outermost of the nested entries."""
+        """Stop counting when the outermost entry ends."""
         assert _entered.budget is self
         _entered.depth -= 1
         if _entered.depth == 0:
@@ -174,16 +163,16 @@ class MemoryBudget:
             self._mode.__exit__(kind, error, trace)  # type: ignore[no-untyped-call]
 
     def track(self, *residents: object) -> Self:
-        """Count what is on the device before any operation sees it.
+        """Count objects that are on the device before any operation uses them.
 
         Args:
             residents: modules (parameters, gradients, buffers), optimizers (their state), tensors,
                 and mappings, lists or tuples of these.
 
         Raises:
-            TypeError: something else was given.
-            ValueError: a module is compiled; see `refuse_compiled`.
-            torch.OutOfMemoryError: it does not fit; nothing of this call is counted then.
+            TypeError: an object of another type was given.
+            ValueError: a module is compiled.
+            torch.OutOfMemoryError: the objects do not fit; none of them is counted then.
 
         >>> model = nn.Linear(16, 16)
         >>> MemoryBudget("1MiB").track(model).allocated_bytes
@@ -191,7 +180,7 @@ class MemoryBudget:
         """
         changes: list[Any] = []
         try:
-            # All of them or none: half a model that is counted would make room for nothing.
+            # All or none, because a partly counted model would be of no use.
             for tensor in tensors_of(residents):
                 self._mode.ledger.place(tensor, changes, on_host=False)
         except BaseException:
@@ -202,7 +191,7 @@ class MemoryBudget:
 
     @contextlib.contextmanager
     def host(self) -> Iterator[None]:
-        """Take tensors made or first seen inside as lying on the host: they are not counted.
+        """Treat tensors made or first used inside as being on the host: they are not counted.
 
         >>> with MemoryBudget("1KiB") as budget, budget.host():
         ...     batch = torch.zeros(1000, 1000)
@@ -213,7 +202,7 @@ class MemoryBudget:
             yield
 
     def from_host(self, loader: Iterable[T]) -> Iterator[T]:
-        """Yield what a loader gives, as lying on the host: no batch of it is counted.
+        """Yield the batches of a loader, treated as being on the host: they are not counted.
 
         >>> with MemoryBudget("1KiB") as budget:
         ...     for batch in budget.from_host(torch.zeros(1000) for _ in range(3)):
@@ -225,19 +214,19 @@ class MemoryBudget:
         end = object()
         while True:
             with self.host():
-                # Only the loader's own work is on the host, and not what happens between two
-                # batches.
+                # Only the loader's own work is on the host, not the code between two batches.
                 batch = next(batches, end)
             if batch is end:
                 return
-            # Outside of `host`: what the caller makes of a batch lies on the device.
+            # Outside `host`, because tensors that the caller makes from a batch are on the device.
             yield cast(T, batch)
 
     def transfer(self, tensor: torch.Tensor) -> torch.Tensor:
         """Copy a tensor from the host to the device, as ``tensor.to(device)`` would.
 
-        The argument lies on the host from then on, with all that shares its storage. The copy has
-        the same strides, lies on the device, and is differentiable if the argument is.
+        The argument, and all tensors that share its storage, are treated as being on the host from
+        now on. The copy has the same strides, is on the device, and is differentiable if the
+        argument is.
 
         Raises:
             torch.OutOfMemoryError: the copy does not fit.
@@ -251,7 +240,7 @@ class MemoryBudget:
         ledger = self._mode.ledger
         ledger.place(tensor, [], on_host=True)
         with self, ledger.placing(on_host=False):
-            # Other layouts know no memory format.
+            # Other layouts have no memory format.
             if tensor.layout is torch.strided and not tensor.is_nested:
                 return tensor.clone(memory_format=torch.preserve_format)
             return tensor.clone()
@@ -263,19 +252,14 @@ class MemoryBudget:
 
 
 def tensors_of(residents: Iterable[object]) -> Iterator[torch.Tensor]:
-    """Yield the tensors of modules, optimizers, tensors and containers of these.
-
-    Raises:
-        TypeError: something else is among them.
-        ValueError: a module is compiled.
-    """
+    """Yield the tensors of modules, optimizers, tensors and containers of these."""
     for resident in residents:
         if isinstance(resident, torch.Tensor):
             yield resident
         elif isinstance(resident, nn.Module):
             refuse_compiled(resident)
             yield from resident.parameters()
-            # Of an earlier batch, which are there when the next one begins.
+            # Gradients of an earlier batch exist when the next one begins.
             yield from (p.grad for p in resident.parameters() if p.grad is not None)
             yield from resident.buffers()
         elif isinstance(resident, torch.optim.Optimizer):
@@ -292,7 +276,7 @@ def tensors_of(residents: Iterable[object]) -> Iterator[torch.Tensor]:
 
 
 def _tensors_in(state: object) -> Iterator[torch.Tensor]:
-    """Yield the tensors of an optimizer's state, which holds numbers and more beside them."""
+    """Yield the tensors of an optimizer's state, which also holds numbers and other values."""
     if isinstance(state, torch.Tensor):
         yield state
     elif isinstance(state, Mapping):

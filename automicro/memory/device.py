@@ -1,11 +1,11 @@
-"""Reading and limiting the memory of whatever device a run uses.
+"""Measurement and limits of memory on the device of a run.
 
-A CPU counts only inside a `MemoryBudget`. What an accelerator can do is asked of its module in
-torch (``torch.cuda``, ``torch.xpu``, ``torch.mps`` …), not of its name.
+A CPU counts only inside a `MemoryBudget`. Abilities of an accelerator are looked up in its torch
+module (``torch.cuda``, ``torch.xpu``, ``torch.mps`` …), not derived from its name.
 
-cuBLAS and cuDNN take memory of the device for themselves, past torch's allocator, when a thread
-first uses them: in the forward on the caller's thread, in the backward on autograd's own. Where the
-first attempt has filled the device, they fail in ways that are hard to tell from a broken device.
+cuBLAS and cuDNN allocate device memory outside torch's allocator when a thread first uses them: in
+the forward on the caller's thread, and in the backward on a thread of autograd. If the first
+attempt has filled the device, their failures are hard to distinguish from a broken device.
 """
 
 import contextlib
@@ -25,21 +25,13 @@ from automicro.units import format_bytes, parse_bytes, parse_share
 
 @dataclass(frozen=True, kw_only=True)
 class AllocatorCounts:
-    """Counts of a device's allocator. None where it does not count.
+    """Counts of a device's allocator; None if not counted."""
 
-    Attributes:
-        allocated_bytes: that live tensors hold now.
-        peak_bytes: the most that they held since the device's own counter was reset.
-        reserved_bytes: that the allocator has of the device, what it keeps for later included.
-        alloc_retries: how often it had to give back what it keeps to serve a request.
-        ooms: how often it could not serve one.
-    """
-
-    allocated_bytes: int | None = None
-    peak_bytes: int | None = None
-    reserved_bytes: int | None = None
-    alloc_retries: int | None = None
-    ooms: int | None = None
+    allocated_bytes: int | None = None  # of live tensors now
+    peak_bytes: int | None = None  # since the device's own counter was reset
+    reserved_bytes: int | None = None  # from the device, including cached blocks
+    alloc_retries: int | None = None  # how often the cache was freed to serve a request
+    ooms: int | None = None  # number of failed requests
 
 
 logger = logging.getLogger(__name__)
@@ -50,13 +42,7 @@ _uncounted: set[torch.device] = set()
 
 
 def read_counts(device: torch.device | str) -> AllocatorCounts:
-    """Ask a device's allocator once for all that it counts.
-
-    >>> with MemoryBudget(None):
-    ...     x = torch.zeros(1024)
-    ...     read_counts("cpu").allocated_bytes
-    4096
-    """
+    """Return all counts of a device's allocator in one query."""
     device = torch.device(device)
     if device.type == "cpu":
         budget = active_budget()
@@ -89,7 +75,7 @@ def read_counts(device: torch.device | str) -> AllocatorCounts:
 
 
 def _from_stats(stats: Mapping[str, Any]) -> AllocatorCounts:
-    if not stats:  # nothing was allocated yet
+    if not stats:  # nothing has been allocated yet
         return AllocatorCounts(
             allocated_bytes=0, peak_bytes=0, reserved_bytes=0, alloc_retries=0, ooms=0
         )
@@ -104,7 +90,7 @@ def _from_stats(stats: Mapping[str, Any]) -> AllocatorCounts:
 
 
 def _counts_one_by_one(device: torch.device, module: Any) -> AllocatorCounts:
-    # MPS has a name of its own for it, and no device to ask about.
+    # MPS uses a different name for this, and takes no device.
     allocated = getattr(module, "memory_allocated", None)
     current = getattr(module, "current_allocated_memory", None)
     peak = getattr(module, "max_memory_allocated", None)
@@ -124,11 +110,7 @@ def _counts_one_by_one(device: torch.device, module: Any) -> AllocatorCounts:
 
 
 def allocated_bytes(device: torch.device | str) -> int | None:
-    """Return what live tensors on a device hold now, or None if not counted.
-
-    >>> allocated_bytes("cpu") is None
-    True
-    """
+    """Return the bytes of live tensors on a device, or None if not counted."""
     return read_counts(device).allocated_bytes
 
 
@@ -137,7 +119,7 @@ _earlier_laps: dict[torch.device, int] = {}
 
 
 def peak_bytes(device: torch.device | str) -> int | None:
-    """Return the most that live tensors held since `reset_peak`, or None if not counted.
+    """Return the peak memory of live tensors since `reset_peak`, or None if not counted.
 
     >>> with MemoryBudget(None):
     ...     x = torch.zeros(1024)
@@ -153,10 +135,7 @@ def peak_bytes(device: torch.device | str) -> int | None:
 
 
 def reset_peak(device: torch.device | str) -> None:
-    """Measure the peak of a device from now on. No-op where bytes are not counted.
-
-    >>> reset_peak("cpu")
-    """
+    """Restart the measurement of a device's peak, if bytes are counted."""
     device = torch.device(device)
     if device.type == "cpu":
         if (budget := active_budget()) is not None:
@@ -168,7 +147,7 @@ def reset_peak(device: torch.device | str) -> None:
 
 
 def begin_lap(device: torch.device | str) -> AllocatorCounts:
-    """Measure the peak of a part of a run from now on; `peak_bytes` goes on as it was.
+    """Start measuring the peak of a part of a run, without changing `peak_bytes`.
 
     On an accelerator this resets torch's own peak statistics.
 
@@ -185,21 +164,14 @@ def begin_lap(device: torch.device | str) -> AllocatorCounts:
         if (budget := active_budget()) is not None:
             budget.begin_lap()
     elif counts.peak_bytes is not None:
-        # Torch counts one peak, so that of the laps so far is kept here.
+        # Torch keeps only one peak, so the peak of earlier laps is kept here.
         _earlier_laps[device] = max(counts.peak_bytes, _earlier_laps.get(device, 0))
         _reset_counter(device)
     return counts
 
 
 def capacity_bytes(device: torch.device | str) -> int | None:
-    """Return what this process could hold on a device now, or None if unknown.
-
-    On CUDA: what is free, and what torch's allocator holds already, within the process's share.
-
-    >>> with MemoryBudget("1MiB"):
-    ...     capacity_bytes("cpu")
-    1048576
-    """
+    """Return the bytes that this process could hold on a device now, or None if unknown."""
     device = torch.device(device)
     if device.type == "cpu":
         budget = active_budget()
@@ -209,26 +181,18 @@ def capacity_bytes(device: torch.device | str) -> int | None:
     if read_free is None or reserved is None:
         return None
     free, total = map(int, read_free(device))
-    # What the allocator keeps for later counts as free: it serves the next attempt.
+    # Cached blocks of the allocator count as free, because the next attempt can use them.
     return min(free + reserved, int(_share(device) * total))
 
 
 def total_bytes(device: torch.device | str) -> int | None:
-    """Return what a device has in all, or None if unknown.
-
-    >>> total_bytes("cpu") is None
-    True
-    """
+    """Return the total memory of a device, or None if unknown."""
     found = _property(torch.device(device), "total_memory")
     return None if found is None else int(found)
 
 
 def usable_bytes(device: torch.device | str) -> int | None:
-    """Return what this process may use of a device in all, or None if unknown.
-
-    >>> usable_bytes("cpu") is None
-    True
-    """
+    """Return the total memory that this process may use on a device, or None if unknown."""
     device = torch.device(device)
     if device.type == "cpu":
         return capacity_bytes(device)
@@ -237,20 +201,13 @@ def usable_bytes(device: torch.device | str) -> int | None:
 
 
 def copies_overlap(device: torch.device | str) -> bool:
-    """Tell whether copies to a device can run beside its work, on a stream of their own.
-
-    >>> copies_overlap("cpu")
-    False
-    """
+    """Return whether copies to a device can run in parallel with its work, on their own stream."""
     device = torch.device(device)
     return device.type != "cpu" and _ability(device, "Stream") is not None
 
 
 def synchronize(device: torch.device | str) -> None:
-    """Wait until a device has done what it was given. No-op on the CPU.
-
-    >>> synchronize("cpu")
-    """
+    """Wait until a device has finished its work; do nothing on the CPU."""
     device = torch.device(device)
     if device.type != "cpu":
         torch.get_device_module(device).synchronize(device)
@@ -259,20 +216,14 @@ def synchronize(device: torch.device | str) -> None:
 def limit_memory(
     limit: str | int | float, device: torch.device | str
 ) -> contextlib.AbstractContextManager[MemoryBudget | None]:
-    """Return a context in which a device has no more memory than a limit.
-
-    On a CPU that is a `MemoryBudget`. On CUDA and its like (ROCm, XPU) it is the share of the
-    device that torch's allocator may take, cached memory included, and the share from before comes
-    back at the end. That is also the answer to a driver that lends host memory instead of failing.
-
-    Raises:
-        TypeError: ``limit`` is neither text nor a number.
-        ValueError: the limit cannot be read or exceeds the device, or the device cannot be limited.
+    """Return a context in which a device has at most a limit of memory.
 
     >>> with limit_memory("1MiB", "cpu") as budget:
     ...     budget.limit_bytes
     1048576
     """
+    # On an accelerator, the limit is the share that torch's allocator may take, including its
+    # cache. It also helps with drivers that use host memory instead of failing.
     device = torch.device(device)
     num_bytes = limit_bytes(limit, device)
     if device.type == "cpu":
@@ -299,15 +250,7 @@ def limit_memory(
 
 
 def limit_bytes(limit: str | int | float, device: torch.device | str) -> int:
-    """Return a memory limit in bytes.
-
-    Raises:
-        TypeError: ``limit`` is neither text nor a number.
-        ValueError: it cannot be read, or is a share of a device of unknown memory.
-
-    >>> limit_bytes("1MiB", "cpu")
-    1048576
-    """
+    """Return a memory limit in bytes; shares refer to the total memory of the device."""
     device, share = torch.device(device), parse_share(limit)
     if share is None:
         return parse_bytes(limit)
@@ -324,7 +267,7 @@ def limit_bytes(limit: str | int | float, device: torch.device | str) -> int:
 def _limited(fraction: float, device: torch.device) -> Iterator[None]:
     module = torch.get_device_module(device)
     before = _share(device)
-    # By its number, or None: torch 2.11 limits no device that has none.
+    # By index, or None: torch 2.11 does not limit a device without an index.
     module.set_per_process_memory_fraction(fraction, device.index)
     try:
         yield
@@ -336,11 +279,11 @@ def _share(device: torch.device) -> float:
     read = _ability(device, "get_per_process_memory_fraction")
     if read is None or device in _uncounted:
         return 1.0
-    return min(1.0, float(read(device.index)))  # cudaMallocAsync without a limit says millions
+    return min(1.0, float(read(device.index)))  # cudaMallocAsync without a limit reports millions
 
 
 def _property(device: torch.device, name: str) -> Any:
-    """A property of a device; None where it has none."""
+    """Return a property of a device, or None if it does not exist."""
     read = _ability(device, "get_device_properties")
     return None if read is None else getattr(read(device), name, None)
 
@@ -356,7 +299,7 @@ def _reset_counter(device: torch.device) -> None:
         reset(device)
 
 
-# Of these cuDNN may compute some; MIOpen the same on ROCm.
+# Layers that cuDNN, or MIOpen on ROCm, might compute.
 _CONVOLVING = (
     nn.Conv1d, nn.Conv2d, nn.Conv3d,
     nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d,
@@ -366,12 +309,8 @@ _used: set[tuple[torch.device, str]] = set()
 
 
 def use_libraries(devices: Iterable[torch.device], modules: Sequence[nn.Module]) -> None:
-    """Use the libraries that modules will need, forward and backward, once on each accelerator.
-
-    What fails here is left to the step, which says more.
-
-    >>> use_libraries([torch.device("cpu")], [nn.Linear(2, 2)])  # there is nothing to do
-    """
+    """Use the libraries that modules will need, forward and backward, once on each accelerator."""
+    # Errors are ignored here, because the step reports them with more context.
     for device in devices:
         if device.type == "cpu":
             continue
@@ -383,11 +322,11 @@ def use_libraries(devices: Iterable[torch.device], modules: Sequence[nn.Module])
 def _use(device: torch.device, library: str) -> None:
     if (device, library) in _used:
         return
-    # Before it is tried: what fails once would fail, and take its time, at every step.
+    # Marked before the attempt, because a failure would otherwise be repeated in every step.
     _used.add((device, library))
     try:
-        # The caller may be in inference mode or without gradients, and the backward brings up the
-        # libraries on the thread of autograd.
+        # The caller might be in inference mode or without gradients. The backward loads the
+        # libraries on autograd's thread.
         with without_modes(), torch.inference_mode(False), torch.enable_grad():
             _WORK[library](device).sum().backward()  # type: ignore[no-untyped-call]
     except (RuntimeError, MemoryError) as error:

@@ -1,10 +1,11 @@
-"""Which storages are alive on a simulated device, and the dispatch mode that sees them come and go.
+"""Live storages on a simulated device, and the dispatch mode that tracks them.
 
-Storages, not tensors: views share one, and it lives as long as anything refers to it, autograd's
-saved tensors included. Each is held by a weak reference, so that counting keeps nothing alive.
+Storages are counted instead of tensors, because views share a storage, which lives as long as
+anything refers to it, including autograd's saved tensors. Each is held by a weak reference, so that
+counting keeps nothing alive.
 
-Forward, backward, recomputation and the optimizer all come by here, one operation of ATen at a
-time. It works on real and on fake tensors.
+Forward, backward, recomputation and the optimizer all pass through the mode, one ATen operation at
+a time. It works with real and with fake tensors.
 """
 
 import contextlib
@@ -26,8 +27,8 @@ from automicro.torch_private import (
 )
 from automicro.units import format_bytes
 
-# Told apart by exact type: ``isinstance`` against Tensor costs three times as much, and this runs
-# for each argument of each operation.
+# Compared by exact type: ``isinstance`` with Tensor costs three times as much, and this runs for
+# each argument of each operation.
 _SCALARS = frozenset(
     (bool, int, float, complex, str, type(None), torch.dtype, torch.device, torch.layout)
 )
@@ -35,7 +36,7 @@ _SEQUENCES = frozenset((list, tuple))
 
 
 class Entry(weakref.ref[torch.UntypedStorage]):
-    """A live storage: its key, its size when last seen, and what of it counts."""
+    """A live storage: its key, its size when last seen, and the bytes that count."""
 
     __slots__ = ("counted_bytes", "key", "on_host", "storage_bytes")
 
@@ -46,14 +47,14 @@ class Entry(weakref.ref[torch.UntypedStorage]):
 
 
 class Change(NamedTuple):
-    """A storage that began to count, or changed its size, and what it counted before."""
+    """A storage that started to count or changed its size, and the bytes it counted before."""
 
     entry: Entry
     before_bytes: int
 
 
 class StorageLedger:
-    """Counts the bytes of live storages that have been shown to it.
+    """Counts the bytes of the live storages that it has seen.
 
     >>> ledger, changes = StorageLedger(), []
     >>> x = torch.ones(1024)
@@ -73,25 +74,25 @@ class StorageLedger:
         self._forget = self._make_forget()
 
     def _make_forget(self) -> Callable[[weakref.ref[torch.UntypedStorage]], None]:
-        # A bound method would make a cycle of ledger, entry and callback.
+        # A bound method would create a cycle of ledger, entry and callback.
         weak_self = weakref.ref(self)
 
         def forget(entry: weakref.ref[torch.UntypedStorage]) -> None:
             ledger = weak_self()
             assert isinstance(entry, Entry)
-            # A newer storage may have the same id by now.
+            # A newer storage might already have the same id.
             if ledger is not None and ledger._live.get(entry.key) is entry:
                 ledger._drop(entry)
 
         return forget
 
     def _drop(self, entry: Entry) -> None:
-        """A storage is no more."""
+        """Remove a storage that no longer exists."""
         del self._live[entry.key]
         self.allocated_bytes -= entry.counted_bytes
 
     def see(self, values: Iterable[object], changes: list[Change]) -> None:
-        """Count what is new or resized among tensors, in lists and mappings too, noting changes."""
+        """Count new or resized tensors, also in lists and mappings, and append the changes."""
         for value in values:
             kind = type(value)
             if kind is torch.Tensor or kind is Parameter:
@@ -114,7 +115,7 @@ class StorageLedger:
         try:
             storage = tensor.untyped_storage()
         except NotImplementedError:
-            # Sparse tensors and wrappers have no storage of their own.
+            # Sparse tensors and wrappers have no storage.
             for part in _plain_parts(tensor):
                 if part is not tensor:
                     self._see_tensor(part, changes)
@@ -129,7 +130,7 @@ class StorageLedger:
             self._recount(entry, changes)
 
     def _lies_on_host(self, tensor: torch.Tensor) -> bool:
-        """Whether one that is new does; the CPU's stands for the device's."""
+        """Whether a new tensor is on the host; the CPU stands for the device."""
         return self._new_on_host or tensor.device.type != "cpu"
 
     def _enter(
@@ -156,19 +157,19 @@ class StorageLedger:
             changes.append(Change(entry, before))
 
     def undo(self, changes: list[Change]) -> None:
-        """Count as before the changes; what was unknown before is unknown again."""
-        # The latest first, as one storage may have changed several times.
+        """Restore the counts from before the changes, and forget storages that were new."""
+        # In reverse order, because a storage might have changed several times.
         for entry, before_bytes in reversed(changes):
             self.allocated_bytes -= entry.counted_bytes - before_bytes
             entry.counted_bytes = before_bytes
             if before_bytes == 0:
                 self._live.pop(entry.key, None)
             else:
-                entry.storage_bytes = -1  # looked at again when next seen
+                entry.storage_bytes = -1  # checked again when next seen
         changes.clear()
 
     def place(self, tensor: torch.Tensor, changes: list[Change], *, on_host: bool) -> None:
-        """Say where a tensor's storage lies, whatever was known about it."""
+        """Set whether a tensor's storage is on the host, overriding earlier information."""
         with self.placing(on_host=on_host):
             self.see((tensor,), changes)
         for part in _plain_parts(tensor):
@@ -180,7 +181,7 @@ class StorageLedger:
 
     @contextlib.contextmanager
     def placing(self, *, on_host: bool) -> Iterator[None]:
-        """Take storages first seen inside as lying on the host, or on the device."""
+        """Treat storages first seen inside as being on the host, or on the device."""
         before, self._new_on_host = self._new_on_host, on_host
         try:
             yield
@@ -189,13 +190,13 @@ class StorageLedger:
 
 
 def _plain_parts(tensor: Any) -> list[torch.Tensor]:
-    """Return the tensors that hold a tensor's data: itself, unless it is sparse or a wrapper."""
+    """Return the tensors with a tensor's data: itself, unless it is sparse or a wrapper."""
     if is_uninitialized(tensor):
         return []
     if is_wrapper(type(tensor)):
         names, _ = tensor.__tensor_flatten__()
         inner = [getattr(tensor, name) for name in names]
-        # A DTensor names its mesh among them.
+        # A DTensor also lists its mesh.
         tensors = [each for each in inner if isinstance(each, torch.Tensor)]
         return [part for each in tensors for part in _plain_parts(each)]
     if tensor.layout is torch.sparse_coo:
@@ -207,14 +208,14 @@ def _plain_parts(tensor: Any) -> list[torch.Tensor]:
     return [tensor]
 
 
-# Changes the running statistics (arguments 3 and 4) and does not declare it.
+# It changes the running statistics (arguments 3 and 4) without declaring it.
 _UNDECLARED_WRITES = {
     torch.ops.aten.native_batch_norm.default: ((3, "running_mean"), (4, "running_var"))
 }
 
 
 class CountingMode(OperationMode):
-    """Keeps the ledger of a simulated device while it is entered."""
+    """Counts the memory of a simulated device while it is entered."""
 
     def __init__(self, limit_bytes: int | None) -> None:
         super().__init__()
@@ -225,11 +226,11 @@ class CountingMode(OperationMode):
         self.num_ooms = 0
 
     def run(self, func: Any, types: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """Run one operation, unless what it needs does not fit."""
+        """Run one operation, and refuse it if its memory does not fit."""
         ledger = self.ledger
         changes: list[Change] = []
-        # Arguments first: what exists already is admitted or refused before the operation has done
-        # anything.
+        # Arguments first: existing tensors are admitted or refused before the operation has any
+        # effect.
         ledger.see(args, changes)
         if kwargs:
             ledger.see(kwargs.values(), changes)
@@ -248,7 +249,7 @@ class CountingMode(OperationMode):
             wanted_bytes = self._missing(changes)
             if wanted_bytes:
                 used_bytes = ledger.allocated_bytes - wanted_bytes
-                # This frame stays in the traceback, and must not keep what was refused alive.
+                # This frame stays in the traceback, and must not keep refused tensors alive.
                 del output
                 for tensor, before in kept:
                     tensor.copy_(before)
@@ -258,7 +259,7 @@ class CountingMode(OperationMode):
         return output
 
     def admit(self, changes: list[Change]) -> None:
-        """Let tensors in that exist already, or refuse them and count as if they were not seen."""
+        """Admit tensors that exist already, or refuse them and restore the counts."""
         wanted_bytes = self._missing(changes)
         if wanted_bytes:
             self.ledger.undo(changes)
@@ -267,11 +268,11 @@ class CountingMode(OperationMode):
         self._note_peak()
 
     def reset_peak(self) -> None:
-        """Measure both peaks from now on."""
+        """Restart the measurement of both peaks."""
         self.peak_bytes = self.lap_peak_bytes = self.ledger.allocated_bytes
 
     def begin_lap(self) -> None:
-        """Measure the peak of the lap from now on; a lap's is never above the other."""
+        """Restart the measurement of the lap's peak, which never exceeds the other one."""
         self.lap_peak_bytes = self.ledger.allocated_bytes
 
     def _note_peak(self) -> None:
@@ -284,18 +285,18 @@ class CountingMode(OperationMode):
         args: tuple[Any, ...],
         kwargs: Mapping[str, Any],
     ) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Copy what an operation changes besides allocating: the mode sees it only afterwards."""
-        # Nothing is refused without a limit, so nothing has to be put back.
+        """Copy arguments that an operation overwrites, because it is refused only afterwards."""
+        # Without a limit nothing is refused, so nothing has to be restored.
         if self.limit_bytes is None:
             return []
         values = (args[i] if i < len(args) else kwargs.get(name) for i, name in hidden_writes)
         return [(value, value.clone()) for value in values if isinstance(value, torch.Tensor)]
 
     def _missing(self, changes: list[Change]) -> int:
-        """Return the bytes that changes ask for, if they do not fit; else 0."""
+        """Return the bytes that changes request if they do not fit, otherwise 0."""
         if self.limit_bytes is None or self.ledger.allocated_bytes <= self.limit_bytes:
             return 0
-        # Giving memory back is not refused, however full the device is.
+        # Releasing memory is not refused, however full the device is.
         return max(sum(entry.counted_bytes - before for entry, before in changes), 0)
 
     def _refusal(self, wanted_bytes: int, used_bytes: int) -> torch.OutOfMemoryError:
@@ -311,12 +312,12 @@ class CountingMode(OperationMode):
 
 @functools.cache
 def _effects(func: Any) -> tuple[bool, tuple[tuple[int, str], ...]]:
-    """Return whether an operation writes into arguments, and which to save should it be refused."""
+    """Return whether an operation writes to arguments, and which to copy in case it is refused."""
     schema = schema_of(func)
     if schema is None:  # a higher-order operator
         return False, _UNDECLARED_WRITES.get(func, ())
-    # An operation that both allocates and writes (BatchNorm with its statistics, an observer with
-    # its ranges) has written by the time its allocation is seen. A real device refuses before.
+    # An operation that both allocates and writes (BatchNorm with statistics, an observer with
+    # ranges) has already written when its allocation is seen. A real device refuses before.
     allocates = any(value.alias_info is None for value in schema.returns)
     declared = tuple(
         (position, argument.name)

@@ -1,4 +1,4 @@
-"""Measurements of one attempt: its peak, its time, and the memory it could have had."""
+"""Measurements of one attempt: its peak, its time, and the memory available to it."""
 
 import math
 import re
@@ -20,30 +20,19 @@ from automicro.memory.device import (
 from automicro.units import parse_bytes
 
 _REQUEST = re.compile(r"(?:Tried to allocate|^Requested +:) ([\d.]+ ?\w+)", re.M)
-_SECONDS_BETWEEN_READINGS = 1.0  # of the capacity, for which the driver is asked
+_SECONDS_BETWEEN_READINGS = 1.0  # of the capacity, which needs a call of the driver
 
 
 class Measured(NamedTuple):
-    """The measurements of one attempt.
+    """The measurements of one attempt; None if not counted."""
 
-    Attributes:
-        peak_bytes: the most that live tensors held; of an attempt that ran out of memory, with
-            what it asked for last, so its need was at least that.
-        resident_bytes: what lay there before.
-        capacity_bytes: what the process could hold.
-        seconds: from beginning to end.
-        alloc_retries: how often the allocator gave its cache back to go on.
-        has_waited: whether the seconds are the device's. Without waiting for an accelerator they
-            are those of the host, which hands it its work.
-
-    What is not counted is None.
-    """
-
-    peak_bytes: int | None
-    resident_bytes: int | None
-    capacity_bytes: int | None
+    peak_bytes: int | None  # of live tensors; a failed attempt adds the bytes of its last request
+    resident_bytes: int | None  # before the attempt
+    capacity_bytes: int | None  # available to the process
     seconds: float
-    alloc_retries: int | None
+    alloc_retries: int | None  # how often the allocator freed its cache to continue
+    # Whether the seconds are those of the device. Without waiting for an accelerator, they are
+    # those of the host, which only queues work.
     has_waited: bool = True
 
 
@@ -51,29 +40,17 @@ _UNKNOWN = -math.inf
 
 
 def highs_of(measured: Measured | None) -> list[float]:
-    """The numbers of one rank; what it does not know is lower than anything.
-
-    >>> highs_of(None)
-    []
-    """
+    """Return the numbers of one rank for a vote; unknown values are lower than any number."""
     if measured is None:
         return []
-    # Of capacities the lowest counts.
-    # Negated, because a vote only finds the highest.
+    # The lowest capacity counts. It is negated, because a vote only finds maxima.
     capacity = None if measured.capacity_bytes is None else -measured.capacity_bytes
     values = measured.peak_bytes, measured.resident_bytes, capacity, measured.alloc_retries
     return [_UNKNOWN if each is None else float(each) for each in (*values, measured.seconds)]
 
 
 def measured_by_all(highs: Sequence[float], own: Measured | None) -> Measured | None:
-    """The measurements of all ranks, the same on every one, where this one measures at all.
-
-    >>> one = Measured(
-    ...     peak_bytes=9, resident_bytes=1, capacity_bytes=20, seconds=0.5, alloc_retries=None
-    ... )
-    >>> measured_by_all([12, 1, -16, -math.inf, 0.75], one).capacity_bytes
-    16
-    """
+    """Return the measurements over all ranks, or None if this rank does not measure."""
     if own is None or not highs or highs[4] == _UNKNOWN:
         return None
     peak, resident, capacity, retries = [None if v == _UNKNOWN else int(v) for v in highs[:4]]
@@ -88,12 +65,6 @@ def measured_by_all(highs: Sequence[float], own: Measured | None) -> Measured | 
 
 class Meter:
     """Measures attempts, one after the other.
-
-    Of several devices the fullest decides what fits. What is told is then of the first one: its
-    peak is as high a share of what it had left as the fullest one's is.
-
-    Attributes:
-        is_repeatable: as given; seconds then decide nothing.
 
     >>> from automicro import MemoryBudget
     >>> meter = Meter([torch.device("cpu")])
@@ -112,9 +83,11 @@ class Meter:
         repeatable: bool = False,
         left_free: float = 0.0,
     ) -> None:
+        # With several devices, the fullest decides which sizes fit. Reported numbers are those of
+        # the first device, with its peak scaled to the same share of free memory as the fullest's.
         self._devices = devices
         self._left_free = left_free
-        self.is_repeatable = repeatable
+        self.is_repeatable = repeatable  # if so, seconds must not decide anything
         self._seconds_between_readings = 0.0 if repeatable else _SECONDS_BETWEEN_READINGS
         self._start = 0.0
         self._before = [NO_COUNTS for _ in devices]
@@ -124,27 +97,24 @@ class Meter:
         self._waits = True
 
     def begin(self, *, waits: bool = False) -> None:
-        """An attempt begins."""
+        """Start an attempt."""
         self._waits = waits or self._is_cpu
         if waits and not self._is_cpu:
             self._synchronize()
         self._before = [begin_lap(each) for each in self._devices]
-        # Behind the wait, or this attempt would be charged for the one before.
+        # After the wait, so that this attempt does not include the time of the previous one.
         self._start = time.perf_counter()
 
     def end(self, failure: BaseException | None = None) -> Measured:
-        """It went through, or ran out of memory with this error.
-
-        Call it before the memory of the attempt is given back.
-        """
-        # A failed attempt says nothing of speed, so there is nothing to wait for.
+        """End the attempt, before its memory is released, with the error if memory ran out."""
+        # The speed of a failed attempt is of no use, so it needs no wait.
         if self._waits and failure is None and not self._is_cpu:
             self._synchronize()
         now = time.perf_counter()
-        # After a failure always: what there was room for decides the next size.
+        # Always after a failure, because the capacity decides the next size.
         if failure is not None or now - self._read_at >= self._seconds_between_readings:
             self._capacities, self._read_at = self._read_capacities(), now
-        elif self._is_cpu:  # of a budget, which costs nothing
+        elif self._is_cpu:  # the capacity of a budget costs nothing to read
             self._capacities = self._read_capacities()
         peaks: list[int | None] = []
         residents: list[int | None] = []
@@ -182,7 +152,7 @@ def _peak(counts: AllocatorCounts, failure: BaseException | None) -> int | None:
 def _peak_of_first(
     peaks: Sequence[int | None], residents: Sequence[int | None], capacities: Sequence[int | None]
 ) -> int | None:
-    """The first device's peak, or what it would be were it as full as the fullest.
+    """Return the first device's peak, scaled up if another device is fuller.
 
     >>> _peak_of_first([30, 50], [10, 0], [110, 100])
     60
@@ -195,14 +165,14 @@ def _peak_of_first(
 
 
 def _share(peak: int | None, resident: int | None, capacity: int | None) -> float:
-    """Of what was left on a device, what an attempt took; 0 if unknown."""
+    """Return the share of a device's free memory that an attempt used; 0 if unknown."""
     if peak is None or resident is None or capacity is None or capacity <= resident:
         return 0.0
     return (peak - resident) / (capacity - resident)
 
 
 def _requested_bytes(failure: BaseException) -> int:
-    r"""The bytes that an out-of-memory error says were requested; 0 where it does not say.
+    r"""Return the bytes requested according to an out-of-memory error; 0 if it does not say.
 
     >>> _requested_bytes(MemoryError("CUDA out of memory. Tried to allocate 20.00 MiB. GPU 0"))
     20971520

@@ -1,12 +1,12 @@
 """Classify errors as out of memory, and release the memory of a failed attempt.
 
-Recognition is strict on both sides. A missed text ends a run that could have gone on; a wrong
-match retries a bug at ever smaller sizes. So an error counts by its type where torch has one, and
-otherwise only if its text *begins* like one that torch, a library or a driver writes.
+Recognition is strict in both directions. A missed text ends a run that could have continued, and a
+wrong match retries a bug at ever smaller sizes. So an error counts by its type if torch has one,
+and otherwise only if its text *begins* like one that torch, a library or a driver writes.
 
-Errors get wrapped. One that was raised ``from`` running out of memory stands for it; so does one
-that was raised while that was handled and *quotes* it. Any other that follows is an error of its
-own: of a fallback, say, that was tried in its place.
+Errors are often wrapped. An error raised ``from`` an out-of-memory error stands for it. So does an
+error that was raised while one was handled and *quotes* it. Any other error that follows is a
+separate error, for example of a fallback that was tried instead.
 """
 
 import contextlib
@@ -40,7 +40,7 @@ class _Sign(NamedTuple):
     begins: str
     source: str
     means: Failure = Failure.RETRYABLE
-    if_full: bool = False  # means nothing where the device has memory left
+    if_full: bool = False  # counts only if the device has no memory left
 
 
 _LOST = (
@@ -52,9 +52,9 @@ _LOST = (
     r"|[Ii]nvalid access of peer GPU memory)"
 )
 
-# The first row that fits decides. Patterns are anchored at the beginning of the text.
+# The first match decides. Patterns are anchored at the beginning of the text.
 _SIGNS = (
-    # Fewer rows do not help: the loader makes whole batches, in a process or thread of its own.
+    # Fewer rows do not help: the loader makes whole batches, in its own process or thread.
     _Sign(r"Caught \w+ in (DataLoader worker|pin memory)", "DataLoader", Failure.UNRELATED),
     # A communicator that failed on one rank hangs or fails on the others: no retry is safe.
     _Sign(r"(\[[^\]]*\]:? *)*(NCCL|RCCL) [Ee]rror\b", "NCCL, RCCL", Failure.CONTEXT_LOST),
@@ -76,8 +76,8 @@ _SIGNS = (
         r"Allocation on device \d+ would exceed allowed memory\. \(out of memory\)",
         "cudaMallocAsync",
     ),
-    # The allocator asks the driver who holds the memory before it reports, and on some machines
-    # (MIG, containers) the driver does not answer. Nothing else comes this way.
+    # The allocator asks the driver which processes hold memory before it reports the error. On some
+    # machines (MIG, containers) the driver does not answer. Nothing else fails at this point.
     _Sign(
         r'NVML_SUCCESS == [^\n]{0,80}?INTERNAL ASSERT FAILED at "[^"\n]*CUDACachingAllocator',
         "CUDA without NVML",
@@ -103,8 +103,8 @@ _SIGNS = (
         r"(CUDA|HIP) error: (CU|HIP|ROC)(BLAS|SPARSE)_STATUS_(ALLOC_FAILED|INSUFFICIENT_RESOURCES)",
         "cuBLAS, cuSPARSE, hipBLAS, hipSPARSE",
     ),
-    # With no memory left for a handle, cuBLAS often says that it was not initialised. So it does
-    # after an assertion on the device, but then giving memory back raises that one.
+    # If no memory is left for a handle, cuBLAS often reports that it was not initialized. It also
+    # does so after an assertion on the device, but then releasing memory raises that assertion.
     _Sign(
         r"(CUDA|HIP) error: (CU|HIP|ROC)(BLAS|SPARSE)_STATUS_(NOT_INITIALIZED|INTERNAL_ERROR),? "
         r"when calling `(cu|hip|roc)(blas|blasLt|sparse)(Create\(|_create_handle)",
@@ -128,7 +128,7 @@ _SIGNS = (
         r"|INTERNAL_ERROR_(HOST|DEVICE)_ALLOCATION_FAILED)",
         "cuDNN",
     ),
-    # With no memory left for a handle or its code, cuDNN and cuFFT give no better reason.
+    # If no memory is left for a handle or its code, cuDNN and cuFFT give no better reason.
     _Sign(
         r"cuDNN error: CUDNN_STATUS_(NOT_INITIALIZED|INTERNAL_ERROR)\b",
         "cuDNN on a full device",
@@ -139,7 +139,7 @@ _SIGNS = (
         "cuFFT, hipFFT on a full device",
         if_full=True,
     ),
-    # cuDNN says so when no algorithm's workspace fits; the input is contiguous after all.
+    # cuDNN reports this if no algorithm's workspace fits, even with contiguous inputs.
     _Sign(
         r"cuDNN error: CUDNN_STATUS_NOT_SUPPORTED\. This error may appear if you passed in a "
         r"non-contiguous input",
@@ -152,7 +152,7 @@ _SIGNS = (
         r"(miopenStatusAllocFailed|\b[Oo]ut of memory\b))",
         "MIOpen",
     ),
-    # Not Triton's OutOfResources: a kernel too large for shared memory is so at every size.
+    # Triton's OutOfResources is excluded: its kernels are too large for shared memory at any size.
     _Sign(r"Triton Error \[(CUDA|HIP|ZE)\]:[^\n]*\bout of memory$", "Triton"),
     # Other libraries that share the device.
     _Sign(
@@ -162,7 +162,7 @@ _SIGNS = (
     ),
     _Sign(r"Error out of memory at line \d+ in file ", "bitsandbytes"),
     _Sign(r"[^\n]{0,300}?\bcuda (execution )?failed with error 2\b", "spconv, cumm"),
-    # Names of the driver's own error, wherever a library puts them: cupy, thrust, numba, rmm …
+    # Names of the driver's own error, in any position: cupy, thrust, numba, rmm …
     _Sign(
         r"[^\n]{0,300}?\b(CUDA_ERROR_OUT_OF_MEMORY|cudaErrorMemoryAllocation"
         r"|hipErrorOutOfMemory|hipErrorMemoryAllocation)(: out of memory|[.)\]'\"]|\s|$)",
@@ -172,7 +172,7 @@ _SIGNS = (
 )
 _COMPILED = tuple((re.compile(sign.begins), sign) for sign in _SIGNS)
 
-# Less than this share of a device is left where it counts as full.
+# A device with less than this share left counts as full.
 _FULL = 0.01
 
 # nn.DataParallel and TorchScript quote a traceback; the error itself follows it.
@@ -182,26 +182,20 @@ _QUOTED_TRACEBACK = re.compile(
     re.S | re.M,
 )
 
-# Libraries whose errors on the device are no RuntimeError. Others' texts only quote.
+# Libraries whose device errors are not RuntimeErrors. Errors of all others only quote these texts.
 _LIBRARIES = ("cupy", "cupy_backends", "jax", "jaxlib", "numba", "pycuda", "rmm", "tensorflow")
 
-# Of what is raised while such an error is handled; by itself it says nothing.
+# Checked only in errors raised while an out-of-memory error was handled; alone it proves nothing.
 _SPEAKS_OF_MEMORY = re.compile(r"\b(out|short) of memory\b|\bOOM\b|OutOfMemory|MemoryError", re.I)
 
-# A text shorter than this may stand in another one by chance.
+# A shorter text might occur in another one by chance.
 _LEAST_QUOTE = 8
 
-_ACCELERATOR_OUT_OF_MEMORY = 2  # cudaErrorMemoryAllocation and hipErrorOutOfMemory alike
+_ACCELERATOR_OUT_OF_MEMORY = 2  # cudaErrorMemoryAllocation, hipErrorOutOfMemory
 
 
 def classify(exception: BaseException) -> Failure:
-    """Tell whether memory ran out, the device was lost, or it is something else.
-
-    Looks at the exception, at those that it was explicitly raised from (``__cause__``), and at
-    those that it was raised while handling and quotes (``__context__``). A lost device anywhere
-    in that chain wins: nothing can be retried on it. Errors of automicro itself are decisions
-    already taken, so they are never retried, even when memory was their cause; nor is what is no
-    ``Exception``, such as Ctrl-C. Of a group all members have to be out of memory.
+    """Return whether memory ran out, the device was lost, or neither.
 
     >>> classify(RuntimeError("CUDA error: out of memory"))
     <Failure.RETRYABLE: 'memory ran out: roll back and try again with fewer rows'>
@@ -210,12 +204,16 @@ def classify(exception: BaseException) -> Failure:
     >>> classify(RuntimeError("CUDA error: device-side assert triggered")).name
     'CONTEXT_LOST'
     """
+    # The exception itself counts, those that it was raised from (``__cause__``), and those that it
+    # was raised while handling and quotes (``__context__``). A lost device anywhere in the chain
+    # decides, because no retry is possible. Errors of automicro are final decisions and are never
+    # retried, nor are exceptions such as Ctrl-C. All members of a group must be out of memory.
     return _classify(exception, set())
 
 
 def _classify(exception: BaseException, seen: set[int]) -> Failure:
     found = {_classify_one(error, seen) for error in _walk(exception, seen, _what_it_stands_for)}
-    # Ctrl-C that came while memory ran out still means to stop.
+    # Ctrl-C is a request to stop, even if it came while memory ran out.
     if not isinstance(exception, Exception):
         found.discard(Failure.RETRYABLE)
     order = Failure.CONTEXT_LOST, Failure.UNRELATED, Failure.RETRYABLE
@@ -223,10 +221,11 @@ def _classify(exception: BaseException, seen: set[int]) -> Failure:
 
 
 def is_out_of_memory(exception: BaseException) -> bool:
-    """Tell whether rolling back and trying again with fewer rows can help.
+    """Return whether rolling back and retrying with fewer rows can help.
 
-    False for a lost device, whatever it says about memory, for a failed DataLoader worker, and
-    for automicro's own errors such as ``SampleTooLargeError``, which come after the last retry.
+    Returns False for a lost device, even if the error mentions memory, for a failed DataLoader
+    worker, and for errors of automicro such as ``SampleTooLargeError``, which follow the last
+    retry.
 
     >>> is_out_of_memory(torch.OutOfMemoryError("CUDA out of memory."))
     True
@@ -238,10 +237,7 @@ def is_out_of_memory(exception: BaseException) -> bool:
 
 @contextlib.contextmanager
 def ignoring_errors() -> Iterator[None]:
-    """Let a try that may fail for any reason fail, unless memory ran out: that is no answer.
-
-    Raises:
-        Exception: memory ran out, or the device was lost.
+    """Ignore any error of an optional attempt, unless memory ran out or the device was lost.
 
     >>> with ignoring_errors():
     ...     raise ValueError("it does not know this target")
@@ -254,16 +250,12 @@ def ignoring_errors() -> Iterator[None]:
 
 
 def first_line(error: BaseException) -> str:
-    r"""The first line of an error's text.
-
-    >>> first_line(RuntimeError("CUDA out of memory.\nGPU 0 has …")), first_line(MemoryError())
-    ('CUDA out of memory.', 'MemoryError')
-    """
+    """Return the first line of an error's text."""
     return next(iter(text_of(error).splitlines()), type(error).__name__)
 
 
 def unquoted_shortage(exception: BaseException) -> BaseException | None:
-    """An out-of-memory error that an unrelated one followed without standing for it, or None.
+    """Return an out-of-memory error before an unrelated one that does not stand for it, or None.
 
     >>> try:
     ...     try:
@@ -281,16 +273,7 @@ def unquoted_shortage(exception: BaseException) -> BaseException | None:
 
 
 def release(exception: BaseException, device: torch.device | str | None = None) -> None:
-    """Give back the memory that a failed attempt still holds.
-
-    Call it *outside* ``except``, in the thread that ran the attempt: inside, the interpreter
-    still holds the frames of the failed forward, and with them its activations. Clears the locals
-    of every finished frame that the exception, its causes and contexts passed through (tracebacks
-    stay printable), makes autograd let go of a half-run backward, collects cycles, and empties
-    the cache of ``device`` and of all others of its kind that this process has memory on.
-
-    Raises:
-        Exception: what the device says, if it is no longer usable.
+    """Release the memory of a failed attempt; call this in the same thread, outside ``except``.
 
     >>> failed = None
     >>> try:
@@ -299,18 +282,20 @@ def release(exception: BaseException, device: torch.device | str | None = None) 
     ...     failed = error
     >>> release(failed)
     """
+    # Inside ``except``, the interpreter still holds the frames of the failed forward, and with them
+    # its activations. Tracebacks stay printable after their frames are cleared.
     for error in _walk(exception, set(), _what_it_holds):
         traceback.clear_frames(error.__traceback__)
     device = torch.device("cpu" if device is None else device)
-    # Each device has a queue of its own in autograd, the CPU included.
+    # Each device, including the CPU, has its own queue in autograd.
     _finish_backward(torch.device("cpu"))
     devices = _accelerators_in_use(device)
     for each in devices:
         _finish_backward(each)
-        # What it still works on is done then, and what waits for that is free. Where the device
-        # was lost meanwhile, it says so here.
+        # This completes pending work, whose memory is then free, and raises the error of a device
+        # that was lost in the meantime.
         torch.get_device_module(each).synchronize(each)
-    # Frames are not all: a recursive closure, or a graph node whose context refers to itself, is
+    # Frames are not enough: a recursive closure, or a graph node whose context refers to itself, is
     # a cycle that only the collector frees. This path is rare, so its time does not matter.
     gc.collect()
     for each in devices:
@@ -318,14 +303,13 @@ def release(exception: BaseException, device: torch.device | str | None = None) 
 
 
 def caught(work: Callable[[], T]) -> tuple[T | None, BaseException | None]:
-    """The result of work, or the error that it ended with.
-
-    Inside ``except`` a traceback keeps the tensors of what failed alive, and no memory can be
-    given back.
+    """Return the result of work, or the error that it raised.
 
     >>> caught(lambda: 1 // 0)
     (None, ZeroDivisionError('integer division or modulo by zero'))
     """
+    # Inside ``except``, the traceback keeps the tensors of a failed call alive, so no memory can be
+    # released.
     try:
         return work(), None
     except BaseException as error:
@@ -333,10 +317,7 @@ def caught(work: Callable[[], T]) -> tuple[T | None, BaseException | None]:
 
 
 def surely(work: Callable[[], object]) -> None:
-    """Do what must not be left half-done: where it fails, or Ctrl-C comes, do it once more.
-
-    Raises:
-        BaseException: of the second time; or what interrupted the first, unless memory ran out.
+    """Run work that must not stay half done: if it fails or Ctrl-C interrupts it, run it again.
 
     >>> left = ["half", "whole"]
     >>> def work():
@@ -351,23 +332,16 @@ def surely(work: Callable[[], object]) -> None:
         return
     try:
         work()
-        if isinstance(first, RollbackError):  # it was one for something that has passed
+        if isinstance(first, RollbackError):  # the second run has resolved it
             first = first.__cause__ or first
         if classify(first) is not Failure.RETRYABLE:
             raise first
     finally:
-        del first  # it holds this frame: a cycle
+        del first  # break the reference cycle with the traceback
 
 
 def once_more(work: Callable[[], T], device: torch.device | str | None = None, *, doing: str) -> T:
-    """Do what lies outside of attempts; where memory runs out, give some back and try once more.
-
-    Raises:
-        BaseException: what the work raised; where memory ran out, the second time.
-
-    >>> once_more(lambda: 3, doing="counting")
-    3
-    """
+    """Run work outside attempts; if memory runs out, release some and run it once more."""
     found, failure = caught(work)
     if failure is None:
         return cast(T, found)
@@ -379,10 +353,10 @@ def once_more(work: Callable[[], T], device: torch.device | str | None = None, *
             doing,
             first_line(failure),
         )
-        # Outside of any `except`, see `release`.
+        # Outside any `except`, see `release`.
         release(failure, device)
     finally:
-        del failure  # it holds this frame: a cycle
+        del failure  # break the reference cycle with the traceback
     try:
         return work()
     except Exception as error:
@@ -397,17 +371,14 @@ def once_more(work: Callable[[], T], device: torch.device | str | None = None, *
 
 
 def empty_cache(device: torch.device | str) -> None:
-    """Give memory that torch's allocator keeps for later back to the device. No-op on the CPU.
-
-    >>> empty_cache("cpu")
-    """
+    """Return cached memory of torch's allocator to the device; do nothing on the CPU."""
     device = torch.device(device)
     if device.type != "cpu":
         torch.get_device_module(device).empty_cache()
 
 
 def _accelerators_in_use(device: torch.device) -> list[torch.device]:
-    """The device, unless it is the CPU, and all accelerators that this process has memory on."""
+    """Return the device, unless it is the CPU, and all accelerators with memory of this process."""
     found = [] if device.type == "cpu" else [device]
     kind = torch.accelerator.current_accelerator(check_available=True)
     if kind is None:
@@ -415,7 +386,7 @@ def _accelerators_in_use(device: torch.device) -> list[torch.device]:
     for index in range(torch.accelerator.device_count()):
         other = torch.device(kind.type, index)
         try:
-            # Nothing is made on a device by this question.
+            # This query allocates nothing on the device.
             is_used = other != device and torch.accelerator.memory_reserved(index) > 0
         except (NotImplementedError, RuntimeError):  # an allocator that does not count
             is_used = False
@@ -425,7 +396,7 @@ def _accelerators_in_use(device: torch.device) -> list[torch.device]:
 
 
 def _classify_one(exception: BaseException, seen: set[int]) -> Failure | None:
-    """Judge one exception without its chain; None where it says nothing about memory."""
+    """Classify an exception without its chain; return None if it does not concern memory."""
     if isinstance(exception, AutomicroError):
         return Failure.UNRELATED
     if _is_backend_error(exception):
@@ -434,19 +405,19 @@ def _classify_one(exception: BaseException, seen: set[int]) -> Failure | None:
         return _classify_group(exception, seen)
     if isinstance(exception, OSError) and exception.errno == errno.ENOMEM:
         return Failure.RETRYABLE
-    # Whatever torch, Triton or a driver raises is one of these; a ValueError only quotes them.
+    # torch, Triton and drivers raise only these types; a ValueError only quotes them.
     library = type(exception).__module__.partition(".")[0]
     if not isinstance(exception, RuntimeError | MemoryError) and library not in _LIBRARIES:
         return None
     text = _QUOTED_TRACEBACK.sub("", text_of(exception), count=1)
-    # Texts before types: a DataLoader raises what its worker raised in the same type, and that must
-    # not be retried.
+    # Texts are checked before types, because a DataLoader raises its worker's errors in the same
+    # type, and these must not be retried.
     for pattern, sign in _COMPILED:
         if pattern.match(text) and (not sign.if_full or _is_full()):
             return sign.means
     if isinstance(exception, torch.OutOfMemoryError | MemoryError):
         return Failure.RETRYABLE
-    # Its code speaks only where the text did not: a lost device has other codes.
+    # The error code is checked only if the text matched nothing: a lost device has other codes.
     if isinstance(exception, torch.AcceleratorError):
         code = getattr(exception, "error_code", None)
         return Failure.RETRYABLE if code == _ACCELERATOR_OUT_OF_MEMORY else None
@@ -470,7 +441,7 @@ def _classify_group(group: BaseExceptionGroup[Any], seen: set[int]) -> Failure |
         return Failure.CONTEXT_LOST
     if members == {Failure.RETRYABLE}:
         return Failure.RETRYABLE
-    # Memory ran out for one member, and another one failed for a reason that stays.
+    # Memory ran out for one member, but another failed for a reason that a retry does not remove.
     return Failure.UNRELATED if Failure.RETRYABLE in members else None
 
 
@@ -485,11 +456,11 @@ def _walk(
     seen: set[int],
     follow: Callable[[BaseException], Iterable[BaseException | None]],
 ) -> Iterator[BaseException]:
-    """Yield an exception and those it came from, each once, however they refer to each other."""
+    """Yield an exception and those that it came from, each once, even if they form a cycle."""
     waiting: list[BaseException | None] = [exception]
     while waiting:
         error = waiting.pop()
-        # Contexts may form a cycle.
+        # Contexts can form a cycle.
         if error is None or id(error) in seen:
             continue
         seen.add(id(error))
@@ -498,11 +469,11 @@ def _walk(
 
 
 def _what_it_stands_for(error: BaseException) -> list[BaseException | None]:
-    """The exceptions that another one was raised in place of."""
-    # Of a compiler that failed: torch raises its own error "from None" and keeps this one.
+    """Return the exceptions that an exception was raised instead of."""
+    # When a compiler fails, torch raises its own error "from None" and keeps the original here.
     inner = getattr(error, "inner_exception", None)
     found = [error.__cause__, inner if isinstance(inner, BaseException) else None]
-    # As Python shows it: "from" hides what was being handled.
+    # As in Python's own tracebacks, "from" hides the exception that was being handled.
     if error.__cause__ is None and not error.__suppress_context__:
         handled = error.__context__
         found.append(handled if handled is not None and _quotes(error, handled) else None)
@@ -515,13 +486,13 @@ def _what_came_before(error: BaseException) -> list[BaseException | None]:
 
 
 def _what_it_holds(error: BaseException) -> list[BaseException | None]:
-    # All that an error refers to holds frames, also what it does not stand for.
+    # All errors that an error refers to hold frames, including those that it does not stand for.
     members = error.exceptions if isinstance(error, BaseExceptionGroup) else ()
     return [*_what_it_stands_for(error), error.__context__, *members]
 
 
 def _quotes(error: BaseException, other: BaseException) -> bool:
-    """Whether the text of one error repeats how that of another begins, or speaks of memory."""
+    """Whether an error quotes the beginning of another one's text, or mentions memory."""
     text, said = text_of(error), first_line(other).partition(". ")[0].rstrip(".")
     if len(said) >= _LEAST_QUOTE and said in text:
         return True
@@ -529,10 +500,10 @@ def _quotes(error: BaseException, other: BaseException) -> bool:
 
 
 def _finish_backward(device: torch.device) -> None:
-    """Run an empty backward, because only the next one drops what a failed one left queued."""
+    """Run an empty backward, because only the next one drops the nodes that a failed one queued."""
     # After an exception in one branch of a graph, autograd's queue keeps the nodes of the other
-    # branches, with their saved tensors, until this thread runs a backward again. Tensors of zero
-    # elements make one that needs no memory.
+    # branches, with their saved tensors, until this thread runs another backward. Tensors without
+    # elements need no memory for it.
     try:
         with torch.inference_mode(False), torch.enable_grad():
             leaf = torch.empty(0, device=device, requires_grad=True)

@@ -1,4 +1,4 @@
-"""The memory that a device holds at any microbatch size, and a limit's share of it."""
+"""Memory that a device holds at any microbatch size, and its share of the limit."""
 
 import contextlib
 from collections.abc import Iterable, Iterator, Sequence
@@ -19,16 +19,7 @@ _NOTHING: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
 
 @dataclass(frozen=True, kw_only=True)
 class ResidentMemory:
-    """Bytes that no microbatch size can save.
-
-    Attributes:
-        parameters: of all modules.
-        gradients: in training of every parameter that requires one.
-        earlier_gradients: in training those that are there already, beside these.
-        optimizer_state: what is there, and what the first step will add.
-        buffers: of all modules.
-        shared_inputs: parts of the batch that every microbatch gets whole.
-        limit: of the device; None where it is not known.
+    """Bytes that are needed at any microbatch size.
 
     >>> memory = ResidentMemory(parameters=2048, gradients=2048, buffers=0, limit=4096)
     >>> str(memory), memory.leaves_nothing
@@ -36,16 +27,16 @@ class ResidentMemory:
     """
 
     parameters: int
-    gradients: int = 0
-    earlier_gradients: int = 0
-    optimizer_state: int = 0
+    gradients: int = 0  # in training, of every parameter that requires one
+    earlier_gradients: int = 0  # in training, gradients that exist in addition to these
+    optimizer_state: int = 0  # existing state, plus the state that the first step will add
     buffers: int = 0
-    shared_inputs: int = 0
-    limit: int | None = None
+    shared_inputs: int = 0  # parts of the batch that every microbatch receives whole
+    limit: int | None = None  # of the device; None if unknown
 
     @property
     def parts(self) -> dict[str, int]:
-        """Bytes by what they are, in words."""
+        """Bytes by description."""
         return {
             "parameters": self.parameters,
             "gradients": self.gradients,
@@ -57,12 +48,12 @@ class ResidentMemory:
 
     @property
     def total(self) -> int:
-        """All of it, in bytes."""
+        """The sum in bytes."""
         return sum(self.parts.values())
 
     @property
     def leaves_nothing(self) -> bool:
-        """Whether it fills the device, so that not one row can be computed."""
+        """Whether the device is full, so that not even one row can be computed."""
         return self.limit is not None and self.total >= self.limit
 
     def __str__(self) -> str:
@@ -71,11 +62,7 @@ class ResidentMemory:
 
 
 def track_residents(budget: MemoryBudget, residents: Iterable[object]) -> None:
-    """Count residents in a budget, and say it where they do not even fit by themselves.
-
-    Raises:
-        torch.OutOfMemoryError: they exceed the limit; a note says that no batch is to blame.
-    """
+    """Count residents in a budget, with a note to the error if they alone exceed it."""
     try:
         budget.track(*(each for each in residents if each is not None))
     except torch.OutOfMemoryError as error:
@@ -88,21 +75,18 @@ def track_residents(budget: MemoryBudget, residents: Iterable[object]) -> None:
 
 
 def _distinct(tensors: Iterable[Tensor]) -> list[Tensor]:
-    # By identity: tied parameters lie there once, and == would compare elements.
+    # By id, because tied parameters exist once, and == would compare elements.
     return list({id(tensor): tensor for tensor in tensors}.values())
 
 
 def _count(tensors: Iterable[Tensor], *, least_itemsize: int = 0) -> int:
-    # Not nbytes, which sparse tensors do not have.
+    # Not nbytes, which sparse tensors lack.
     known = (local(each) for each in tensors if not is_uninitialized(each))
     return sum(rounded(each.numel() * max(each.itemsize, least_itemsize)) for each in known)
 
 
 class OccupiedDevice:
-    """A device on which modules and an optimizer's state lie.
-
-    Raises:
-        TypeError, ValueError: what cannot be a limit.
+    """A device with modules and an optimizer's state.
 
     >>> occupied = OccupiedDevice(torch.device("cpu"), [nn.Linear(16, 16)], None, "1MiB")
     >>> with occupied.limited():
@@ -129,16 +113,12 @@ class OccupiedDevice:
         self._budget: MemoryBudget | None = None
         if memory_limit is not None:
             limit = limit_memory(memory_limit, device)
-            # A simulated device is the same from step to step, with all that it counts.
+            # A simulated device and its counts persist from step to step.
             self._budget = limit if isinstance(limit, MemoryBudget) else None
 
     def limited(self) -> contextlib.AbstractContextManager[None]:
-        """The limit, entered, with everything that lies on the device counted.
-
-        Raises:
-            torch.OutOfMemoryError: that alone exceeds the limit.
-        """
-        # A settled step without any limit enters nothing.
+        """Return a context with the limit, in which everything on the device is counted."""
+        # A settled step without a limit enters no context.
         if self._memory_limit is None and active_budget() is None:
             return _NOTHING
         return self._limited()
@@ -147,7 +127,7 @@ class OccupiedDevice:
     def _limited(self) -> Iterator[None]:
         with contextlib.ExitStack() as stack:
             if self._memory_limit is not None:
-                # On an accelerator it is the allocator's, while a step runs: others have the device
+                # An accelerator is limited only during a step, because other code uses it in
                 # between.
                 stack.enter_context(self._budget or limit_memory(self._memory_limit, self._device))
             budget = active_budget()
@@ -162,7 +142,7 @@ class OccupiedDevice:
         upcoming_bytes: Sequence[int] = (),
         shared_inputs: Sequence[Tensor] = (),
     ) -> ResidentMemory:
-        """Add up what is there at any microbatch size."""
+        """Sum the memory that is needed at any microbatch size."""
         parameters = _distinct(p for module in self._modules for p in module.parameters())
         buffers = _distinct(b for module in self._modules for b in module.buffers())
         there = gradients = _count([each.grad for each in parameters if each.grad is not None])
@@ -172,7 +152,7 @@ class OccupiedDevice:
                 least_itemsize=4 if self._sums_in_float32 else 0,
             )
         state = _distinct(tensors_of([] if self._optimizer is None else [self._optimizer]))
-        # Steps and other counts of an optimizer may lie on the host.
+        # Step counts and other numbers of an optimizer might be on the host.
         on_device = [each for each in state if each.device.type == self._device.type]
         limit = None
         if self._device.type == "cpu" and (budget := active_budget()) is not None:

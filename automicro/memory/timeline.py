@@ -1,8 +1,8 @@
-"""Who holds how much at each moment of a step, by module.
+"""Memory by module at each moment of a step.
 
-A `Recorder` is the counter of a simulated device that also writes down every storage: when it came
-and went, and whose it is. What it wrote is a `Trace`: played again, as it was or with some owners'
-storages smaller, it tells the peak and what held it.
+A `Recorder` is the counter of a simulated device that also records when each storage is created and
+released, and its owner. The result is a `Trace`, which gives the peak and its owners, as recorded
+or with the storages of some owners scaled down.
 """
 
 import bisect
@@ -36,14 +36,14 @@ _MOST_SAMPLES = 500
 
 
 class Owner(NamedTuple):
-    """The kind of a storage, and the module that made it; ``""`` is the model itself."""
+    """The kind of a storage, and the module that created it; ``""`` is the model itself."""
 
     kind: str
     module: str = ""
 
 
 def added_up(held: Mapping[Owner, int], name: Callable[[Owner], str]) -> dict[str, int]:
-    """Bytes by a name of their owners."""
+    """Return the bytes by a name of their owners."""
     found: dict[str, int] = {}
     for owner, num_bytes in held.items():
         found[name(owner)] = found.get(name(owner), 0) + num_bytes
@@ -52,22 +52,17 @@ def added_up(held: Mapping[Owner, int], name: Callable[[Owner], str]) -> dict[st
 
 @dataclass(frozen=True)
 class Trace:
-    """Storages that came and went in one step.
+    """Storages that were created and released in one step."""
 
-    Attributes:
-        numbers: of the storage, for each event.
-        deltas: bytes that it came with, or, negative, went with; as they are asked for.
-        owners: by the number of a storage.
-    """
-
-    numbers: np.ndarray[Any, np.dtype[np.int64]]
+    numbers: np.ndarray[Any, np.dtype[np.int64]]  # number of the storage of each event
+    # Bytes of creation (positive) or release (negative) of each event, before rounding.
     deltas: np.ndarray[Any, np.dtype[np.int64]]
-    owners: Sequence[Owner]
+    owners: Sequence[Owner]  # by number of the storage
 
     @cached_property
     def _rounded(self) -> np.ndarray[Any, np.dtype[np.int64]]:
         """The deltas as an allocator counts them."""
-        # By size and not by sum: each storage is rounded up for itself.
+        # By size instead of by sum, because each storage is rounded up separately.
         sizes = -(-np.abs(self.deltas) // GRANULE) * GRANULE
         return np.asarray(np.sign(self.deltas) * sizes)
 
@@ -78,49 +73,49 @@ class Trace:
 
     @cached_property
     def peak_bytes(self) -> int:
-        """The most that was held at once, every storage rounded up to 512 bytes."""
+        """Peak memory, with every storage rounded up to 512 bytes."""
         return int(self.totals.max(initial=0))
 
     def breakdown(self) -> dict[Owner, int]:
-        """Bytes by owner at the peak."""
+        """Return the bytes by owner at the peak."""
         return next(self.breakdowns([int(self.totals.argmax()) if len(self.totals) else -1]))
 
     def breakdowns(self, events: Iterable[int]) -> Iterator[dict[Owner, int]]:
-        """Bytes by owner after each of some events, the earliest first."""
+        """Yield the bytes by owner after each of the given events, the earliest first."""
         places = {owner: place for place, owner in enumerate(dict.fromkeys(self.owners))}
         place_of = np.array([places[owner] for owner in self.owners], dtype=np.int64)
         sums = np.zeros(len(places), dtype=np.int64)
         done = 0
         for event in events:
             part = slice(done, event + 1)
-            # Not `sums[…] +=`, which counts an index that comes twice once.
+            # Not `sums[…] +=`, which applies a repeated index only once.
             np.add.at(sums, place_of[self.numbers[part]], self._rounded[part])
             done = event + 1
             held = zip(places, sums.tolist(), strict=True)
             yield {owner: num_bytes for owner, num_bytes in held if num_bytes}
 
     def samples(self, name: Callable[[Owner], str]) -> list[tuple[int, dict[str, int]]]:
-        """Events, and bytes after each by their owners' names: of neighbours, the fullest."""
+        """Return the fullest event of each interval, with bytes by their owners' names."""
         width = max(len(self.totals) // _MOST_SAMPLES, 1)
         starts = range(0, len(self.totals), width)
-        # Samples at fixed places could miss the peak.
+        # Samples at fixed positions could miss the peak.
         fullest = [start + int(self.totals[start : start + width].argmax()) for start in starts]
         helds = (added_up(held, name) for held in self.breakdowns(fullest))
         return list(zip(fullest, helds, strict=True))
 
     def scaled(self, share: Callable[[Owner], float]) -> "Trace":
-        """The same with every owner's storages at a share of their size."""
+        """Return a trace in which each owner's storages have a share of their size."""
         known: dict[Owner, float] = {}
         for owner in self.owners:
             if owner not in known:
                 known[owner] = share(owner)
         shares = np.array([known[owner] for owner in self.owners])[self.numbers]
-        # Up, as a plan that is too small by a byte is wrong, and one that is too large is not.
+        # Rounded up, because a plan must not be too small, even by a byte.
         sizes = np.ceil(np.abs(self.deltas) * shares).astype(np.int64)
         return Trace(self.numbers, np.sign(self.deltas) * sizes, self.owners)
 
     def plus(self, held: Mapping[Owner, int]) -> "Trace":
-        """The same with something more, from beginning to end."""
+        """Return a trace with additional storages that exist from beginning to end."""
         more = [(owner, num_bytes) for owner, num_bytes in held.items() if num_bytes]
         first = len(self.owners)
         numbers = np.arange(first, first + len(more), dtype=np.int64)
@@ -133,16 +128,16 @@ class Trace:
 
 
 class _WritingLedger(StorageLedger):
-    """Writes down when each storage comes and goes, and whose it is."""
+    """Records when each storage is created and released, and its owner."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.owner = Owner(ACTIVATIONS)  # of what comes next
+        self.owner = Owner(ACTIVATIONS)  # of storages created next
         self.owners: list[Owner] = []
         self.numbers: list[int] = []
         self.deltas: list[int] = []
-        self._sizes: list[int] = []  # of each, now
-        self._number_of: dict[int, int] = {}  # of a live storage, by its key
+        self._sizes: list[int] = []  # current size of each storage
+        self._number_of: dict[int, int] = {}  # numbers of live storages, by key
 
     def _recount(self, entry: Entry, changes: list[Change]) -> None:
         before = entry.counted_bytes
@@ -157,25 +152,25 @@ class _WritingLedger(StorageLedger):
 
     def _drop(self, entry: Entry) -> None:
         super()._drop(entry)
-        # Keys are ids, which are used again by later storages.
+        # Keys are ids, which later storages reuse.
         number = self._number_of.pop(entry.key, None)
         if number is not None and self._sizes[number]:
             self.write(number, -self._sizes[number])
 
     def new(self, owner: Owner) -> int:
-        """The number of one more storage."""
+        """Add a storage, and return its number."""
         self.owners.append(owner)
         self._sizes.append(0)
         return len(self.owners) - 1
 
     def write(self, number: int, delta: int) -> None:
-        """A storage grows or shrinks."""
+        """Record that a storage grows or shrinks."""
         self._sizes[number] += delta
         self.numbers.append(number)
         self.deltas.append(delta)
 
     def give(self, tensor: Tensor, owner: Owner) -> None:
-        """A tensor turned out to have another owner."""
+        """Change the owner of a tensor's storage."""
         with contextlib.suppress(NotImplementedError):
             number = self._number_of.get(id(tensor.untyped_storage()))
             if number is not None:
@@ -183,7 +178,7 @@ class _WritingLedger(StorageLedger):
 
 
 class Recorder(CountingMode):
-    """Counts like a simulated device without a limit, and writes down what it sees.
+    """Counts memory like a simulated device without a limit, and records all storages.
 
     Example:
         >>> import torch
@@ -203,32 +198,32 @@ class Recorder(CountingMode):
         self.ledger = _WritingLedger()
         self._kind = ACTIVATIONS
         self._inside: list[str] = []
-        # Which module made the nodes of the backward, from each of these on.
+        # Modules that created the nodes of the backward, starting at each of these numbers.
         self._first_nodes: list[int] = [0]
         self._makers: list[str] = [""]
 
     def run(self, func: Any, types: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """Run one operation, and write down what comes and goes with it."""
+        """Run one operation, and record the storages that it creates and releases."""
         self.ledger.owner = self._owner_of(func, args)
         return super().run(func, types, args, kwargs)
 
     def _owner_of(self, func: Any, args: tuple[Any, ...]) -> Owner:
-        """Whose it is what an operation makes."""
+        """Return the owner of storages that an operation creates."""
         if self._kind != ACTIVATIONS:
             return Owner(self._kind)
         if self._inside:
             return Owner(ACTIVATIONS, self._inside[-1])
-        # A node knows the forward operation that it undoes, by the number that autograd gave it.
+        # A node is identified with its forward operation by the number that autograd assigned.
         node = node_in_backward()
         if node is None:
             return Owner(ACTIVATIONS, _OUTSIDE)
-        # Nodes are numbered in the order of the forward, so the module is the last that began
-        # before it.
+        # Nodes are numbered in the order of the forward, so the module is the last one that
+        # started before the node.
         return Owner(BACKWARD, self._makers[bisect.bisect_right(self._first_nodes, node) - 1])
 
     @contextlib.contextmanager
     def owning(self, kind: str) -> Iterator[None]:
-        """Take what comes inside for this kind."""
+        """Attribute storages created inside to a kind."""
         before, self._kind = self._kind, kind
         self.ledger.owner = Owner(kind)
         try:
@@ -238,13 +233,13 @@ class Recorder(CountingMode):
 
     @contextlib.contextmanager
     def watching(self, modules: Iterable[nn.Module]) -> Iterator[None]:
-        """Tell inside which module each storage comes, and which ones are gradients."""
+        """Record the module in which each storage is created, and which storages are gradients."""
         names: dict[int, str] = {}
         parameters: dict[int, nn.Parameter] = {}
         for each in modules:
             parameters |= {id(found): found for found in each.parameters() if found.requires_grad}
             for name, module in each.named_modules():
-                # The first name, as a module may be reached by several.
+                # The first name, because several names can refer to one module.
                 names.setdefault(id(module), name)
 
         def enter(module: nn.Module, _: Any) -> None:
@@ -263,7 +258,7 @@ class Recorder(CountingMode):
 
         handles = [
             register_module_forward_pre_hook(enter),
-            # Called after a forward that fails, too, or its module would own all that follows.
+            # Also called after a failed forward, whose module would otherwise own all that follows.
             register_module_forward_hook(leave, always_call=True),
             *(
                 each.register_post_accumulate_grad_hook(accumulated)  # type: ignore[no-untyped-call]
@@ -278,7 +273,7 @@ class Recorder(CountingMode):
             self._inside.clear()
 
     def _left(self, name: str) -> None:
-        """A module has computed."""
+        """Handle the end of a module's forward."""
 
     def _turn(self) -> None:
         maker = self._inside[-1] if self._inside else ""
@@ -286,7 +281,7 @@ class Recorder(CountingMode):
         self._makers.append(maker)
 
     def trace(self) -> Trace:
-        """The trace until now."""
+        """Return the trace up to now."""
         ledger = self.ledger
         return Trace(
             np.array(ledger.numbers, dtype=np.int64),

@@ -1,1 +1,1 @@
-"""Parts of a model with a size of their own: slices inside of one microbatch."""
+"""Parts of a model with a size of their own, which run in slices of a microbatch."""

@@ -1,20 +1,20 @@
-"""A part with BatchNorm in slices: normalised with the statistics of all its rows.
+"""BatchNorm in parts that run in slices: each row is normalized with the statistics of all rows."""
 
-All slices pass a stage before any begins the next, so that the means and variances
-of its BatchNorms are those of all rows. Between stages values wait on the host, those of every
-slice; on the device is one slice of one stage. A slice of a stage is checkpointed, with what waits
-as its input. So a row is computed forward twice, as with any checkpointing.
-
-A stage is also given scale and shift of its BatchNorms, which run in evaluation mode: their
-statistics are known by then. Scale and shift are the layer's own in value, and functions of mean
-and variance, too. So their gradients (the sums of ``dy`` and of ``dy · x̂`` over all slices) go on
-to mean and variance, and to the stage before, which gave these.
-
-What comes between two BatchNorms is read from a symbolic trace of the model (``torch.fx``): a list
-of operations, each with what it needs. A stage is all that can be computed once some BatchNorms
-have seen the whole batch, and before the next ones have. Several in branches of one depth share a
-stage. What a trace cannot tell, or what stages would compute otherwise, is refused by name.
-"""
+# All slices pass one stage before any of them enters the next, so the means and variances of the
+# BatchNorms are those of all rows. Between stages, the values of every slice wait on the host; the
+# device holds one slice of one stage. Each slice of a stage is checkpointed, with the waiting
+# values as its inputs. So the forward of a row is computed twice, as with any checkpointing.
+#
+# The BatchNorms of a stage run in evaluation mode, because their statistics are known by then, and
+# take scale and shift as inputs. Scale and shift have the values of the layer, but are functions of
+# mean and variance, too. So their gradients (the sums of ``dy`` and ``dy · x̂`` over all slices)
+# flow on to mean and variance, and to the previous stage, which computed these.
+#
+# The operations between two BatchNorms are read from a symbolic trace of the model (``torch.fx``),
+# a list of operations with their inputs. A stage holds all operations that can run once some
+# BatchNorms have the statistics of all rows, and before the next BatchNorms do. BatchNorms at equal
+# depth in parallel branches share a stage. Models that cannot be traced, or that stages would
+# compute differently, are refused with the reason.
 
 import collections
 import contextlib
@@ -59,16 +59,12 @@ _REMEDY = (
     "batchnorm='disable' batches stay whole)"
 )
 
-# fx's names for what is computed; others are what is given, held and given back.
+# Names in torch.fx for operations; all other nodes are inputs, attributes and outputs.
 _CALLS = ("call_module", "call_function", "call_method")
 
 
 def refuse_exact(name: str, why: str) -> NoReturn:
-    """Refuse a part whose BatchNorms cannot see all rows, while it runs in slices.
-
-    Raises:
-        UnsplittableModelError: always.
-    """
+    """Refuse a part whose BatchNorms cannot get the statistics of all rows in slices."""
     raise UnsplittableModelError(
         f"{name} has BatchNorm, so that in slices all its rows have to arrive at each before any "
         f"go on, and where they wait cannot be told: {why}; {_REMEDY}"
@@ -76,32 +72,17 @@ def refuse_exact(name: str, why: str) -> NoReturn:
 
 
 class Stage(NamedTuple):
-    """The computation between two BatchNorms, its own ones first.
+    """The operations from one BatchNorm, inclusive, to the next."""
 
-    Attributes:
-        nodes: in order.
-        inputs: made by earlier stages, given to the model, or held by it.
-        outputs: that later stages need.
-        ahead: BatchNorms that wait for all rows of this stage.
-        dead: of each node, what nothing after it in the stage needs.
-    """
-
-    nodes: Sequence[fx.Node]
-    inputs: Sequence[fx.Node]
-    outputs: Sequence[fx.Node]
-    ahead: Sequence[fx.Node]
-    dead: Sequence[Sequence[fx.Node]]
+    nodes: Sequence[fx.Node]  # in order
+    inputs: Sequence[fx.Node]  # from earlier stages, or arguments and attributes of the model
+    outputs: Sequence[fx.Node]  # results that later stages need
+    ahead: Sequence[fx.Node]  # BatchNorms that wait for all rows of this stage
+    dead: Sequence[Sequence[fx.Node]]  # for each node, values that no later node of the stage needs
 
 
 class Stages:
-    """The stages of a module, as it is called with arguments like these.
-
-    Raises:
-        UnsplittableModelError: they cannot be told, or would compute something else.
-
-    Attributes:
-        norms: BatchNorms that see the batch, in order; the layer by its call.
-        stages: in order.
+    """The stages of a module that is called with arguments of this form.
 
     >>> model = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3), nn.ReLU(), nn.Linear(3, 1))
     >>> for stage in Stages(model, {"input": torch.ones(4, 2)}).stages:
@@ -120,6 +101,7 @@ class Stages:
         self._refuse_inside()
         self._graph = self._trace(arguments)
         nodes = list(self._graph.nodes)
+        # BatchNorms that use statistics of the batch, by the node that calls them, in order.
         self.norms = {node: layer for node in nodes if (layer := self._norm(node)) is not None}
         self._refuse_read_statistics(nodes)
         self._output = nodes[-1]
@@ -174,13 +156,14 @@ class Stages:
                 return _Tracer(self._is_part).trace(self._module, constants)
             except Exception as error:
                 if classify(error) is not Failure.UNRELATED:
-                    raise  # what does not go by the input is computed, and takes memory
+                    # Computations that do not depend on the input run during the trace.
+                    raise
                 lines = text_of(error).splitlines() or [""]
                 self.refuse(f"torch.fx cannot trace it ({type(error).__name__}: {lines[0][:160]})")
 
     @contextlib.contextmanager
     def _unchanged(self) -> Iterator[None]:
-        """Values that do not depend on the input are computed once, while it is traced."""
+        """Undo changes of the trace, which computes values that do not depend on the input."""
         before = capture({"": self._module})
         names = {name for name, _ in self._module.named_buffers()}
         random = RandomState([])
@@ -189,7 +172,7 @@ class Stages:
             warnings.simplefilter("ignore")
             try:
                 yield
-                # The trace puts what stands for a tensor where a forward replaces a buffer.
+                # If the forward replaces a buffer, the trace leaves a proxy in its place.
                 replaced = [path for path in before.changed() if path in names]
                 has_drawn = random.has_moved
             finally:
@@ -205,7 +188,7 @@ class Stages:
             )
 
     def _norm(self, node: fx.Node) -> nn.Module | None:
-        """The BatchNorm that a node calls, where that sees the batch."""
+        """Return the BatchNorm that a node calls, if it uses statistics of the batch."""
         if node.op == "call_function" and node.target in (F.batch_norm, torch.batch_norm):
             self.refuse(f"{node.name} is BatchNorm as a function and no layer")
         if node.op != "call_module":
@@ -223,12 +206,12 @@ class Stages:
         return self._module.get_submodule(str(node.target))
 
     def _find_levels(self, nodes: Sequence[fx.Node]) -> dict[fx.Node, int]:
-        """The stage of each node: as early as what it needs allows."""
+        """Return the number of the stage of each node: the earliest that its inputs allow."""
         levels: dict[fx.Node, int] = {}
         for node in nodes:
             levels[node] = max((levels[each] for each in node.all_input_nodes), default=0)
             levels[node] += node in self.norms
-        # Only the last stage gives outputs, although some may be there before.
+        # Only the last stage returns outputs, although some might be known earlier.
         levels[self._output] = max(levels.values())
         return levels
 
@@ -255,7 +238,7 @@ class Stages:
         return Stage(own, list(inputs), outputs, ahead, dead)
 
     def _check_writes(self, node: fx.Node, written: fx.Node) -> None:
-        """Stages change the order, so no other node may read what one writes into."""
+        """Refuse a write into a value that other nodes read, because stages reorder nodes."""
         others = [user.name for user in written.users if user is not node]
         if others or written.op not in _CALLS:
             readers = ", ".join(others) or "the code that gave it"
@@ -267,11 +250,7 @@ class Stages:
         given: Mapping[fx.Node, Any],
         normalise: Callable[[fx.Node, Tensor], Tensor],
     ) -> dict[fx.Node, Any]:
-        """Compute a stage, and return the values that are left.
-
-        Raises:
-            UnsplittableModelError: an operation wrote into what others read.
-        """
+        """Compute one stage and return the values that are still needed."""
         stage, values = self.stages[number], dict(given)
         for node, dead in zip(stage.nodes, stage.dead, strict=True):
             inputs = {each: values[each] for each in node.all_input_nodes}
@@ -286,7 +265,7 @@ class Stages:
             for key, version, before in zip(tensors, now, versions, strict=True):
                 if version != before:
                     self._check_writes(node, key)
-            # Else what was given to this operation lies beside the next one.
+            # Otherwise the inputs of this operation stay in memory during the next one.
             del inputs, tensors
             for each in dead:
                 values.pop(each, None)
@@ -301,20 +280,20 @@ class Stages:
         return node.target(*args, **kwargs)
 
     def output(self, values: Mapping[fx.Node, Any]) -> Any:
-        """The output of the module, from the values of the last stage."""
+        """Return the output of the module, from the values of the last stage."""
         return fx.node.map_arg(self._output.args[0], lambda node: values[node])
 
     def value_of(self, node: fx.Node, arguments: Mapping[Any, Any]) -> Any:
-        """The value of an input: held by the module, or among those that wait."""
+        """Return the value of an input: an attribute of the module, or a waiting value."""
         if node.op == "get_attr":
             return operator.attrgetter(str(node.target))(self._module)
         return arguments[_key(node)]
 
     def replay(self, number: int) -> Replay:
-        """All that the layers of a stage find beside their inputs."""
+        """Return the state that the layers of a stage read in addition to their inputs."""
         found: dict[str, Any] = {}
         for node in self.stages[number].nodes:
-            if node in self.norms:  # statistics are given
+            if node in self.norms:  # its statistics are inputs
                 inside = self.norms[node].named_children()
                 found |= {f"part.{node.target}.{name}": each for name, each in inside}
             elif node.op == "call_module":
@@ -325,14 +304,15 @@ class Stages:
         return known
 
     def versions(self) -> list[int]:
-        """Of the module's buffers."""
+        """Return the version counters of the module's buffers."""
         return all_versions(list(self._module.buffers()))
 
 
 class _Tracer(fx.Tracer):
-    """Looks into modules of the user's, and into no layer of torch's, no BatchNorm and no part."""
+    """A tracer whose leaves are layers of torch, BatchNorms, and parts with their own size."""
 
-    proxy_buffer_attributes = True  # what is computed of them goes by what they hold at each call
+    # Results that depend on buffers use the buffers' values at each call.
+    proxy_buffer_attributes = True
 
     def __init__(self, is_part: Callable[[nn.Module], bool]) -> None:
         super().__init__()
@@ -344,20 +324,20 @@ class _Tracer(fx.Tracer):
 
 
 def _moments(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Means and variances of the channels of (rows, channels, …)."""
+    """Return means and variances of the channels of a tensor (rows, channels, …)."""
     dims = [dim for dim in range(x.dim()) if dim != 1]
-    # In float32 at least: sums of squares leave the range of fp16, and the digits of bf16.
+    # In float32 at least: sums of squares exceed the range of fp16 and the precision of bf16.
     is_half = x.dtype in (torch.float16, torch.bfloat16)
     variance, mean = torch.var_mean(x.float() if is_half else x, dims, correction=0)
     return mean, variance
 
 
 class _Moments(torch.autograd.Function):
-    """The same, of which the backward keeps no more than what is given."""
+    """Means and variances, with a backward that keeps only the input."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, known: dict[str, Sequence[Tensor]]) -> tuple[Tensor, ...]:
-        # A slice that is computed again has the same ones.
+        # The first run of a slice has stored them; a recomputed slice has the same.
         known[""] = known.get("") or _moments(x)
         ctx.known = known
         ctx.save_for_backward(x)
@@ -376,35 +356,36 @@ class _Moments(torch.autograd.Function):
 
 
 class _Norm:
-    """One use of a BatchNorm, with the statistics of all rows."""
+    """One call of a BatchNorm, with the statistics of all rows."""
 
     def __init__(self, layer: Any, count: int, mean: Tensor, variance: Tensor) -> None:
-        # Nothing with a graph, which holds the stages, which hold this.
+        # Detached, because a graph keeps the stages alive, and these keep this object.
         self._layer, self._count = layer, count
         self.mean, self.variance = mean.detach(), variance.detach()
 
     def affine(self, mean: Tensor, variance: Tensor) -> tuple[Tensor, Tensor]:
-        """Scale and shift, through which gradients go on to the statistics."""
-        # A layer in evaluation mode takes statistics for constants. So scale and shift depend on
-        # them, without another value: their gradients are the two sums that the input's needs.
+        """Return scale and shift, which pass gradients on to the statistics."""
+        # A layer in evaluation mode treats statistics as constants. So scale and shift are made to
+        # depend on them without a change of value: their gradients are the two sums that the
+        # gradient of the input needs.
         weight, bias = _affine(self._layer, mean)
         eps, deviation = self._layer.eps, (variance + self._layer.eps).sqrt()
         scale = weight * ((self.variance + eps).sqrt() / deviation)
         return scale, bias + (self.mean - mean) * (weight / deviation)
 
     def normalised(self, x: Tensor, affine: Sequence[Tensor]) -> Tensor:
-        """The output for a slice, by its own scale and shift."""
+        """Return the output for one slice, with the given scale and shift."""
         if len(x) > 1:
             return _normalised(self._layer, x, self.mean, self.variance, affine)
-        # The backward of torch's kernel for CPUs is wrong (2.13) for a single row whose gradient
-        # lies in memory as if channels were last, with a meaningless stride of rows.
+        # Torch's CPU kernel (2.13) has a wrong backward for a single row whose gradient is in
+        # channels-last order in memory, with a meaningless stride of rows.
         output = _normalised(self._layer, x.contiguous(), self.mean, self.variance, affine)
         if output.requires_grad:
             output.register_hook(Tensor.contiguous)  # type: ignore[no-untyped-call]
         return output
 
     def commit(self) -> None:
-        """Count the rows in the running statistics, as one batch."""
+        """Update the running statistics as with one batch of all rows."""
         layer = self._layer
         if not layer.training or layer.running_mean is None:
             return
@@ -413,7 +394,7 @@ class _Norm:
         if momentum is None:
             momentum = 1.0 / float(layer.num_batches_tracked)
         layer.running_mean.lerp_(self.mean.to(layer.running_mean.dtype), momentum)
-        # Running variances are those of a sample, as torch has it.
+        # Running variances are unbiased, as in torch.
         variance = self.variance * (self._count / (self._count - 1))
         layer.running_var.lerp_(variance.to(layer.running_var.dtype), momentum)
 
@@ -432,7 +413,7 @@ def _normalised(
     if type(layer) in PLAIN:
         return F.batch_norm(x, mean, variance, scale, shift, training=False, eps=layer.eps)
     own = {"running_mean": mean, "running_var": variance}
-    if layer.weight is None:  # it neither scales nor shifts by itself
+    if layer.weight is None:  # the layer itself neither scales nor shifts
         shape = [-1, *[1] * (x.dim() - 2)]
         offset = mean - mean * scale + shift * (variance + layer.eps).sqrt()
         x = torch.addcmul(offset.view(shape), x.to(scale.dtype), scale.view(shape)).to(x.dtype)
@@ -447,14 +428,14 @@ def _normalised(
 
 @torch.no_grad()
 def _require_usual(name: str, layer: Any, x: Tensor) -> None:
-    """Refuse a derived class that does something else with statistics than to normalise."""
+    """Refuse a subclass that uses its statistics for anything but normalization."""
     if type(layer) in PLAIN or x.numel() <= x.shape[1]:
         return
     buffers = {name: each.clone() for name, each in layer.named_buffers(recurse=False)}
     mean, variance = _moments(x)
     random = RandomState([x.device])
     random.begin()
-    # The two draw the same numbers, where a layer draws any.
+    # If a layer draws random numbers, both calls must draw the same.
     with random.replaying():
         trained = torch.func.functional_call(layer, buffers, (x,))
     with random.replaying():
@@ -466,7 +447,7 @@ def _require_usual(name: str, layer: Any, x: Tensor) -> None:
 
 
 def to_host(value: Tensor, *, waits: bool = False) -> Tensor:
-    """A copy that waits on the host, in pinned memory where the device is another."""
+    """Copy a tensor to the host, into pinned memory if it comes from a CUDA device."""
     with on_host():
         pinned = value.device.type == "cuda"
         held = torch.empty_like(value, device="cpu", requires_grad=False, pin_memory=pinned)
@@ -474,7 +455,7 @@ def to_host(value: Tensor, *, waits: bool = False) -> Tensor:
 
 
 def to_device(held: Tensor, device: torch.device) -> Tensor:
-    """A copy of what waits."""
+    """Copy a waiting tensor to a device."""
     if device.type != "cpu":
         return held.to(device, non_blocking=True)
     budget = active_budget()
@@ -482,7 +463,7 @@ def to_device(held: Tensor, device: torch.device) -> Tensor:
 
 
 class _ToHost(torch.autograd.Function):
-    """Lets a value wait on the host; its gradient comes from there."""
+    """Copy a value to the host; its gradient is copied back to the device."""
 
     @staticmethod
     def forward(ctx: Any, value: Tensor) -> Tensor:
@@ -496,7 +477,7 @@ class _ToHost(torch.autograd.Function):
 
 
 class _ToDevice(torch.autograd.Function):
-    """Brings back what waited; its gradient waits in turn."""
+    """Copy a waiting value to the device; its gradient is copied to the host."""
 
     @staticmethod
     def forward(ctx: Any, held: Tensor, device: torch.device) -> Tensor:
@@ -509,7 +490,7 @@ class _ToDevice(torch.autograd.Function):
 
 
 def split_at_norms(call: Call, stages: Stages) -> Any:
-    """The outputs of a part with BatchNorm for all rows, slice by slice."""
+    """Return the outputs of a part with BatchNorm for all rows, computed slice by slice."""
     sizes = call.sizes()
     with naming(call.sizer, max(sizes)), torch.set_grad_enabled(call.is_differentiated):
         outputs = _through_stages(call, stages, sizes)
@@ -542,19 +523,19 @@ def _through_stages(call: Call, stages: Stages, sizes: Sequence[int]) -> Any:
                 found = compute(given, scaled, tensors)
             values.update(zip(spec.outputs, found[0], strict=True))
             for key in values.keys() - needed:
-                # What no later stage needs would wait on the host to the end.
+                # A value that no later stage needs would otherwise wait on the host until the end.
                 del values[key]
             moments.append(found[1])
             if spec is stages.stages[-1]:
                 joined.put(found[2], size)
-            del given, found  # else they lie beside the next slice
+            del given, found  # otherwise they stay in memory during the next slice
         for node, of_slices in zip(spec.ahead, zip(*moments, strict=True), strict=True):
             layer, statistics = stages.norms[node], _combined(str(node.target), of_slices)
             norms[node] = _Norm(layer, *statistics)
             affine[node] = norms[node].affine(*statistics[1:])
     if versions != stages.versions():
         stages.refuse("its forward changes other buffers, too")
-    # Not before all stages went through: an error leaves running statistics as they were.
+    # Only after all stages have run, so that an error leaves running statistics unchanged.
     with torch.no_grad():
         for norm in norms.values():
             norm.commit()
@@ -564,17 +545,17 @@ def _through_stages(call: Call, stages: Stages, sizes: Sequence[int]) -> Any:
 def _combined(
     name: str, of_slices: Sequence[tuple[int, Tensor, Tensor]]
 ) -> tuple[int, Tensor, Tensor]:
-    """Count, mean and variance of all rows, from those of slices."""
+    """Combine counts, means and variances of slices into those of all rows."""
     counts, *others = zip(*of_slices, strict=True)
     means, variances = map(torch.stack, others)
     count, first = sum(counts), means[0].detach()
-    # Torch refuses it, too: the variance of one value is zero.
+    # Torch refuses this as well: the variance of one value is zero.
     if count == 1:
         raise ValueError(
             f"Expected more than 1 value per channel when training, and {name} got one"
         )
     shares = first.new_tensor(counts)[:, None] / count
-    apart = means - first  # differences keep the digits of large means
+    apart = means - first  # differences keep the precision of large means
     mean = (shares * apart).sum(0)
     return count, mean + first, (shares * (variances + (apart - mean).square())).sum(0)
 
@@ -586,8 +567,8 @@ def _stage(
     devices: dict[fx.Node, torch.device],
     norms: Mapping[fx.Node, _Norm],
 ) -> Callable[..., Any]:
-    """A stage of one slice: in the forward, and again in the backward."""
-    spec, is_first = stages.stages[number], True  # of all slices
+    """Return the function that computes one stage of a slice, in forward and backward."""
+    spec, is_first = stages.stages[number], True  # whether no slice has run yet
 
     def put(node: fx.Node, value: Any) -> Any:
         if isinstance(value, Tensor):
@@ -604,10 +585,8 @@ def _stage(
         affine: Mapping[fx.Node, tuple[Tensor, Tensor]],
         tensors: Sequence[Tensor],
     ) -> tuple[list[Any], list[tuple[int, Tensor, Tensor]], Any]:
-        """The values that wait, moments for the BatchNorms ahead, and the outputs of the last.
-
-        ``known`` keeps the moments from the first time.
-        """
+        """Return values that wait, moments for the BatchNorms ahead, and the final outputs."""
+        # ``known`` keeps the moments of the first run.
         nonlocal is_first
         values = {
             node: apply(_ToDevice, each, devices[node]) if node in devices else each
@@ -619,17 +598,17 @@ def _stage(
         moments = []
         for node in spec.ahead:
             x = made[node.all_input_nodes[0]]
-            # A few rows show what a layer does with its statistics.
+            # A few rows show how a layer uses its statistics.
             if is_first:
                 _require_usual(str(node.target), stages.norms[node], x.detach()[:4])
             moments.append((x.numel() // x.shape[1], *apply(_Moments, x, known[node])))
         is_first = False
-        # Last: a backward computes no further than it needs, and copies nothing.
+        # Last, so that a recomputation, which stops once the backward has all it needs, skips it.
         return [put(node, made[node]) for node in spec.outputs], moments, outputs
 
     return run
 
 
 def _key(node: fx.Node) -> Any:
-    """The key of a waiting value: an argument by its name."""
+    """Return the key of a waiting value: the name of an argument, or else its node."""
     return node.target if node.op == "placeholder" else node

@@ -1,8 +1,8 @@
-"""Whether slices of a part give what the whole gives, and what torch says its loss averages over.
+"""A check that slices of a part compute the same as the whole. It also reads the loss average."""
 
-A few rows go through the part whole and in two pieces, as `Bench` lets any computation run: without
-a trace, draws and BatchNorm held. What differs beyond chance is refused by name.
-"""
+# A few rows go through the part in one piece and in two, on the same `Bench` as any computation:
+# without a trace, with random draws and BatchNorm held fixed. Differences larger than noise are
+# refused by name.
 
 import functools
 import math
@@ -52,34 +52,28 @@ from automicro.reach import Reach
 from automicro.sharding import num_ranks
 from automicro.torch_private import in_backward, reduction_of, uncheckpointed
 
-_ROWS = (4, 2)  # of one comparison; fewer where memory runs out
-_NOISE = 1e-2  # of what is given: so much by chance hides what slices change
+_ROWS = (4, 2)  # rows of one comparison; fewer if memory runs out
+_NOISE = 1e-2  # relative to the value: noise of this size hides differences between slices
 _ROUNDINGS = 32
-_FACTOR = 1024.0  # of gradients, which rounds nothing
+_FACTOR = 1024.0  # for gradients; a power of two, so it causes no rounding
 _SLACK = 1e-2
 
 
 @dataclass(frozen=True, kw_only=True)
 class Checked:
-    """The facts about a part.
+    """Facts about a part, found by comparing its slices with the whole."""
 
-    Attributes:
-        averages: what its loss is a mean over; None where it gives outputs and no loss.
-        is_told: whether torch's own reduction said that.
-        gives_count: whether it gives a sum and what it counted, ``(sum, count)``.
-        is_proportional: whether its gradient grows as that from behind does. A hook that clamps
-            gradients, or half precision inside of the part, has to know what comes from there.
-        is_over: whether rows were compared.
-    """
-
+    # The average of its loss; None if the part returns outputs.
     averages: Mapping[str, Average] | None = None
-    is_told: bool = False
-    gives_count: bool = False
+    is_told: bool = False  # whether the average was read from torch's own reduction
+    gives_count: bool = False  # whether the part returns ``(sum, count)``
+    # Whether its gradients scale with the incoming gradient. Hooks that clamp gradients, and half
+    # precision inside the part, depend on the size of the incoming gradient.
     is_proportional: bool = True
-    is_over: bool = True
+    is_over: bool = True  # whether rows were compared
 
     def watch(self, call: Call, counts: list[Any] | None = None) -> Call:
-        """The same call, in which each slice's loss is reduced as that of the check."""
+        """Return the call with a check that each slice reduces its loss as the checked rows did."""
         if self.averages is None or not (self.is_told or self.gives_count):
             return call
         compute, average = call.compute, self.averages[""]
@@ -103,7 +97,7 @@ class Checked:
 
 
 class Check:
-    """Compares rows of a part: at calls 1, 2, 4, 8 …, and where arguments have a new form."""
+    """Compares rows of a part at calls 1, 2, 4, 8 …, and when arguments have a new form."""
 
     def __init__(self, declared: LossAverage) -> None:
         self._declared = declared
@@ -111,24 +105,15 @@ class Check:
         self._known: Checked | None = None
 
     def __call__(self, call: Call) -> Checked:
-        """Compare a few rows of a call, where that is due, and give what is known.
-
-        Raises:
-            LossAverageError: losses of slices do not add up, or it is not said how they would.
-            UnsplittableModelError: slices give other outputs than the whole.
-            BaseException: at the first call, not even two rows fit.
-
-        Warns:
-            LossAverageWarning: chance hides whether slices are the same.
-        """
+        """Compare a few rows of a call if a comparison is due, and return the known facts."""
         if call.is_dry:
             return _dry(call)
         known = self._known
         if known is not None and in_backward():
-            return known  # it is computed again there
+            return known  # a recomputation in the backward
         self._forms = self._forms or Forms(call.layout)
         is_due = self._forms.is_due(call.batch)
-        # Rows without a finite loss showed nothing: then the next call is looked at, too.
+        # Rows without a finite loss prove nothing, so the next call is checked, too.
         if known is not None and known.is_over and not is_due:
             return known
         for most in _ROWS:
@@ -150,7 +135,7 @@ class Check:
             raise UnsplittableModelError(_COLLECTIVE)
         pieces = telling_rows(call.layout, call.batch, call.num_rows, most=most)
         try:
-            # Gradients tell what a loss averages over, in evaluation, too.
+            # With gradients also in evaluation, because the graph shows what a loss averages over.
             with uncheckpointed(), torch.inference_mode(False):
                 return part.compare(*cuts_of(call.layout, call.batch, pieces))
         except CollectiveError:
@@ -162,7 +147,7 @@ class Check:
 
 
 def _dry(call: Call) -> Checked:
-    """The output of a part on tensors without data: there is nothing to compare."""
+    """Return the facts for tensors without data, which have no values to compare."""
     still = call.standing.leaving_no_trace()
     with still, extra_pass(), uncheckpointed(), torch.no_grad():
         output = call.compute(call.layout.take_rows(call.batch, [0, 1]), ())
@@ -172,22 +157,19 @@ def _dry(call: Call) -> Checked:
 
 
 class _Part(Convention):
-    """A part, as a way from rows to a loss, that is compared with its slices.
-
-    Attributes:
-        modules: whose forwards it runs.
-    """
+    """The convention that turns rows into a part's loss, so that a bench can compare slices."""
 
     def __init__(self, call: Call, declared: LossAverage) -> None:
         self._sliced, self._declared = call, declared
         self._gives_loss, self._gives_count, self._is_proportional = False, False, True
-        self._told: Average | None = None  # by torch, of the last operation of its loss
+        self._told: Average | None = None  # read from the last operation of its loss
         roots = call.standing.roots
         self.modules = [each for each in roots.values() if isinstance(each, nn.Module)]
 
     def _bench(self, conditions: Conditions) -> Bench:
         call, averages = self._sliced, _averages("none")
-        # Not kept: it holds this convention, and a cycle would hold the batch with its graph.
+        # Not stored, because it holds this convention: a reference cycle would keep the batch and
+        # its graph alive.
         computation = Computation(
             modules=self.modules or [nn.Identity()],
             convention=self,
@@ -201,10 +183,10 @@ class _Part(Convention):
         return Bench(computation, conditions)
 
     def train(self, model: nn.Module, microbatch: Any, **_: Any) -> Output:
-        """Read the graph, and let it go."""
+        """Read the average of the loss from its graph, and release the graph."""
         leaves = tensor_leaves(microbatch)
         real = [path for path, leaf in leaves if leaf.is_floating_point() or leaf.is_complex()]
-        # Every real input gets a gradient: so the loss has a graph to read, with frozen layers too.
+        # Real inputs require gradients, so that the loss has a graph even if all layers are frozen.
         rows, inputs = marked(microbatch, real)
         aliases = aliases_of(self._sliced.parameters)
         loss = self._sliced.compute(rows, aliases)
@@ -212,7 +194,7 @@ class _Part(Convention):
         if loss.requires_grad:
             needing = set(self._sliced.inputs())
             wanted = [leaf for path, leaf in zip(real, inputs, strict=True) if path in needing]
-            # Where no input needs a gradient, the smallest parameter shows the graph as well.
+            # If no input needs a gradient, the smallest parameter reveals the graph as well.
             wanted = wanted or [min(aliases or inputs, key=Tensor.numel)]
             self._is_proportional = _is_proportional(loss, wanted)
             self._told = _told(loss, microbatch, self._sliced.layout.num_rows(microbatch))
@@ -291,7 +273,7 @@ class _Part(Convention):
         )
 
     def _is_hidden(self, bench: Bench, together: CutBatch, whole: Reading) -> bool:
-        """Whether chance moves so much that nothing else can be seen."""
+        """Whether random noise is large enough to hide differences."""
         noise = whole.distances(bench.read(together, shake=1))
         most = max(_NOISE, _ROUNDINGS * bench.rounding[1])
         return any(gap > most * whole.scales.get(name, 0.0) for name, gap in noise.items())
@@ -303,16 +285,16 @@ class _Part(Convention):
         apart: CutBatch,
         averages: Mapping[str, Average],
     ) -> bool:
-        """Whether losses of slices add up, weighted by what these count."""
+        """Whether the losses of slices add up with these weights."""
         bench.computation = replace(bench.computation, eval_averages=averages)
         whole = bench.read(together)
-        # What counts nothing at all would make nothing of any loss, and add up to it.
+        # An average that counts nothing would turn any loss into zero, and zeros always add up.
         is_there = math.isclose(whole.numbers[LOSS], whole.each[0], rel_tol=0.1)
         return is_there and not bench.compare(together, whole, bench.read(apart))[0]
 
 
 def _targets_of(batch: Mapping[str, Any]) -> Tensor:
-    """The targets among the arguments of a tail: by name, else the last tensor of whole numbers.
+    """Return the targets among the arguments of a tail: by name, or else the last integer tensor.
 
     >>> _targets_of({"hidden": torch.ones(2, 3), "target": torch.tensor([1, 2])}).tolist()
     [1, 2]
@@ -323,7 +305,7 @@ def _targets_of(batch: Mapping[str, Any]) -> Tensor:
     for name in TARGET_KEYS:
         if isinstance(batch.get(name), Tensor):
             return cast(Tensor, batch[name])
-    # Of whole numbers those with the most dimensions: lengths have one.
+    # Among integer tensors, those with the most dimensions: lengths have only one.
     whole = [each for _, each in leaves if each.dim() and _is_whole(each)]
     most = max((each.dim() for each in whole), default=0)
     return next((each for each in reversed(whole) if each.dim() == most), leaves[-1][1])
@@ -340,12 +322,12 @@ def _averages(declared: LossAverage) -> Mapping[str, Average]:
 
 
 def is_loss(output: Any) -> bool:
-    """Whether an output is a tensor without any dimension."""
+    """Whether an output is a tensor without dimensions."""
     return isinstance(output, Tensor) and output.dim() == 0
 
 
 def is_counted(output: Any) -> bool:
-    """Whether an output is a sum and a count: two numbers, of which the first is a tensor.
+    """Whether an output is a pair of a sum and a count, of which the sum is a tensor.
 
     >>> is_counted((torch.tensor(3.5), 7)), is_counted((torch.ones(2), 7))
     (True, False)
@@ -369,12 +351,12 @@ def _is_proportional(loss: Tensor, wanted: Sequence[Tensor]) -> bool:
     except Exception as error:
         if classify(error) is Failure.RETRYABLE:
             raise
-        return True  # it has one backward alone
+        return True  # the graph allows only one backward
     return max(relative_errors(found[1], found[0]).values(), default=0.0) <= _SLACK
 
 
 def _told(loss: Tensor, rows: Mapping[str, Any], num_rows: int) -> Average | None:
-    """The count of torch's own reduction, where the loss is one."""
+    """Return the average that torch's own reduction computed, if the loss is one."""
     reduction = reduction_of(loss)
     if reduction is None:
         return None
@@ -400,7 +382,7 @@ def _is_like(one: Average, other: Average) -> bool:
 
 
 def _holds_same(one: Tensor, other: Tensor) -> bool:
-    """Whether two tensors have the same values in order. Views of one memory are not read."""
+    """Whether two tensors hold the same values in order; shared memory is not read."""
     if one.numel() != other.numel():
         return False
     is_view = one.data_ptr() == other.data_ptr() and one.is_contiguous() and other.is_contiguous()

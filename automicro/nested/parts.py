@@ -1,4 +1,4 @@
-"""Parts of a model by their names: modules, and the tails of language models."""
+"""Sizes for parts of a model by name: modules, and the tails of language models."""
 
 import inspect
 from collections.abc import Callable, Iterable, Mapping
@@ -29,19 +29,19 @@ UNITS = ("rows", "tokens")
 TAIL = "tail"
 """Stands for head and loss of a language model, unless a module is called so."""
 
-_LARGEST = 1000.0  # in the place of logits, when a look is taken at what is done to them
+_LARGEST = 1000.0  # the size of logits when a check looks for operations on them
 
 
 class Nested(Feature):
-    """Gives parts of the model sizes of their own, for parts that need far smaller slices.
+    """Gives parts of the model sizes of their own, for parts that need much smaller slices.
 
     Args:
-        parts: by their names in the model ``"auto"``, an int, or a mapping of `NestedSplit`'s
-            arguments; ``"tail"`` is head and loss of a language model. Or splits of functions,
-            as `split` gave them.
+        parts: for each part, by its name in the model: ``"auto"``, an int, or a mapping of
+            `NestedSplit`'s arguments. ``"tail"`` is the head and loss of a language model. Or a
+            list of splits of functions, as returned by `split`.
 
     Raises:
-        TypeError, ValueError: sizes that make no sense; in ``attach``, no such part.
+        TypeError, ValueError: invalid sizes; in ``attach``, a name that the model does not have.
 
     Example:
         >>> from automicro import Microbatcher
@@ -77,10 +77,10 @@ class Nested(Feature):
         self.attach_to(setup.model, setup.parts)
 
     def attach_to(self, model: nn.Module, parts: SizedParts) -> SizedParts:
-        """Give parts of a model their sizes, and count them among those of its modules.
+        """Give parts of a model their sizes, and register them.
 
         Raises:
-            ValueError: no such part, or one that has another size already.
+            ValueError: the model has no such part, or the part already has another size.
         """
         for index, each in enumerate(self._given):
             parts.give(f"nested[{index}]", each)
@@ -90,7 +90,7 @@ class Nested(Feature):
 
 
 class ExactBatchNorm(Feature):
-    """Cuts the model as a whole, so that BatchNorm sees all rows; unless it has a size already."""
+    """Runs the whole model in slices with BatchNorm over all rows, unless it already has a size."""
 
     def __init__(self, microbatch_size: Any) -> None:
         self._size = microbatch_size
@@ -136,10 +136,7 @@ def _attached(name: str, module: nn.Module, options: Mapping[str, Any]) -> Neste
 
 
 def check_options(name: str, options: Any) -> dict[str, Any]:
-    """The arguments of a `NestedSplit`, from a size or a mapping.
-
-    Raises:
-        TypeError, ValueError: an argument that is unknown, or makes no sense, with the part's name.
+    """Return the arguments of a `NestedSplit`, from a size or a mapping.
 
     >>> check_options("joint", 8), check_options("joint", {"batch_split_factor": 4})
     ({'microbatch_size': 8}, {'batch_split_factor': 4})
@@ -160,7 +157,7 @@ def check_options(name: str, options: Any) -> dict[str, Any]:
 
 
 def find_language_model(model: nn.Module) -> nn.Module | None:
-    """The module of transformers' that turns hidden states into logits and these into a loss."""
+    """Return the module of transformers that computes logits from hidden states, and the loss."""
     for module in model.modules():
         get_head: Any = getattr(module, "get_output_embeddings", None)
         if hasattr(type(module), "loss_function") and isinstance(
@@ -171,15 +168,11 @@ def find_language_model(model: nn.Module) -> nn.Module | None:
 
 
 class LanguageTail:
-    """Head and loss of a language model as a part with a size of its own, by its name alone.
+    """The head and loss of a language model, as a part with a size of its own."""
 
-    In training, where labels are given, the head hands the hidden states on to the loss function,
-    which applies the head to one slice after the other. Logits of the whole microbatch are never
-    there: in outputs stands a `MissingLogits` for them. Evaluation goes as ever.
-
-    Raises:
-        ValueError: the model's forward does not use its loss function.
-    """
+    # In training with labels, the head passes the hidden states on to the loss function, which
+    # applies the head to one slice after the other. Logits of the whole microbatch never exist: the
+    # outputs hold a `MissingLogits` instead. Evaluation is unchanged.
 
     def __init__(self, model: nn.Module, options: Mapping[str, Any]) -> None:
         if "loss_function" not in inspect.unwrap(type(model).forward).__code__.co_names:
@@ -200,33 +193,33 @@ class LanguageTail:
 
     @classmethod
     def of(cls, model: nn.Module) -> "LanguageTail | None":
-        """That of a model; None where it has none."""
+        """Return the tail of a model, or None."""
         forward = vars(model).get("forward")
         return forward if isinstance(forward, LanguageTail) else None
 
     @property
     def name(self) -> str:
-        """As it is named."""
+        """The name under which users give it a size."""
         return TAIL
 
     @property
     def has_run(self) -> bool:
-        """Whether anybody has called it."""
+        """Whether it has been called."""
         return any(each.has_run for each in self.splits.values())
 
     def attach(self) -> None:
-        """Let the model's forward take its head and loss apart, until `remove`."""
+        """Replace the model's forward by this object, until `remove`."""
         self._earlier, self._forward = vars(self._model).get("forward"), self._model.forward
-        self.__wrapped__ = self._forward  # its signature is that of the model's
+        self.__wrapped__ = self._forward  # shows the signature of the model's forward
         vars(self._model)["forward"] = self
 
     def remove(self) -> None:
-        """Let the model be as it was."""
+        """Restore the model's forward."""
         _put_back(self._model, self._earlier)
 
     @property
     def is_attached(self) -> bool:
-        """Whether the model's forward is taken apart."""
+        """Whether it replaces the model's forward."""
         return vars(self._model).get("forward") is self
 
     @uncompiled(
@@ -234,12 +227,12 @@ class LanguageTail:
         "compile what is inside of it, as in model.model.compile(), or leave out fullgraph=True"
     )
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """In the place of the model's forward."""
+        """Run the model's forward, with head and loss in slices."""
         bound = inspect.signature(self._forward).bind(*args, **kwargs).arguments
-        # In evaluation logits are wanted, and no backward keeps what made them.
+        # In evaluation logits are needed, and without a backward no activations are kept.
         if bound.get("labels") is None or not torch.is_grad_enabled():
             return self._forward(*args, **kwargs)
-        # Without data there is nothing to compare.
+        # Tensors without data have no values to compare.
         if not self._is_checked and not isinstance(bound["labels"], FakeTensor):
             self._check(bound)
             self._is_checked = True
@@ -253,8 +246,8 @@ class LanguageTail:
         earlier = head.__dict__.get("forward")
         handed: list[torch.dtype] = []
 
-        # The forward calls the head and then the loss function. A head that hands its input on lets
-        # the loss have hidden states in the place of logits.
+        # The forward calls the head and then the loss function. If the head returns its input, the
+        # loss function receives hidden states in place of logits.
         def hand_on(hidden: Tensor) -> Tensor:
             handed.append(hidden.dtype)
             return hidden
@@ -263,7 +256,7 @@ class LanguageTail:
             bound = inspect.signature(compute_loss).bind_partial(None, *args, **kwargs)
             given = {**bound.arguments, **bound.arguments.get("kwargs", {})}
             given = {name: given[name] for name in list(given)[1:] if name != "kwargs"}
-            # Behind it slices call the head themselves, which has to be the real one.
+            # From here on the slices call the head themselves, so it must be the real one.
             _put_back(head, earlier)
             try:
                 return self._loss(head, compute_loss, logits, handed[-1], given)
@@ -276,7 +269,7 @@ class LanguageTail:
             return self._forward(*args, **kwargs)
         finally:
             _put_back(head, earlier)
-            # Setting `loss_function`, a property, has put `_loss_function` there.
+            # Setting the property `loss_function` created the attribute `_loss_function`.
             if had_own:
                 model.loss_function = compute_loss
             else:
@@ -290,12 +283,12 @@ class LanguageTail:
         dtype: torch.dtype,
         given: dict[str, Any],
     ) -> Tensor:
-        """The loss of hidden states, which came in the place of logits."""
+        """Return the loss, from the hidden states that arrive in place of logits."""
         labels = given.pop("labels", None)
-        # Then the loss is a sum that is divided by this number, so that losses of slices add up.
+        # With this number the loss is a sum divided by it, so losses of slices simply add up.
         is_sum = given.get("num_items_in_batch") is not None
         shifts = "shift_labels" in inspect.signature(compute_loss).parameters
-        # Before the cut: a slice does not hold the label that follows its last position.
+        # Before the cut, because a slice lacks the label that follows its last position.
         if shifts and given.get("shift_labels") is None:
             padded = F.pad(labels, (0, 1), value=given.get("ignore_index", IGNORED))
             given["shift_labels"] = padded[..., 1:].contiguous()
@@ -307,13 +300,13 @@ class LanguageTail:
 
         targets = targets.to(hidden.device)
         if self._by_tokens:
-            # Also one row that is too long can be cut so.
+            # So a single row that is too long can be cut, too.
             hidden, targets = hidden.flatten(0, 1), targets.flatten(0, 1)
         part = self._split(is_sum=is_sum, head=head).of(tail, [head])
         try:
             return cast(Tensor, part(hidden, targets))
         finally:
-            # A copy, or a file, of the model has nothing of this call.
+            # Copies and files of the model must hold nothing of this call.
             part.of(_nothing, [head])
 
     def _split(self, *, is_sum: bool, head: nn.Module) -> NestedSplit:
@@ -326,7 +319,7 @@ class LanguageTail:
         return self.splits[name]
 
     def _check(self, bound: Mapping[str, Any]) -> None:
-        """Refuse a model that does something to its logits between head and loss."""
+        """Refuse a model that changes its logits between head and loss."""
         layout = BatchLayout()
         batch = {name: value for name, value in bound.items() if value is not None}
         batch |= batch.pop("kwargs", {})
@@ -336,8 +329,8 @@ class LanguageTail:
         earlier, compute = vars(head).get("forward"), head.forward
         factor: list[Tensor] = []
 
-        # What is done to small logits may be too little to be seen in a loss (a soft cap does next
-        # to nothing), and grow with the model.
+        # The effect of such a change on small logits can be too small to show in a loss (as with a
+        # soft cap), and grow in training.
         def enlarged(hidden: Tensor) -> Tensor:
             logits: Tensor = compute(hidden)
             if not factor:
@@ -349,7 +342,7 @@ class LanguageTail:
         try:
             with extra_pass(), torch.no_grad(), evaluation_mode([model]):
                 for forward in (self._forward, self._apart):
-                    # Clones, for a forward may write into what it is given.
+                    # Clones, because a forward might write into its inputs.
                     found = forward(**map_tensors(rows, torch.clone))
                     losses.append(found["loss"] if isinstance(found, Mapping) else found[0])
         finally:
@@ -376,11 +369,11 @@ def _put_back(module: Any, forward: Any) -> None:
 
 
 class MissingLogitsError(UnsplittableModelError, AttributeError):
-    """Raised for an attribute of logits that are not there."""
+    """Raised on access to logits that were not computed."""
 
 
 class MissingLogits:
-    """Stands in the place of logits that are never there as a whole."""
+    """A placeholder for logits of a microbatch, which are never computed as a whole."""
 
     def __repr__(self) -> str:
         return "MissingLogits()"

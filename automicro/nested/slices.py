@@ -1,15 +1,16 @@
-"""One call of a part, computed slice by slice, with its gradients.
+"""One call of a part, computed slice by slice, with its gradients."""
 
-Only one slice's activations are alive at a time. Two ways do it:
-
-- A *tail* gives a loss. The gradient of each slice is taken at once, in the forward, so nothing is
-  computed twice; what waits for the backward are gradients, as large as inputs and parameters. This
-  is what fused linear cross-entropy kernels do (Hsu et al. 2024, Liger Kernel), for any tail.
-- A *middle* part gives outputs for each row. Each slice is checkpointed (Chen et al. 2016), and
-  finds everything as it stood when it is computed again in the backward.
-
-Where memory runs out in a slice, the attempt ends, and the part's slices are smaller in the next.
-"""
+# Only the activations of one slice are alive at a time. There are two ways to compute a part:
+#
+# A *tail* returns a loss. The gradients of each slice are computed at once, in the forward, so
+# nothing is computed twice. Only gradients wait for the backward; they are as large as the inputs
+# and parameters. Fused kernels of linear cross-entropy do this for one tail (Hsu et al. 2024, Liger
+# Kernel).
+#
+# A *middle* part returns outputs for each row. Each slice is checkpointed (Chen et al. 2016); its
+# recomputation in the backward finds all state as it was in the forward.
+#
+# If memory runs out in a slice, the attempt ends, and the part has smaller slices in the next one.
 
 import contextlib
 import functools
@@ -36,7 +37,7 @@ T = TypeVar("T")
 
 
 class AsItStood(contextlib.AbstractContextManager[None]):
-    """The surroundings of a computation as they are now. Entered, they are restored.
+    """A snapshot of the state around a computation, which is restored inside the context.
 
     Example:
         >>> import torch
@@ -58,18 +59,18 @@ class AsItStood(contextlib.AbstractContextManager[None]):
 
     @contextlib.contextmanager
     def first(self) -> Iterator[None]:
-        """Around the first run."""
+        """Wrap the first run."""
         yield
         self._has_drawn = self._random.has_moved
         if not self._has_drawn:
-            self._random.commit()  # some kilobytes, of each of many slices
+            self._random.commit()  # releases some kilobytes for each of many slices
 
     @contextlib.contextmanager
     def again(self) -> Iterator[None]:
-        """Around each further run."""
+        """Wrap each run after the first."""
         moved: set[int | None] = set()
         with contextlib.ExitStack() as stack:
-            # Reading and setting all generators takes time, for each slice.
+            # Only if necessary: reading and setting all generators for each slice takes time.
             if self._has_drawn:
                 stack.enter_context(self._random.replaying())
             for replay, before in zip(self._replays, self.before, strict=True):
@@ -77,13 +78,14 @@ class AsItStood(contextlib.AbstractContextManager[None]):
                 moved |= {storage_of(each) for each in before.tensors if id(each) in changed}
                 stack.enter_context(replay.as_it_stood(before))
             if moved:
-                # What is saved of them is read by the backward, when they are as they are now.
+                # Saved as copies, because the backward reads them after the context has ended, when
+                # the originals have their current values again.
                 stack.enter_context(
                     saving(lambda each: each.clone() if storage_of(each) in moved else each)
                 )
             yield
 
-    # Torch enters one object before each further run, of which there may be several.
+    # Torch enters the same object before each run after the first, and there can be several.
     def __enter__(self) -> None:
         context = self.again()
         context.__enter__()
@@ -93,12 +95,12 @@ class AsItStood(contextlib.AbstractContextManager[None]):
         return self._entered.pop().__exit__(*error)
 
     def written(self) -> list[Tensor]:
-        """Large tensors and frozen parameters that were written into, and cannot be put back."""
+        """Return large tensors and frozen parameters that were changed and cannot be restored."""
         return [tensor for before in self.before for tensor in before.written()]
 
 
 def storage_of(tensor: Tensor) -> int | None:
-    """Tells the memory of one tensor from that of others, as long as it lives; None: it has none.
+    """Return an identifier of a tensor's memory, valid while the tensor lives; None if it has none.
 
     >>> import torch
     >>> tensor = torch.ones(2)
@@ -112,13 +114,13 @@ def storage_of(tensor: Tensor) -> int | None:
 
 @dataclass(frozen=True)
 class _Place:
-    """Where a tensor stood among the arguments."""
+    """The position of a tensor among the arguments."""
 
     index: int
 
 
 def changed(value: Any, change: Callable[[Any], Any]) -> Any:
-    """The same tuples, lists and dictionaries, with something else in them.
+    """Return the same tuples, lists and dictionaries with each element changed.
 
     >>> changed([1, (2, {"a": 3})], lambda each: each + 1)
     [2, (3, {'a': 4})]
@@ -133,10 +135,8 @@ def changed(value: Any, change: Callable[[Any], Any]) -> Any:
 def computed_again(
     function: Callable[..., Any], args: Any, kwargs: Mapping[str, Any], stood: AsItStood
 ) -> Any:
-    """Call a function that keeps its arguments alone, and is called again in the backward.
-
-    Autograd keeps the tensors among them, and sees when they change.
-    """
+    """Call a function so that only its arguments are kept, and call it again in the backward."""
+    # Tensors among the arguments go to autograd, which keeps them and notices when they change.
     tensors: list[Tensor] = []
 
     def take_out(value: Any) -> Any:
@@ -146,7 +146,8 @@ def computed_again(
         return _Place(len(tensors) - 1)
 
     structure = changed((args, kwargs), take_out)
-    waiting = [(args, kwargs)]  # the first time: the caller sees what is done to its lists
+    # The first run gets the original lists, so the caller sees changes to them.
+    waiting = [(args, kwargs)]
     del args, kwargs
 
     def run(*tensors: Tensor) -> Any:
@@ -160,7 +161,7 @@ def computed_again(
         run,
         *tensors,
         use_reentrant=False,
-        # `stood` puts more generators back than torch would: Python's, NumPy's and the caller's.
+        # `stood` restores more generators than torch would: those of Python, NumPy and the caller.
         preserve_rng_state=False,
         context_fn=lambda: (stood.first(), stood),
     )
@@ -168,11 +169,11 @@ def computed_again(
 
 _TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-4}
 _COARSE = 3e-2
-_OF_DRY = 2  # slices of tensors without data: the first, and one while its gradients are there
+_OF_DRY = 2  # slices of tensors without data: the first, and one more while its gradients exist
 
 
 def tolerance_of(value: Tensor) -> float:
-    """How far two ways of computing a value may be apart.
+    """Return the relative difference that two ways of computing a value can have.
 
     >>> tolerance_of(torch.ones(1)), tolerance_of(torch.ones(1, dtype=torch.bfloat16))
     (0.0001, 0.03)
@@ -182,34 +183,22 @@ def tolerance_of(value: Tensor) -> float:
 
 @dataclass(frozen=True, kw_only=True)
 class Call:
-    """The arguments of a part's call, and how a slice of it is computed.
+    """The arguments of one call of a part, and the functions that compute a slice of it."""
 
-    Attributes:
-        batch: the arguments by name: a batch of its own.
-        layout: of the batch.
-        compute: the output for a slice of the batch, with other tensors in place of parameters:
-            as many, in their order, or none; None: all is left as it is.
-        holding: other tensors in place of parameters meanwhile, likewise.
-        parameters: those that need a gradient.
-        sizer: says how many rows a slice has (`begin`), and learns what became of it.
-        device: that it computes on.
-        standing: all that the part reaches, for its backward: copies of nothing that is large.
-        random: gives what remembers where random numbers stand.
-        min_rows: that a slice needs, where there are as many.
-        is_dry: whether tensors are without data. Then two slices stand for all.
-    """
-
-    batch: Mapping[str, Any]
-    layout: BatchLayout
+    batch: Mapping[str, Any]  # the arguments by name, as a batch
+    layout: BatchLayout  # layout of that batch
+    # Returns the output for a slice. The second argument replaces the parameters, in their order;
+    # an empty sequence or None leaves them in place, and with None the output is not checked.
     compute: Callable[[Mapping[str, Any], Sequence[Tensor] | None], Any]
+    # Replaces the parameters inside a context, in the same way.
     holding: Callable[[Sequence[Tensor] | None], contextlib.AbstractContextManager[None]]
-    parameters: Sequence[Tensor]
-    sizer: Any
-    device: torch.device
-    standing: Replay
-    random: Callable[[], RandomState]
-    min_rows: int = 1
-    is_dry: bool = False
+    parameters: Sequence[Tensor]  # parameters that need a gradient
+    sizer: Any  # proposes the rows of a slice (`begin`), and is notified of success and failure
+    device: torch.device  # the device that computes
+    standing: Replay  # all state that the part reaches, without copies of large tensors
+    random: Callable[[], RandomState]  # returns a new record of the generators' states
+    min_rows: int = 1  # the fewest rows of a slice, if the batch has as many
+    is_dry: bool = False  # whether tensors hold no data; then two slices represent all
 
     @property
     def num_rows(self) -> int:
@@ -217,19 +206,15 @@ class Call:
 
     @property
     def is_differentiated(self) -> bool:
-        """Whether anything needs a gradient of it."""
+        """Whether the call needs a backward."""
         return torch.is_grad_enabled() and bool(self.parameters or self.inputs())
 
     def inputs(self) -> dict[str, Tensor]:
-        """The tensors of the batch that need a gradient, by their paths."""
+        """Return the tensors of the batch that need a gradient, by path."""
         return {path: leaf for path, leaf in tensor_leaves(self.batch) if leaf.requires_grad}
 
     def check_inputs(self) -> None:
-        """Refuse gradients of tensors that are rows of a list: slices do not have all of them.
-
-        Raises:
-            UnsplittableModelError: there are some.
-        """
+        """Refuse gradients of tensors in a list of rows, because slices lack some of them."""
         inputs = self.inputs()
         inside = [path for path in inputs if "." in path]
         if not inside:
@@ -245,11 +230,11 @@ class Call:
                 )
 
     def sizes(self) -> list[int]:
-        """Rows of all slices."""
+        """Return the rows of each slice."""
         return balanced_sizes(self.num_rows, self.sizer.begin(), min_rows=self.min_rows)
 
     def cut(self, batch: Any, sizes: Sequence[int]) -> CutBatch:
-        """The batch of the call, or one like it, in slices: those that are computed."""
+        """Cut the batch of the call, or a similar one, into the slices to compute."""
         pieces = list(sizes)
         if self.is_dry:
             few = pieces[:_OF_DRY]
@@ -258,19 +243,19 @@ class Call:
         return CutBatch(batch=batch, microbatches=slices, sizes=pieces[: len(slices)])
 
     def run(self, cut: CutBatch, compute: Callable[[int, Any], T]) -> Iterator[T]:
-        """Compute slice after slice, from its number and its rows."""
+        """Compute the slices in order, each from its index and its rows."""
         for index, (size, rows) in enumerate(zip(cut.sizes, cut.microbatches, strict=True)):
             with naming(self.sizer, size):
                 found = compute(index, rows)
             yield found
-            # Else it lies beside the next slice.
+            # Otherwise it stays in memory during the next slice.
             del found
         self.sizer.end(cut.sizes)
 
 
 @contextlib.contextmanager
 def naming(sizer: Any, size: int) -> Iterator[None]:
-    """Around what may run out of memory for so many rows: then the error names the part."""
+    """Name the part in an error if memory runs out inside the context, and notify its sizer."""
     try:
         yield
     except Exception as error:
@@ -280,10 +265,11 @@ def naming(sizer: Any, size: int) -> Iterator[None]:
 
 
 class Standing(AsItStood):
-    """A slice that is computed again in the backward."""
+    """The state of a slice that is recomputed in the backward."""
 
     def __init__(self, call: Call, size: int, replay: Replay | None = None) -> None:
-        self._naming = functools.partial(naming, call.sizer, size)  # the call holds the batch
+        # Without a reference to the call, which holds the batch.
+        self._naming = functools.partial(naming, call.sizer, size)
         self._parameters, self._versions = call.parameters, all_versions(call.parameters)
         self._own: frozenset[int] = frozenset()
         super().__init__([replay or call.standing], call.random())
@@ -292,7 +278,7 @@ class Standing(AsItStood):
     def first(self) -> Iterator[None]:
         with super().first():
             yield
-        # The part itself may have changed what is another than at first.
+        # The part itself might have written into these during its first run.
         self._own = frozenset(map(id, self.written()))
 
     @contextlib.contextmanager
@@ -302,7 +288,7 @@ class Standing(AsItStood):
             yield
 
     def _check(self) -> None:
-        """Refuse other values of what the part computes with."""
+        """Refuse the recomputation if values that the part reads have changed."""
         now = all_versions(self._parameters)
         versions = zip(self._parameters, now, self._versions, strict=True)
         written = [each for each, version, before in versions if version != before]
@@ -316,14 +302,14 @@ class Standing(AsItStood):
 
 
 class _Sums(torch.autograd.Function):
-    """Stand-ins for half precision parameters, at which gradients of slices add up in float32."""
+    """Placeholders for half precision parameters, whose gradients add up in float32 over slices."""
 
     @staticmethod
     def forward(ctx: Any, *halves: Tensor) -> tuple[Tensor, ...]:
         ctx.types = [each.dtype for each in halves]
-        # Zeros in the place of missing gradients would take memory, and look like gradients.
+        # Zeros in place of missing gradients would take memory, and would count as gradients.
         ctx.set_materialize_grads(False)
-        # They are added to, and never read: so they need no memory.
+        # Gradients are added to the placeholders, whose values are never read: they need no memory.
         return tuple(e.new_empty((), dtype=_wide(e.dtype)).expand(e.shape) for e in halves)
 
     @staticmethod
@@ -335,7 +321,7 @@ class _Sums(torch.autograd.Function):
 
 
 class _OfSlice(torch.autograd.Function):
-    """The same parameters for one slice."""
+    """The half precision parameters for one slice, whose gradients go to the placeholders."""
 
     @staticmethod
     def forward(ctx: Any, halves: Sequence[Tensor], *sums: Tensor) -> tuple[Tensor, ...]:
@@ -348,8 +334,8 @@ class _OfSlice(torch.autograd.Function):
 
 
 def summed(call: Call) -> Callable[[], Sequence[Tensor]]:
-    """Gives the parameters for each slice; none where they can stay as they are."""
-    parameters = call.parameters  # a call holds the whole batch
+    """Return a function for the parameters of a slice: none if the parameters can stay in place."""
+    parameters = call.parameters  # without a reference to the call, which holds the whole batch
     halves = [each for each in parameters if _wide(each.dtype) is not each.dtype]
     if not halves:
         return tuple
@@ -363,24 +349,20 @@ def summed(call: Call) -> Callable[[], Sequence[Tensor]]:
 
 
 def _added(losses: Sequence[Tensor]) -> Tensor:
-    """The sum of losses, rounded once."""
+    """Return the sum of losses, rounded once."""
     wide = _wide(losses[0].dtype)
     return functools.reduce(torch.add, [each.to(wide) for each in losses]).to(losses[-1].dtype)
 
 
 def _weighted(weights: BatchWeights, index: int, loss: Tensor) -> Tensor:
-    """The share of a slice in the loss. It has no gradient where no target counts."""
-    # A mean over no target is NaN, which no weight of zero takes away from its gradients.
+    """Return the share of a slice in the loss. It has no gradient if no target counts."""
+    # A mean over no targets is NaN, and a weight of zero does not remove that from gradients.
     weighted = weights.apply(index, loss, {})[0]
     return weighted.detach() if weights.is_nothing[index] else weighted
 
 
 def rows_of(output: Any, num_rows: int) -> list[Tensor]:
-    """The tensors of an output.
-
-    Raises:
-        UnsplittableModelError: they have no rows in dimension 0, so that none can be joined.
-    """
+    """Return the tensors of an output, and refuse outputs that lack rows in dimension 0."""
     leaves = tensor_leaves(output)
     if not leaves:
         refuse_outputs("", f"no tensor but {type(output).__name__}")
@@ -391,7 +373,7 @@ def rows_of(output: Any, num_rows: int) -> list[Tensor]:
 
 
 class Joined:
-    """The outputs of slices, put together as those of all rows."""
+    """The outputs of slices, joined into those of all rows."""
 
     def __init__(self, num_rows: int) -> None:
         self._missing = num_rows
@@ -399,19 +381,14 @@ class Joined:
         self._slices: list[list[Tensor]] = []
 
     def put(self, output: Any, size: int) -> None:
-        """Take the output of the next slice.
-
-        Raises:
-            BatchError: it has other shapes than that of the first.
-            UnsplittableModelError: it cannot be put together with that.
-        """
+        """Add the output of the next slice."""
         leaves = rows_of(output, size)
         if not self._slices:
-            # Without their memory, for they only show where tensors belong.
+            # Empty tensors, because this only records the structure.
             self._shown = map_tensors(output, lambda leaf: leaf.new_empty(0))
         known = iter([leaf for _, leaf in tensor_leaves(self._shown)])  # compared by identity
         rest = map_tensors(output, lambda leaf: next(known, leaf))
-        # Without data there is nothing to compare.
+        # Tensors without data have no values to compare.
         if not (isinstance(leaves[0], FakeTensor) or same_values(self._shown, rest)):
             what = "something that is another one for each slice (a number, a text, a None)"
             refuse_outputs("", f"beside tensors {what}")
@@ -425,8 +402,8 @@ class Joined:
         self._missing -= size
 
     def outputs(self) -> Any:
-        """The outputs of all rows, in the structure of one slice's."""
-        if self._missing:  # tensors without data: a few slices stand for all
+        """Return the outputs of all rows, in the structure of the outputs of one slice."""
+        if self._missing:  # tensors without data: a few slices represent all
             rest = [leaf.new_empty((self._missing, *leaf.shape[1:])) for leaf in self._slices[0]]
             self._slices.append(rest)
         found = map(torch.cat, zip(*self._slices, strict=True))
@@ -434,11 +411,7 @@ class Joined:
 
 
 def refuse_outputs(path: str, what: str) -> NoReturn:
-    """Refuse what a part gives.
-
-    Raises:
-        UnsplittableModelError: always.
-    """
+    """Refuse the outputs of a part."""
     named = f" {path!r}" if path else ""
     raise UnsplittableModelError(
         f"a part with a size of its own gives{named} {what}, so it computes something over "
@@ -449,11 +422,9 @@ def refuse_outputs(path: str, what: str) -> NoReturn:
 
 
 class Gradients:
-    """Sums of gradients: of inputs row by row, of parameters and shared inputs over slices.
+    """Sums of gradients: row by row for inputs; over slices for parameters and shared inputs."""
 
-    They lie there before the first slice: else that one would have more room than all others.
-    """
-
+    # Allocated before the first slice, which would otherwise have more memory than the others.
     def __init__(
         self,
         inputs: Mapping[str, Tensor],
@@ -472,7 +443,7 @@ class Gradients:
         ]
 
     def add(self, num_rows: int, gradients: Sequence[Tensor | None]) -> None:
-        """Those of the next slice, in this order; none where no target of it counts."""
+        """Add the gradients of the next slice; an empty sequence if none of its targets counts."""
         start, self._start = self._start, self._start + num_rows
         self._is_empty &= not gradients
         for index, gradient in enumerate(gradients):
@@ -492,12 +463,12 @@ class Gradients:
                 whole += gradient
 
     def all(self, factor: Tensor | None = None) -> list[Tensor | None]:
-        """All of them, multiplied, in the types of inputs and parameters; None: not reached."""
+        """Return all sums, scaled, in the types of inputs and parameters; None for unused ones."""
         if factor is not None:
             for each in self._sums:
                 each.mul_(factor)
         return [
-            # Where no target of any slice counts, gradients are zeros, as of the whole.
+            # If no target of any slice counts, gradients are zeros, as for the whole.
             each.to(dtype) if is_reached or self._is_empty else None
             for each, dtype, is_reached in zip(
                 self._sums, self._types, self._is_reached, strict=True
@@ -506,26 +477,26 @@ class Gradients:
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:
-    """The type in which gradients add up, so that they are rounded once."""
+    """Return the type in which gradients are added, so that they are rounded only once."""
     return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
 
 
 def marked(batch: Any, paths: Sequence[str]) -> tuple[Any, list[Tensor]]:
-    """A slice whose tensors at these paths need a gradient, and these tensors."""
+    """Return a slice whose tensors at these paths need a gradient, and these tensors."""
     given = dict(tensor_leaves(batch))
     leaves = [given[path].detach().requires_grad_() for path in paths]
-    # Of one that stands at several paths, the last has all of its gradient.
+    # If a tensor appears at several paths, the last one gets the whole gradient.
     by_id = {id(given[path]): leaf for path, leaf in zip(paths, leaves, strict=True)}
     return map_tensors(batch, lambda leaf: by_id.get(id(leaf), leaf)), leaves
 
 
 def aliases_of(tensors: Iterable[Tensor]) -> list[Tensor]:
-    """Leaves with the values of others: hooks of these do not run for each slice."""
+    """Return leaves with the same values, so that hooks of the originals run only once."""
     return [each.detach().requires_grad_() for each in tensors]
 
 
 def refuse_twice() -> None:
-    """Refuse a backward that is to have a backward itself."""
+    """Refuse a backward that must itself be differentiable."""
     if torch.is_grad_enabled():
         raise RuntimeError(
             "a part with a size of its own has no second derivative (create_graph=True); take its "
@@ -534,7 +505,7 @@ def refuse_twice() -> None:
 
 
 class _Tail(torch.autograd.Function):
-    """The loss of all slices; gradients are taken slice by slice in the forward."""
+    """The loss of all slices, with gradients computed slice by slice in the forward."""
 
     @staticmethod
     def forward(
@@ -550,7 +521,7 @@ class _Tail(torch.autograd.Function):
         aliases = aliases_of(call.parameters)
 
         def loss_and_gradients(index: int, rows: Any) -> tuple[Tensor, Sequence[Tensor | None]]:
-            # A Function's forward runs without gradients; each slice goes backward inside of it.
+            # Gradients are off in the forward of a Function, but each slice needs a backward here.
             with torch.enable_grad(), uncheckpointed():
                 rows, leaves = marked(rows, paths)
                 weighted = _weighted(weights, index, call.compute(rows, aliases))
@@ -561,7 +532,7 @@ class _Tail(torch.autograd.Function):
         losses: list[Tensor] = []
         for loss, gradients in call.run(cut, loss_and_gradients):
             sums.add(cut.sizes[len(losses)], gradients)
-            # Else they lie beside those of the next slice.
+            # Otherwise they stay in memory during the next slice.
             del gradients
             losses.append(loss)
         ctx.sums = sums
@@ -570,7 +541,7 @@ class _Tail(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
         refuse_twice()
-        # Multiplied in place, so that a second backward would find other numbers.
+        # Scaled in place, so a second backward would get wrong values.
         sums, ctx.sums = ctx.sums, None
         if sums is None:
             raise RuntimeError(
@@ -587,12 +558,12 @@ def _gradients(loss: Tensor, wanted: Sequence[Tensor]) -> Sequence[Tensor | None
 
 
 def apply(operation: Any, *given: Any) -> Any:
-    """Call an ``autograd.Function``, whose ``apply`` has no types."""
+    """Call an ``autograd.Function``, whose ``apply`` is untyped."""
     return operation.apply(*given)
 
 
 def split_loss(call: Call, averages: Mapping[str, Average], *, recompute: bool) -> Tensor:
-    """The loss of a tail, slice by slice."""
+    """Return the loss of a tail, computed slice by slice."""
     cut = call.cut(call.batch, call.sizes())
     weights = BatchWeights(averages, [cut])
     if call.is_differentiated and not (recompute and not all(weights.is_nothing)):
@@ -604,25 +575,25 @@ def split_loss(call: Call, averages: Mapping[str, Average], *, recompute: bool) 
 
 
 def split_outputs(call: Call) -> Any:
-    """The outputs of a part for all rows, slice by slice."""
+    """Return the outputs of a part for all rows, computed slice by slice."""
     cut, joined = call.cut(call.batch, call.sizes()), Joined(call.num_rows)
     sizes = iter(cut.sizes)
     for output in call.run(cut, _how(call)):
         joined.put(output, next(sizes))
-        # Else it lies beside the next slice.
+        # Otherwise it stays in memory during the next slice.
         del output
     return joined.outputs()
 
 
 def _how(call: Call) -> Callable[[int, Any], Any]:
-    """Computes a slice, and again in the backward, where there is one."""
+    """Return the function that computes a slice, and recomputes it in a backward."""
     if not call.is_differentiated:
         return lambda _, rows: call.compute(rows, ())
     parameters, compute, sizes = summed(call), call.compute, call.sizes()
 
     def twice(index: int, rows: Any) -> Any:
         stood = Standing(call, sizes[index])
-        # A call holds the whole batch.
+        # Without a reference to the call, which holds the whole batch.
         return computed_again(compute, (rows, parameters()), {}, stood)
 
     return twice

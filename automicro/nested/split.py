@@ -1,4 +1,4 @@
-"""A part of a model with a size of its own: what users wrap, and what finds its sizes."""
+"""A part of a model with a size of its own: the class that users call, and the search for sizes."""
 
 import contextlib
 import copy
@@ -61,14 +61,14 @@ P = TypeVar("P", bound=Callable[..., Any])
 
 BATCHNORM = ("warn", "exact")
 
-_MOST_SIZES = 1024  # that are fixed until a backward
+_MOST_SIZES = 1024  # sizes kept until a backward
 
 _CONSTANTS = (type(None), bool, int, float, complex, str, bytes)
 _WITHOUT_BATCHNORM = "Or let the part begin behind these layers, or end before them."
 
 
 class Share(Policy):
-    """A share of the rows: one of so many slices of a call.
+    """A policy of slices that are a fixed fraction of the rows.
 
     >>> Share(4).propose(10), Share(4).propose(3)
     (3, 1)
@@ -83,11 +83,7 @@ class Share(Policy):
         return f"Share({self._split_factor})"
 
     def propose(self, num_rows: int, cost: float | None = None) -> int:
-        """Return the rows of the largest of so many slices.
-
-        Raises:
-            ValueError: if the batch has no rows.
-        """
+        """Return the rows of the largest slice."""
         require_rows(num_rows)
         return -(-num_rows // self._split_factor)
 
@@ -95,40 +91,41 @@ class Share(Policy):
 class NestedSplit:
     """A part of a model that is computed in slices, each smaller than the microbatch.
 
-    A transducer's joint network, or the logits of a language model, need far more memory for each
-    row than all before them. With a size of its own such a part runs slice by slice, and the rest
-    of the model on microbatches as large as fit. Loss, gradients and outputs are those of the part
-    in one piece; only one slice's activations are alive at a time.
+    A transducer's joint network, or the logits of a language model, need far more memory per row
+    than all layers before them. With a size of its own, such a part runs slice by slice, while the
+    rest of the model runs on microbatches as large as fit. Loss, gradients and outputs are those of
+    the part in one piece; only the activations of one slice are alive at a time.
 
-    Two kinds of parts are told apart by what they give:
+    The output of a part decides how it is computed:
 
-    - a *tail* gives the loss, a tensor without any dimension: ``tail(hidden, targets) -> loss``.
-      The gradients of each slice are taken in the forward, so that nothing is computed twice;
-    - any other gives tensors with the rows in dimension 0. Its slices are computed again in the
-      backward, with the same random numbers. It pays where what it *gives* is much smaller than
-      what it computes on the way.
+    - a *tail* returns the loss, a tensor without dimensions: ``tail(hidden, targets) -> loss``. The
+      gradients of each slice are computed in the forward, so nothing is computed twice;
+    - any other part returns tensors with rows in dimension 0. Its slices are recomputed in the
+      backward, with the same random numbers. This pays off if the *output* of the part is much
+      smaller than its intermediate results.
 
-    Memory that runs out inside ends the attempt, and shrinks this part's slices alone.
+    If memory runs out inside, the attempt ends, and only the slices of this part become smaller.
 
     Args:
-        part: a module; or a function, whose parameters are those of ``modules``.
-        microbatch_size: of a slice: an int, ``"auto"``, None (the whole), or a policy.
-        batch_split_factor: in place of a size: into how many slices a microbatch is cut.
-        loss_average: what a tail's loss is a mean over, as `Microbatcher` has it; ``"auto"`` reads
-            it off a loss that ends in a mean or sum of torch's. A tail may also give
-            ``(sum, count)``, and the model divides one by the other.
-        batch_layout: where the rows of arguments are, by their names; see `split_batch`.
-        batchnorm: what to do where BatchNorm sees a slice in place of the microbatch: ``"warn"``;
-            or ``"exact"``: all slices go from one BatchNorm to the next, so that it sees all rows,
-            for modules that ``torch.fx`` can trace.
-        modules: whose parameters a function uses; those that it refers to unless given.
+        part: a module, or a function that uses the parameters of ``modules``.
+        microbatch_size: size of a slice: an int, ``"auto"``, None (the whole microbatch), or a
+            policy.
+        batch_split_factor: number of slices of a microbatch, instead of a size.
+        loss_average: the average that a tail's loss is, as for `Microbatcher`; ``"auto"`` detects
+            it if the loss ends in a mean or sum of torch's. A tail can also return
+            ``(sum, count)``, and the model divides the sum by the count.
+        batch_layout: the dimensions of rows in the arguments, by name; see `split_batch`.
+        batchnorm: handling of BatchNorm, which gets a slice instead of the microbatch: ``"warn"``;
+            or ``"exact"``, which passes all slices from one BatchNorm to the next, so that
+            statistics cover all rows. This needs a module that ``torch.fx`` can trace.
+        modules: modules whose parameters a function uses; by default those that it refers to.
 
     Raises:
-        TypeError, ValueError: arguments that make no sense, each with its remedy.
+        TypeError, ValueError: invalid arguments, with a remedy.
 
     Attributes:
-        sizes: rows of the slices of the last call.
-        ooms: how often memory ran out inside, and slices became smaller.
+        sizes: rows of each slice of the last call.
+        ooms: number of times that memory ran out inside and slices became smaller.
 
     Example:
         >>> class Tail(nn.Module):
@@ -189,23 +186,23 @@ class NestedSplit:
         self._declared = loss_average
         self._policies: dict[int, Policy] = {}
         self._checks: dict[Any, Check] = {}
-        self._fixed: dict[tuple[int, float, int], int] = {}  # sizes of calls, until a backward
-        self._is_over = False  # whether a backward has begun since these were fixed
+        self._fixed: dict[tuple[int, float, int], int] = {}  # sizes of calls, kept until a backward
+        self._is_over = False  # whether a backward has begun since then
         self._about: _Known | None = None
-        self._earlier: Any = None  # a forward that stood there before
+        self._earlier: Any = None  # the forward attribute that the module had before
         self._last: _Sizer | None = None
         self._has_warned = False
-        self._thread: int | None = None  # that computes a slice now
+        self._thread: int | None = None  # the thread that is computing a slice
         self.has_run = False
         self._in_backward = False
         self.has_shrunk = False
         self.name = getattr(part, "__name__", type(part).__name__)
-        self.finer = 1  # into how many each slice that fits is cut, for the sake of time
+        self.finer = 1  # divides each slice that fits, if smaller ones are faster
         self.sizes: list[int] = []
         self.ooms = 0
 
     def __getstate__(self) -> dict[str, Any]:
-        # These are of the modules and calls of the original: a copy finds its own.
+        # Not copied, because these refer to modules and calls of the original.
         return {**vars(self), "_about": None, "_last": None, "_fixed": {}, "_thread": None}
 
     def __repr__(self) -> str:
@@ -213,28 +210,28 @@ class NestedSplit:
 
     @property
     def part(self) -> Callable[..., Any]:
-        """As given."""
+        """The module or function, as passed to the constructor."""
         return self._part
 
     @property
     def adapts(self) -> bool:
-        """Whether its sizes may change."""
+        """Whether its sizes can change."""
         return self._policy.adapts
 
     def is_like(self, other: "NestedSplit") -> bool:
-        """Whether another one would cut a part in the same way."""
+        """Whether another split would cut a part in the same way."""
         mine, others = ((repr(each._policy), each._is_exact) for each in (self, other))
         return mine == others
 
     def state_dict(self) -> dict[str, Any]:
-        """The sizes that were found, as plain values."""
+        """Return the sizes found so far, as plain values."""
         return {str(key): policy.state_dict() for key, policy in self._policies.items()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on with sizes that were found earlier. A size that is fixed stays.
+        """Continue with sizes found earlier. A fixed size stays.
 
         Raises:
-            ValueError: a state of another policy.
+            ValueError: the state belongs to another policy.
         """
         if not self.adapts:
             return
@@ -244,7 +241,7 @@ class NestedSplit:
         self._policies, self._fixed = policies, {}
 
     def of(self, part: Callable[..., Any], modules: Sequence[nn.Module]) -> "NestedSplit":
-        """The same sizes for another function, which computes the same with these modules."""
+        """Use the same sizes for a new function that computes the same with these modules."""
         self._part = part
         if [*map(id, modules)] != [*map(id, self._modules)]:
             self._modules, self._about = list(modules), None
@@ -252,12 +249,12 @@ class NestedSplit:
         return self
 
     def attach(self) -> "NestedSplit":
-        """Let the module run in slices wherever it is called. Its class and its names stay.
+        """Make the module run in slices wherever it is called. Its class and its names stay.
 
         Hooks of the module run once, around all slices.
 
         Raises:
-            TypeError: the part is no module.
+            TypeError: the part is not a module.
         """
         part = self._part
         if not isinstance(part, nn.Module):
@@ -269,7 +266,7 @@ class NestedSplit:
         return self
 
     def remove(self) -> None:
-        """Let the module run in one piece again."""
+        """Make the module run in one piece again."""
         if not self.is_attached:
             return
         count_attachment()
@@ -283,18 +280,18 @@ class NestedSplit:
         return attached_to(self._part) is self
 
     def took_shortage(self) -> bool:
-        """Whether memory ran out inside since the last question, and slices are smaller now."""
-        # In the backward of a part no slice is there to be named; its hooks tell whose it was.
+        """Whether memory ran out inside since the last check, so that slices are smaller now."""
+        # Errors in a backward name no slice, but hooks have recorded whether it was in this part.
         if self._in_backward and not self.has_shrunk and self._last is not None and self.sizes:
             self._last.failed(max(self.sizes))
         self._in_backward = False
-        self._about = None  # it may know buffers that slices of the lost attempt have made
+        self._about = None  # it might refer to buffers that slices of the failed attempt created
         found, self.has_shrunk = self.has_shrunk, False
         return found
 
     def cut_what_was_whole(self) -> bool:
-        """Have slices next time, where the last call was in one piece, which keeps activations."""
-        # Each call is asked about once: the next attempt may not come as far as this part.
+        """Use slices next time if the last call was in one piece, which keeps its activations."""
+        # Each call counts once, because the next attempt might not reach this part.
         last, self._last = self._last, None
         if last is None or self.sizes != [last.num_rows] or not last.failed(last.num_rows):
             return False
@@ -310,7 +307,7 @@ class NestedSplit:
             return self._part(*args, **kwargs)
 
     def _forward(self) -> Callable[..., Any]:
-        """The function that computes the part, without its hooks."""
+        """Return the function that computes the part, without its hooks."""
         forward: Callable[..., Any] = self._part if self._earlier is None else self._earlier
         if isinstance(forward, nn.Module) and forward is self._part:
             forward = type(forward).forward.__get__(forward)
@@ -320,7 +317,7 @@ class NestedSplit:
         forward = self._forward()
         self.has_run = True
         self._refuse_threads()
-        # It is called from inside of one of its own slices: that call is cut no further.
+        # A call from inside one of its own slices is not cut again.
         if self._thread is not None or is_traced():
             return forward(*args, **kwargs)
         if is_transformed():
@@ -335,11 +332,11 @@ class NestedSplit:
             num_rows = self._layout.num_rows(batch)
         except BatchError:
             if any(not leaf.numel() for _, leaf in tensor_leaves(batch)):
-                return forward(*args, **kwargs)  # nothing that could be cut
+                return forward(*args, **kwargs)  # there are no rows to cut
             raise
         sizer = self._last = _Sizer(self, num_rows, cost_of_row(Contents(batch), num_rows))
         call = self._call(forward, names, batch, sizer)
-        # One row goes whole, and so do outputs where all rows fit; a loss is always split.
+        # A single row is never cut, nor are outputs if all rows fit; a loss is always cut.
         if num_rows == 1:
             outputs = self._in_one_piece(call)
         else:
@@ -349,7 +346,7 @@ class NestedSplit:
             if checked.averages is not None:
                 if stages is not None:
                     refuse_exact(self.name, "it gives a loss, which is there before they have")
-                # A gradient in fp16 that is taken before the loss scale is known may vanish.
+                # A gradient in fp16 might underflow before the loss scale is applied.
                 recompute = _is_half(call) or not checked.is_proportional
                 counts: list[Any] | None = [] if checked.gives_count else None
                 call = checked.watch(call, counts)
@@ -364,7 +361,7 @@ class NestedSplit:
         return outputs
 
     def _stages(self, batch: Mapping[str, Any]) -> Stages | None:
-        """Of a part whose BatchNorms are to see all rows."""
+        """Return the stages of a part if its BatchNorms need the statistics of all rows."""
         if not self._is_exact or not self.batchnorms():
             return None
         if not isinstance(self._part, nn.Module) or self._earlier is not None:
@@ -372,7 +369,7 @@ class NestedSplit:
         return self._known.stages(self._part, batch)
 
     def _refuse_threads(self) -> None:
-        """Refuse a call while another thread computes a slice, with other parameters in place."""
+        """Refuse a call while another thread computes a slice, with replaced parameters."""
         if self._thread not in (None, threading.get_ident()) and torch.is_grad_enabled():
             raise UnsplittableModelError(
                 f"{self.name} has a size of its own, and two threads call it at a time, so that "
@@ -406,7 +403,7 @@ class NestedSplit:
                 are_apart = tensors and all(each.is_leaf for each in tensors)
                 own = tensors if are_apart else [*tensors, *places.parameters]
                 _refuse_strangers(output, rows, [*own, *places.frozen])
-                # Once for each call: all its slices run the same code.
+                # Once per call, because all its slices run the same code.
                 if is_new:
                     _refuse_left_behind(known.index)
                 is_new = False
@@ -435,7 +432,7 @@ class NestedSplit:
         return self._about
 
     def _check(self, call: Call) -> Checked:
-        # In evaluation a part may do something else.
+        # Checked separately for evaluation, which might run other code.
         how = torch.is_grad_enabled(), *(each.training for each in self._modules)
         if how not in self._checks:
             self._known.take_shapes(call)
@@ -444,11 +441,11 @@ class NestedSplit:
 
     @property
     def _min_rows(self) -> int:
-        """The fewest of a slice: BatchNorm needs two."""
+        """The fewest rows of a slice: BatchNorm needs two."""
         return 2 if self.batchnorms() and not self._is_exact else 1
 
     def _in_one_piece(self, call: Call) -> Any:
-        """The usual forward. It is noted when its backward runs, should memory run out there."""
+        """Run the usual forward, with hooks that record whether its backward is running."""
         num_rows = call.num_rows
         with naming(call.sizer, num_rows):
             output = call.compute(call.batch, None)
@@ -459,10 +456,11 @@ class NestedSplit:
     def _note_backward(self, call: Call, output: Any) -> None:
         if torch.is_grad_enabled():
             outputs = [leaf for _, leaf in tensor_leaves(output)]
-            # Outputs get gradients first, inputs last: between them the backward is in this part.
+            # Outputs get their gradients first and inputs last; in between, the backward is in this
+            # part.
             for in_backward, leaves in ((True, outputs), (False, call.inputs().values())):
                 for leaf in leaves:
-                    # A hook on a leaf would stay there, and one more come with each call.
+                    # A hook on a leaf would never go away, and each call would add one.
                     if leaf.grad_fn is not None:
                         hook: Any = functools.partial(self._note, in_backward)
                         leaf.register_hook(hook)  # type: ignore[no-untyped-call]
@@ -472,14 +470,14 @@ class NestedSplit:
         self._is_over = True
 
     def batchnorms(self) -> list[str]:
-        """The layers of the part that see a slice where they saw the microbatch."""
+        """Return the names of layers that use statistics of a slice instead of the microbatch."""
         return [name for name, layer in self._known.index.batchnorms if sees_the_batch(layer)]
 
     def warn_of_slices(self, sizes: Sequence[int]) -> None:
-        """Name what sees slices, the first time that the part is really cut.
+        """Warn of BatchNorm and forward hooks the first time that the part runs in several slices.
 
         Warns:
-            BatchNormWarning: it has BatchNorm in training mode.
+            BatchNormWarning: the part has BatchNorm in training mode.
             GradientWarning: forward hooks would run for each slice.
         """
         if len(sizes) < 2 or self._has_warned:
@@ -508,7 +506,7 @@ class _Sizer:
     def __init__(self, nested: NestedSplit, num_rows: int, cost: float) -> None:
         self.num_rows = num_rows
         self._nested, self._cost = nested, cost
-        # Calls of about as many rows share a policy: others leave it more room, or less.
+        # Calls with similar numbers of rows share a policy: others leave more memory, or less.
         self._key, self._policy = (num_rows - 1).bit_length(), nested._policy
         if nested.adapts:
             if self._key not in nested._policies:
@@ -516,34 +514,34 @@ class _Sizer:
             self._policy = nested._policies[self._key]
 
     def begin(self) -> int:
-        # Sizes stay until a forward that follows a backward: what is computed again in the
-        # backward, or once more in an attempt, is cut as it was.
+        # Sizes are kept until a forward that follows a backward: a recomputation in the backward,
+        # and a repeated call of an attempt, are cut in the same way.
         nested, fixed = self._nested, self._nested._fixed
         if nested._is_over and not in_backward():
             fixed.clear()
             nested._is_over = False
         key = self.num_rows, self._cost, nested.finer
         if key not in fixed:
-            # In evaluation no backward comes to clear them.
+            # In evaluation, no backward clears them.
             if len(fixed) > _MOST_SIZES:
                 fixed.clear()
             fixed[key] = -(-self._policy.propose(self.num_rows, self._cost) // nested.finer)
         return fixed[key]
 
     def failed(self, size: int, error: BaseException | None = None) -> bool:
-        # Where a part inside of this one is smaller now, that is enough. An extra pass teaches
-        # nothing, so that it leaves no trace.
+        # If a part inside this one is smaller now, that is enough. An extra pass must leave no
+        # trace, so it teaches nothing.
         nested, policy = self._nested, self._policy
         is_told = error is not None and facts_of(error).part is not None
         if is_extra_pass() or is_told or not policy.adapts:
             return False
         policy.record(self._outcome(size, fits=False))
-        # So that the next call asks for a size anew, although no backward came between.
+        # Lets the next call propose a new size although no backward ran in between.
         nested._is_over = True
         proposed = policy.propose(self.num_rows, self._cost or None)
         nested.has_shrunk = nested._min_rows <= proposed < size
         if not nested.has_shrunk:
-            # Nothing smaller is left: that teaches nothing about other calls.
+            # Nothing smaller is left, which says nothing about other calls.
             nested._policies.pop(self._key, None)
             return False
         nested.ooms += 1
@@ -571,7 +569,7 @@ class _Sizer:
 
 
 class _Known:
-    """Facts about the modules of a part, found anew for a copy of the part."""
+    """Facts about the modules of a part, which a copy of the part finds again."""
 
     def __init__(self, modules: Sequence[nn.Module], functions: Sequence[Any]) -> None:
         self.index = ModuleIndex(modules)
@@ -582,7 +580,7 @@ class _Known:
         self._stages: tuple[Any, Stages] | None = None
 
     def take_shapes(self, call: Call) -> None:
-        """Let lazy modules take their shapes from a row of a call."""
+        """Let lazy modules infer their shapes from a row of a call."""
         if not self.index.is_lazy:
             return
         modules = [each for _, each in self.index.owners]
@@ -591,11 +589,11 @@ class _Known:
         self.index.refresh()
 
     def random(self) -> RandomState:
-        """Every generator that a slice may draw from."""
+        """Return a record of every generator that a slice might draw from."""
         return RandomState(self._devices, self._reach.generators)
 
     def stages(self, part: nn.Module, batch: Mapping[str, Any]) -> Stages:
-        """Of a part with BatchNorm; found anew where what a forward may go by has changed."""
+        """Return the stages of a part with BatchNorm; trace it again if conditions have changed."""
         modes = [each.training for each in part.modules()]
         others = {name: each for name, each in batch.items() if not isinstance(each, Tensor)}
         key = modes, list(batch), others, num_attachments(), list(_constants_in(part))
@@ -605,7 +603,7 @@ class _Known:
 
 
 def _constants_in(part: nn.Module) -> Iterator[tuple[str, Any]]:
-    """Numbers, flags and texts that a part reaches, each by its path."""
+    """Yield numbers, flags and strings that a part reaches, each with its path."""
     for path, value in walk({"": part}):
         if not isinstance(value, Tensor):
             for name, each in children(value):
@@ -614,21 +612,13 @@ def _constants_in(part: nn.Module) -> Iterator[tuple[str, Any]]:
 
 
 class Places:
-    """Where the parameters of modules stand that need a gradient.
-
-    Raises:
-        UnsplittableModelError: one lies on several ranks.
-
-    Attributes:
-        parameters: each once.
-        frozen: those that need none now; they may by the time of the backward.
-    """
+    """The places of the parameters of modules that need a gradient."""
 
     def __init__(self, index: ModuleIndex) -> None:
         self._found: list[tuple[MutableMapping[str, Any], str, int]] = []
         by_id: dict[int, int] = {}
         self.parameters: list[Tensor] = []
-        self.frozen: list[Tensor] = []
+        self.frozen: list[Tensor] = []  # need no gradient now, but might in the backward
         for _, module in index.owners:
             table = parameter_table(module)
             for name, parameter in table.items():
@@ -642,7 +632,7 @@ class Places:
                         f"the part's parameter {name!r} is sharded while it runs, so that every "
                         "slice would communicate; apply fully_shard to the part alone"
                     )
-                # A parameter that is tied has several places, and one gradient.
+                # A tied parameter has several places but one gradient.
                 if id(parameter) not in by_id:
                     by_id[id(parameter)] = len(self.parameters)
                     self.parameters.append(parameter)
@@ -650,11 +640,11 @@ class Places:
 
     @contextlib.contextmanager
     def holding(self, tensors: Sequence[Tensor] | None) -> Iterator[None]:
-        """Other tensors in the places of parameters meanwhile, in their order, where there are."""
+        """Put other tensors in the places of the parameters, in their order, if there are any."""
         others = tensors or ()
         found = self._found if others else []
         before = [table[name] for table, name, _ in found]
-        # What autocast would keep of a slice has no gradient, or that of an alias.
+        # Copies that autocast caches in a slice have no gradient, or that of an alias.
         is_cached = torch.is_autocast_cache_enabled()
         try:
             torch.set_autocast_cache_enabled(False)
@@ -669,10 +659,10 @@ class Places:
 
 
 class _Forward:
-    """Stands in the place of a module's forward.
+    """A replacement for the forward attribute of a module."""
 
-    The compiler compiles the code around it and leaves it out; what is inside may be compiled.
-    """
+    # The compiler compiles the surrounding code and leaves this call out; the code inside can be
+    # compiled.
 
     def __init__(self, nested: NestedSplit) -> None:
         self.nested = nested
@@ -686,7 +676,7 @@ class _Forward:
 
 
 def _names_of(function: Callable[..., Any], num_given: int) -> list[str]:
-    """The names of arguments that are given by their places.
+    """Return the names of positional arguments.
 
     >>> _names_of(lambda x, y=1, *more, z: None, 4)
     ['x', 'y', 'more.0', 'more.1']
@@ -699,22 +689,22 @@ def _names_of(function: Callable[..., Any], num_given: int) -> list[str]:
             rest = parameter.name
     num_more = num_given - len(names)
     if num_more > 0 and rest is None:
-        return [str(index) for index in range(num_given)]  # the call itself says what is wrong
+        return [str(index) for index in range(num_given)]  # the call itself raises the error
     return [*names[:num_given], *(f"{rest}.{index}" for index in range(num_more))]
 
 
 def split(part: P, **options: Any) -> NestedSplit:
     """Give a part of a model a size of its own, in place.
 
-    A module runs in slices wherever it is called from then on; the names of its parameters and its
-    class stay, as with ``fully_shard``. Of a function, call what this returns.
+    From then on, a module runs in slices wherever it is called; the names of its parameters and its
+    class stay, as with ``fully_shard``. For a function, call the object that this returns.
 
     Args:
         part: a module or a function.
-        options: as `NestedSplit`.
+        options: arguments of `NestedSplit`.
 
     Returns:
-        The split: its ``sizes``, its state, and ``remove()``, which takes it back.
+        The split: its ``sizes``, its state, and ``remove()``, which removes the size.
 
     Example:
         >>> model = nn.Sequential(nn.Linear(4, 64), nn.Sequential(nn.ReLU(), nn.Linear(64, 2)))
@@ -732,7 +722,7 @@ def split(part: P, **options: Any) -> NestedSplit:
 
 
 def _is_half(call: Call) -> bool:
-    """Whether gradients may be too small for their type, before a loss scale has raised them."""
+    """Whether gradients might underflow before a loss scale is applied."""
     kind = call.device.type
     if torch.is_autocast_enabled(kind):
         return torch.get_autocast_dtype(kind) is torch.float16
@@ -740,11 +730,11 @@ def _is_half(call: Call) -> bool:
 
 
 def _refuse_strangers(output: Any, rows: Any, parameters: Sequence[Tensor]) -> None:
-    """Refuse gradients that would be lost: of what a part refers to, and does not hold."""
+    """Refuse tensors that are neither inputs nor parameters: their gradients would be lost."""
     known = {id(each) for each in parameters}
     inputs = [given for _, given in tensor_leaves(rows)]
     known |= {id(leaf) for given in inputs for leaf in _leaves(given)}
-    # A view of an input that a forward marks, for the sake of its checkpointing, loses nothing.
+    # A view of an input that the forward marks, for its checkpointing, loses no gradient.
     marked = {storage_of(given) for given in inputs if not given.requires_grad} - {None}
     for _, leaf in tensor_leaves(output):
         for found in _leaves(leaf):
@@ -757,14 +747,15 @@ def _refuse_strangers(output: Any, rows: Any, parameters: Sequence[Tensor]) -> N
 
 
 def _refuse_left_behind(index: ModuleIndex) -> None:
-    """Refuse what a forward leaves in an attribute for others: it would be that of a slice."""
+    """Refuse attributes that keep tensors with a gradient: they would hold the last slice."""
     for name, module in index.owners:
         table = parameter_table(module)
         for key, value in vars(module).items():
             if key in OF_EVERY_MODULE or not isinstance(value, Tensor | list | tuple | dict):
                 continue
             if f"{key}_orig" in table or f"{key}_v" in table:
-                continue  # of pruning, spectral norm and weight norm, made anew by each forward
+                # Of pruning, spectral norm and weight norm, which compute it again in each forward.
+                continue
             if any(leaf.grad_fn is not None for _, leaf in tensor_leaves(value)):
                 raise UnsplittableModelError(
                     f"a part with a size of its own leaves a tensor with a gradient behind, in the "

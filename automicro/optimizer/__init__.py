@@ -1,1 +1,1 @@
-"""From gradient to parameters: unscale, clip, step, each once, with memory for it."""
+"""From gradients to parameters: unscale, clip and step once each, with memory reserved for it."""

@@ -1,9 +1,9 @@
-"""Memory for an optimizer's first step: predicted by a copy on stand-ins, held back until then.
+"""Memory for an optimizer's first step, predicted on stand-ins and reserved until the step.
 
 Most optimizers build their state in the first ``step()``, so a size found for the first batch is
-too large for the second. State is never stepped into being: that would leave AdamW at step 1 and
-change training. Instead it is predicted, and placeholders of the sizes that it will take are held
-on the device.
+too large for the second. An extra step to build the state would leave AdamW at step 1 and change
+training. Instead, the state is predicted, and placeholders of the predicted sizes are held on the
+device.
 """
 
 import collections
@@ -41,17 +41,11 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class StepMemory:
-    """The memory that an optimizer's first step allocates.
+    """The memory that an optimizer's first step allocates."""
 
-    Attributes:
-        state_bytes: bytes of each state tensor that stays.
-        temporary_bytes: the most that lives beside the state during the step.
-        unknown: why nothing could be predicted; None where it was.
-    """
-
-    state_bytes: list[int] = field(default_factory=list)
-    temporary_bytes: int = 0
-    unknown: str | None = None
+    state_bytes: list[int] = field(default_factory=list)  # of each state tensor, permanently
+    temporary_bytes: int = 0  # peak in addition to the state during the step
+    unknown: str | None = None  # why nothing could be predicted, or None
 
 
 def predict_step_memory(
@@ -60,30 +54,20 @@ def predict_step_memory(
     *,
     on_accelerator: bool | None = None,
 ) -> StepMemory:
-    """Predict the memory of an optimizer's first step of some parameters, on their device.
-
-    A copy of the optimizer without state steps fake parameters, which have shapes but no data.
-    Nothing of the original moves, and no hook or scheduler hears of it. A step that reads values
-    back (Adafactor, ASGD), or uses other tensors than parameters and state, is not predicted:
-    `StepMemory.unknown` says why.
-
-    Example:
-        >>> model = nn.Linear(256, 128, bias=False)
-        >>> adam = torch.optim.Adam(model.parameters())
-        >>> needed = predict_step_memory(adam, list(model.parameters()))
-        >>> sorted(needed.state_bytes)[1:]
-        [131072, 131072]
-    """
+    """Predict the memory of an optimizer's first step of some parameters, on their device."""
+    # A copy of the optimizer without state steps fake parameters, which have shapes but no data. A
+    # step that reads values (Adafactor, ASGD), or uses tensors other than parameters and state,
+    # cannot be predicted.
     budget = active_budget()
-    # The copy shares what its attributes hold, and a step may count in a closure or a class.
+    # The copy shares the objects in its attributes, and a step might count in a closure or a class.
     inside = (each for _, each in walk({"": optimizer}, _kinds))
     optimizers = [each for each in inside if isinstance(each, torch.optim.Optimizer)]
     captured = capture(dict(zip(map(str, optimizers), optimizers, strict=True)), skip=[Tensor])
     try:
         with contextlib.ExitStack() as stack:
-            if budget is not None:  # stand-ins do not count
+            if budget is not None:  # stand-ins are not counted
                 stack.enter_context(budget.host())
-            # A step of the copy is no step of the run, to whatever watches steps.
+            # Hooks and schedulers must not take a step of the copy for one of the run.
             stack.enter_context(undisturbed())
             stack.enter_context(FakeTensorMode())
             return _dry_run(optimizer, parameters, on_accelerator)
@@ -95,17 +79,17 @@ def predict_step_memory(
 
 
 def _kinds(kind: type) -> tuple[Kind, ...]:
-    """As a walk has them, into optimizers too."""
+    """Return the kinds that a walk uses, with optimizers as objects."""
     return kinds_of(kind) or ((OBJECT,) if issubclass(kind, torch.optim.Optimizer) else ())
 
 
 @contextlib.contextmanager
 def undisturbed() -> Iterator[None]:
-    """Leave random numbers and hooks as they are."""
+    """Context that leaves random states and hooks unchanged."""
     state, numpy = random.getstate(), sys.modules.get("numpy")
     of_numpy = None if numpy is None else numpy.random.get_state()
     try:
-        # Stand-ins lie on the host, so that no generator of a device is drawn from.
+        # Stand-ins are on the host, so no device generator is used.
         with torch.random.fork_rng(devices=[]), without_global_step_hooks():
             yield
     finally:
@@ -119,7 +103,7 @@ def _dry_run(
     parameters: Sequence[nn.Parameter],
     on_accelerator: bool | None,
 ) -> StepMemory:
-    """Let a copy of the optimizer step stand-ins of the parameters, and count."""
+    """Step a copy of the optimizer on stand-ins of the parameters, and measure its memory."""
     stand_ins: dict[int, nn.Parameter] = {}
     for parameter in parameters:
         part = local(parameter)
@@ -141,23 +125,23 @@ def _dry_run(
     resident_bytes = counter.ledger.allocated_bytes
     with counter:
         copied.step()
-    # By id: what several parameters share is built once.
+    # By id, because state shared by several parameters is built once.
     held = {id(each): each.nbytes for each in _tensors(list(copied.state.values()))}
     kept_bytes = counter.ledger.allocated_bytes - resident_bytes
     return StepMemory(list(held.values()), max(counter.peak_bytes - resident_bytes - kept_bytes, 0))
 
 
 class _UnpredictableError(Exception):
-    """A step of the copy cannot stand for one of the optimizer. The message says why."""
+    """A step of the copy does not represent one of the optimizer; the message has the reason."""
 
 
 class _StepCounter(CountingMode):
-    """Counts what a step on fake tensors makes, and lets it touch nothing else."""
+    """Counts tensors created by a step on fake tensors, and refuses the use of any others."""
 
     def run(self, func: Any, types: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         if is_collective(func):
             raise _UnpredictableError("its step communicates with other processes")
-        # torch.tensor(…) begins with one that has data, and that nothing else holds.
+        # torch.tensor(…) starts with a tensor that has data but is not used elsewhere.
         is_new = func is torch.ops.aten.lift_fresh.default
         if not is_new and not all(
             isinstance(each, FakeTensor) for each in _tensors((args, kwargs))
@@ -179,19 +163,19 @@ def _tensors(value: object) -> Iterator[Tensor]:
 
 
 def _options(group: Mapping[str, Any], on_accelerator: bool | None) -> dict[str, Any]:
-    """Options of a group that differ for stand-ins, which lie on the host."""
+    """Return options of a group that differ for stand-ins, which are on the host."""
     changes: dict[str, Any] = {}
     is_capturable = bool(group.get("capturable"))
     has_tensor_rate = isinstance(group.get("lr"), Tensor)
-    if is_capturable:  # refused there; the state is the same
+    if is_capturable:  # refused on the host; the state is the same
         changes["capturable"] = False
     if has_tensor_rate:  # a tensor with data
         changes["lr"] = 0.0
     if on_accelerator is None:
         on_accelerator = any(parameter.device.type != "cpu" for parameter in group["params"])
-    on_accelerator &= is_capturable or not has_tensor_rate  # torch takes the loop then
+    on_accelerator &= is_capturable or not has_tensor_rate  # otherwise torch uses the loop
     if on_accelerator and group.get("foreach", False) is None and not group.get("fused"):
-        changes["foreach"] = True  # what torch takes by default on an accelerator
+        changes["foreach"] = True  # the default of torch on an accelerator
     return changes
 
 
@@ -199,48 +183,43 @@ _WANTS = operator.attrgetter("requires_grad")
 
 
 class OptimizerReservation:
-    """Placeholders for the state that an optimizer has yet to build. A part of the transaction.
+    """Placeholders for the state that an optimizer has yet to build; a part of the transaction."""
 
-    They are held through the attempts and given back right before the optimizer's step; a step
-    that a gradient scaler leaves out gives nothing back. The step's temporaries never live beside
-    activations, so they are not held: `prepare` shows that there is room for them once the
-    activations are gone.
-
-    Parameters that had no gradient at the last step get no state from it. Nothing is held for them
-    until an attempt has given them a gradient.
-
-    Attributes:
-        unknown: why nothing could be reserved; None where it was, or nothing is needed.
-    """
+    # They are held during attempts and released right before the optimizer's step. A step that a
+    # gradient scaler skips releases nothing. The step's temporaries never coexist with activations,
+    # so they are not held: `prepare` checks that they fit after the activations are released.
+    #
+    # Parameters without a gradient at the last step get no state from it, so nothing is held for
+    # them until an attempt has given them a gradient.
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
-        self.unknown: str | None = None
+        self.unknown: str | None = None  # why nothing could be reserved, or None
         self._optimizer: torch.optim.Optimizer | None = optimizer
         self._has_said = False
         self._placeholders: list[Tensor] = []
         self._held_for: set[int] = set()
         self._stateless: list[nn.Parameter] = []
         self._idle: dict[int, nn.Parameter] = {}
-        self._stepped: set[int] = set()  # with a gradient
+        self._stepped: set[int] = set()  # parameters stepped with a gradient
         self._needed = StepMemory()
         self._needed_for: list[int] = []
-        self._settled: tuple[list[object], list[bool]] | None = None  # while nothing is needed
+        self._settled: tuple[list[object], list[bool]] | None = None  # set if nothing is needed
         if not calls_step_hooks(optimizer):
-            # No event says when to give the memory back.
+            # Without hooks, the time to release the memory is unknown.
             self.unknown, self._optimizer = "its step calls no hooks", None
             _say_unknown(optimizer, self.unknown)
             return
-        this = weakref.ref(self)  # the hook must not keep the placeholders' owner alive
+        this = weakref.ref(self)  # the hook must not keep this object alive
 
         def give_back(*_: Any) -> None:
             if (reservation := this()) is not None:
                 reservation.roll_back()
                 if reservation._settled is None:
-                    # What has no gradient in this step gets no state from it.
+                    # Parameters without a gradient in this step get no state from it.
                     reservation._find_idle()
 
         handle = optimizer.register_step_pre_hook(give_back)
-        # The optimizer may outlive this, and would gather hooks that do nothing.
+        # The optimizer might outlive this object, and would collect hooks that do nothing.
         weakref.finalize(self, handle.remove)
 
     @property
@@ -250,7 +229,7 @@ class OptimizerReservation:
 
     @property
     def upcoming_bytes(self) -> list[int]:
-        """Of each tensor of state that is still to be built, as predicted by the last `begin`."""
+        """Predicted bytes of each state tensor still to be built, as of the last `begin`."""
         self._find_stateless()
         is_current = self._needed_for == [id(parameter) for parameter in self._waiting()]
         return self._needed.state_bytes if is_current else []
@@ -264,7 +243,7 @@ class OptimizerReservation:
             self._settled = self._parameters_and_state()
 
     def _is_settled(self) -> bool:
-        """Whether nothing was needed, and the optimizer has the parameters and states of then."""
+        """Whether nothing was needed, and parameters and states are the same as then."""
         if self._settled is None:
             return False
         (known, wanting), (now, wants) = self._settled, self._parameters_and_state()
@@ -277,23 +256,23 @@ class OptimizerReservation:
         assert self._optimizer is not None
         groups = [group["params"] for group in self._optimizer.param_groups]
         parameters = list(chain.from_iterable(groups))
-        # None between the two: else a parameter less and a state more could look the same.
+        # None as a separator, or one parameter less and one state more could look the same.
         return [*parameters, None, *self._optimizer.state], list(map(_WANTS, parameters))
 
     def prepare(self) -> None:
-        """Show that the step's temporaries fit beside parameters, gradients and state."""
+        """Check that the step's temporaries fit next to parameters, gradients and state."""
         if self._settled is not None:
             return
         gained = [each for each in self._idle.values() if each.grad is not None]
         for parameter in gained:
-            del self._idle[id(parameter)]  # from now on it is expected to gain one
+            del self._idle[id(parameter)]  # expected to have one from now on
         self._hold_for(gained)
         if self._placeholders:
-            # Let go of at once: all that counts is that it can be had.
+            # Released at once, because only its availability matters.
             _hold(self._needed.temporary_bytes, self._placeholders[0].device)
 
     def commit(self) -> None:
-        """Hold on until the optimizer steps."""
+        """Keep the placeholders until the optimizer steps."""
 
     def roll_back(self) -> None:
         self._placeholders = []
@@ -303,7 +282,7 @@ class OptimizerReservation:
         new = [each for each in parameters if id(each) not in self._held_for]
         if self._optimizer is None or not new:
             return
-        # A prediction lets the whole optimizer step: once is enough for the same parameters.
+        # A prediction steps the whole optimizer, so it is made only once for the same parameters.
         if self._needed_for != [id(parameter) for parameter in new]:
             self._needed_for = [id(parameter) for parameter in new]
             self._needed = predict_step_memory(self._optimizer, new)
@@ -311,7 +290,7 @@ class OptimizerReservation:
             if self._needed.unknown is not None and not self._has_said:
                 self._has_said = True
                 _say_unknown(self._optimizer, self._needed.unknown)
-        # One for each tensor of state: one block for all would later leave other gaps.
+        # One block per state tensor, because a single block would later leave other gaps.
         for num_bytes in self._needed.state_bytes:
             self._placeholders.append(_hold(num_bytes, new[0].device))
         self._held_for.update(map(id, new))
@@ -326,14 +305,14 @@ class OptimizerReservation:
         self._stepped.update(id(each) for each in self._stateless if each.grad is not None)
 
     def _waiting(self) -> list[nn.Parameter]:
-        """The parameters whose state the next step is expected to build."""
+        """Return the parameters whose state the next step is expected to build."""
         return [each for each in self._stateless if id(each) not in self._idle]
 
     def _find_stateless(self) -> None:
         if self._optimizer is None:
             return
         state = self._optimizer.state
-        # Some keep their state by other keys, or for some parameters only.
+        # Some optimizers use other keys for their state, or have state for some parameters only.
         built = self._stepped if state else set()
         self._stateless = [
             parameter

@@ -1,8 +1,8 @@
-"""One step of an optimizer: the loss scaled for it, gradients clipped, parameters updated.
+"""One step of an optimizer: scale the loss, clip the gradients, update the parameters.
 
-The scale belongs to no attempt: it is made before the first, read by each backward, and changes
-only after a step, so an attempt that is undone leaves it as it was. Dividing the gradients by it
-writes in place, which is done once or reported as half done (`write_in_place`).
+The scale does not belong to any attempt. It is created before the first, read by each backward, and
+changed only after a step, so a rollback leaves it unchanged. Dividing the gradients by it writes in
+place, which happens once or is reported as half done (`write_in_place`).
 """
 
 import functools
@@ -23,29 +23,22 @@ T = TypeVar("T")
 
 
 def write_in_place(action: Callable[[], T], device: torch.device, half_applied: str) -> T:
-    """Run something that writes in place, once.
-
-    Raises:
-        OptimizerStepError: memory ran out. Other exceptions pass through.
-
-    >>> write_in_place(lambda: 3, torch.device("cpu"), "may be half applied")
-    3
-    """
+    """Run an action that writes in place, once; raise OptimizerStepError if memory runs out."""
     found, failure = caught(action)
     if failure is None:
         return cast(T, found)
     try:
-        # Only memory is in question: any other error is the caller's, as it is.
+        # Only running out of memory is handled here; all other errors pass through unchanged.
         if not isinstance(failure, Exception) or classify(failure) is not Failure.RETRYABLE:
             raise failure
         release(failure, device)
         raise OptimizerStepError(f"{half_applied} It said: {text_of(failure)}") from failure
     finally:
-        del failure  # it holds this frame: a cycle
+        del failure  # break the reference cycle with the traceback
 
 
 class GradientScaler:
-    """A `torch.amp.GradScaler` whose step tells whether the optimizer stepped.
+    """A `torch.amp.GradScaler` whose step reports whether the optimizer stepped.
 
     Example:
         >>> from automicro.trainer.optimizer import step_optimizer
@@ -60,12 +53,12 @@ class GradientScaler:
         ([0.5, 0.5], 65536.0)
 
     Args:
-        device: where the loss lies.
-        init_scale: the first scale; it is halved after each step in which a gradient overflowed,
-            and doubled after ``growth_interval`` steps in a row without.
-        growth_interval: steps.
-        ranks: that train together. Whether a gradient overflowed is known to all that share it;
-            where gradients are sharded, one that fails here has to tell the others.
+        device: device of the loss.
+        init_scale: the initial scale. It is halved after each step in which a gradient overflowed,
+            and doubled after ``growth_interval`` consecutive steps without an overflow.
+        growth_interval: number of steps.
+        ranks: ranks that train together. All ranks that share a gradient know whether it
+            overflowed. If gradients are sharded, a rank that fails here must notify the others.
     """
 
     def __init__(
@@ -81,32 +74,33 @@ class GradientScaler:
         self._scaler = torch.amp.GradScaler(
             device.type, init_scale=init_scale, growth_interval=growth_interval
         )
-        # Now, because the first use makes two tensors: out of memory between them, inside an
-        # attempt, would leave a scaler that can never step.
+        # Created now, because the first use makes two tensors. Running out of memory between them,
+        # inside an attempt, would leave a scaler that can never step.
         self._scaler.scale(torch.zeros((), device=device))
         self._unscaled: set[int] = set()
         self._overflowed: dict[int, bool] = {}
 
     @property
     def scale(self) -> float:
-        """The present scale of the loss. Reading it waits for the device."""
+        """The current scale of the loss. Reading it waits for the device."""
         return self._scaler.get_scale()
 
     def backward(self, loss: Tensor) -> None:
-        """Gradients of the loss times the scale: for the ``backward`` of a `Microbatcher`."""
+        """Compute gradients of the scaled loss: the ``backward`` for a `Microbatcher`."""
         self._scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
 
     def unscale(self, optimizer: torch.optim.Optimizer) -> None:
-        """Divide the gradients by the scale, if that is not done yet. Call it before clipping.
+        """Divide the gradients by the scale, unless this is done already. Call it before clipping.
 
         Raises:
-            OptimizerStepError: memory ran out and gradients may be half divided.
-            ValueError: parameters in half precision.
+            OptimizerStepError: memory ran out and gradients might be half divided.
+            ValueError: parameters are in half precision.
         """
-        # torch's scaler refuses a second time, and a batch may be without any gradient.
+        # torch's scaler refuses a second call, and a batch might have no gradients.
         if id(optimizer) in self._unscaled or not _has_gradient(optimizer):
             return
-        # All ranks find out together whether shards overflowed: none waits for one that failed.
+        # All ranks find out together whether shards overflowed, and the vote before it keeps them
+        # from waiting for a rank that failed.
         if has_shards(p for group in optimizer.param_groups for p in group["params"]):
             self._ranks.ready("dividing the gradient by the loss scale")
         try:
@@ -127,9 +121,9 @@ class GradientScaler:
         self._unscaled.add(id(optimizer))
 
     def step(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Step, unless a gradient overflowed, and return whether the optimizer stepped.
+        """Step unless a gradient overflowed, and return whether the optimizer stepped.
 
-        Call it through `step_optimizer`, which knows what to do where memory runs out.
+        Call it through `step_optimizer`, which handles running out of memory.
         """
         self.read(optimizer)
         if self._overflowed.get(id(optimizer)):
@@ -138,25 +132,25 @@ class GradientScaler:
         return True
 
     def read(self, optimizer: torch.optim.Optimizer, numbers: Sequence[Tensor] = ()) -> list[float]:
-        """The values of 0-d tensors; in the same read, whether a gradient overflowed.
+        """Return the values of 0-d tensors, and check for overflows with the same read.
 
-        Each reading waits for the device. `step` needs none after this one.
+        Each read waits for the device. `step` needs none after this one.
         """
         self.unscale(optimizer)
         overflow: list[Tensor] = []
         if id(optimizer) in self._unscaled and id(optimizer) not in self._overflowed:
             overflow = overflows(self._scaler, optimizer)
-        # One wait for the device, in place of one for each.
+        # A single wait for the device, instead of one for each value.
         values = read_scalars([*numbers, *overflow])
         if overflow:
             self._overflowed[id(optimizer)] = any(values[len(numbers) :])
         return values[: len(numbers)]
 
     def update(self) -> None:
-        """After the step: halve the scale if a gradient overflowed, double it if long none did.
+        """Update the scale after a step: halve it after an overflow, double it after a long time.
 
         Raises:
-            OptimizerStepError: memory ran out, and the scale may have changed.
+            OptimizerStepError: memory ran out, and the scale might have changed.
         """
         if not self._unscaled:
             return
@@ -170,9 +164,9 @@ class GradientScaler:
         self._clear()
 
     def forget(self) -> None:
-        """Take note that a batch is left out: its gradients are dropped, the scale stays.
+        """Drop a batch whose gradients were unscaled but not used for a step; the scale stays.
 
-        Needed where a batch was unscaled and no step follows; does nothing otherwise.
+        It has no effect if no gradients were unscaled.
 
         Example:
             >>> weight = torch.nn.Parameter(torch.ones(2))
@@ -186,10 +180,10 @@ class GradientScaler:
             65536.0
         """
         if self._unscaled:
-            # Its own update would ask for overflows, and lower the scale for a batch that is left
+            # A plain update would check for overflows, and lower the scale for a batch that is left
             # out.
             one = torch.ones((), device=self._device)
-            self._scaler.update(self._scaler.scale(one))  # the scale it has
+            self._scaler.update(self._scaler.scale(one))  # the current scale
             self._clear()
 
     def _clear(self) -> None:
@@ -197,11 +191,11 @@ class GradientScaler:
         self._overflowed.clear()
 
     def state_dict(self) -> dict[str, Any]:
-        """Scale and counters, as plain values. Call it between batches."""
+        """Return the scale and counters as plain values. Call it between batches."""
         return self._scaler.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on with the scale of an earlier run.
+        """Continue with the scale of an earlier run.
 
         Raises:
             ValueError: not the state of a scaler.
@@ -234,11 +228,11 @@ def clip_gradients(
     *,
     ranks: Ranks | None = None,
 ) -> Tensor:
-    """Scale all gradients of an optimizer to a norm of at most this; return the norm before.
+    """Scale all gradients of an optimizer to at most a given norm, and return the norm before.
 
-    Bit-identical to ``torch.nn.utils.clip_grad_norm_``. Of gradients that are sharded over ranks
-    the norm is that of the whole: all ranks call it, and one that fails has to tell the others
-    with ``ranks.fail``, who wait for it before they communicate.
+    The result is bit-identical to ``torch.nn.utils.clip_grad_norm_``. If gradients are sharded over
+    ranks, the norm is that of the whole gradient. All ranks must call this, and a rank that fails
+    must notify the others with ``ranks.fail``, because they wait for it before they communicate.
 
     Example:
         >>> weight = nn.Parameter(torch.ones(2))
@@ -248,7 +242,7 @@ def clip_gradients(
         5.0
 
     Raises:
-        OptimizerStepError: memory ran out and gradients may be half scaled. The optimizer has not
+        OptimizerStepError: memory ran out and gradients might be half scaled. The optimizer has not
             stepped.
     """
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
@@ -262,16 +256,16 @@ def clip_gradients(
 def _clip_shards(
     parameters: list[nn.Parameter], max_norm: float, device: torch.device, ranks: Ranks
 ) -> Tensor:
-    # By hand: torch's own clipping runs collectives that no vote comes before.
+    # Not with torch's clipping, which runs collectives without a preceding vote.
     gradients = [p.grad for p in parameters if p.grad is not None]
 
     def clip() -> Tensor:
-        # Before the vote: a rank that runs out of memory here can still tell the others.
+        # Before the vote, because a rank that runs out of memory here can still notify the others.
         own = squares_by_layout(gradients)
         ranks.ready("clipping the gradient")
         with ranks.voted():
             norm = norm_of_all(own)
-        factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)  # as torch has it
+        factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)  # same formula as in torch
         for gradient in gradients:
             part = local(gradient)
             part.mul_(factor.to(part.dtype))
@@ -286,21 +280,7 @@ def step_optimizer(
     *,
     scaler: GradientScaler | None = None,
 ) -> bool:
-    """Step once; with a scaler also unscale, if that is still to be done, and update the scale.
-
-    Returns whether the optimizer stepped: a scaler leaves out gradients that overflowed.
-
-    Example:
-        >>> weight = torch.nn.Parameter(torch.ones(2))
-        >>> weight.grad = torch.ones(2)
-        >>> step_optimizer(torch.optim.SGD([weight], lr=0.5), torch.device("cpu"))
-        True
-        >>> weight.tolist()
-        [0.5, 0.5]
-
-    Raises:
-        OptimizerStepError: memory ran out and the step may be half applied.
-    """
+    """Step once and return whether the optimizer stepped: a scaler skips overflowed gradients."""
     if scaler is not None:
         scaler.unscale(optimizer)
     has_stepped = write_in_place(

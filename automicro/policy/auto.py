@@ -1,9 +1,10 @@
-"""The policy behind "auto": halve what fails, then find the fewest microbatches that fit.
+"""The policy behind "auto": halve sizes that fail, then find the fewest microbatches that fit.
 
-Points of rows and cost of a row say what fitted and what failed. What fits also fits with fewer
-rows or at a smaller cost; what failed fails with more of either. Where costs are alike, rows × cost
-decides. The peak is a maximum of lines in rows × cost, so it is convex: a chord through two
-measured points, drawn further, never lies above it. All bytes are above what every size holds.
+A point records the rows and the cost per row of a microbatch that fitted or failed. If one fitted,
+others with no more rows and no higher cost also fit. If one failed, others with no fewer rows and
+no lower cost also fail. Points of similar cost are compared by rows × cost. Peak memory is a
+maximum of linear functions of rows × cost, so it is convex. Extending a chord through two measured
+points therefore never overestimates the peak. Bytes exclude memory that is resident at every size.
 """
 
 import dataclasses
@@ -25,44 +26,40 @@ from automicro.policy.policy import (
 
 logger = logging.getLogger(__name__)
 
-GROWTH = 0.02  # sizes that grow by no more than this share are no news
-# Costs within this factor are alike. Attention, whose memory grows with the square of the length,
-# is then off by this at most.
+GROWTH = 0.02  # relative growth up to which a larger size does not count as new
+# Costs within this factor are similar. For attention, whose memory grows with the square of the
+# length, a prediction is then wrong by at most this factor.
 ALIKE = 1.5
 Key = tuple[int, int | None]
 Chord = tuple["Point | None", "Point | None"]
 
-ROUNDING = 1e-9  # 3 rows at a cost that was divided and multiplied may come out as 2.9999
-CLASSES, BUCKETS, MOST_POINTS = 4, 8, 64  # of costs and of elements per doubling; in all
-# The second point of a chord has at most this share of the first's elements: nearer ones tell the
-# slope of the allocator's rounding.
+ROUNDING = 1e-9  # 3 rows at a cost that was divided and multiplied might come out as 2.9999
+CLASSES, BUCKETS, MOST_POINTS = 4, 8, 64  # cost classes and buckets per doubling; points in all
+# The second point of a chord has at most this share of the first point's elements, because the
+# slope between closer points mostly reflects the allocator's rounding.
 CHORD = 0.75
-# Of the bytes that a step upwards adds, this share more is taken for the prediction's error.
+# Margin for prediction errors, as a share of the bytes that a larger size adds.
 ERROR = 0.05
-NOISE = 0.05  # by which peaks of the same microbatch differ: rounding and fragmentation
-# Batches: of the first wait after a size that had fitted failed, and until a failure that nothing
-# explains is tried again. Both double.
+NOISE = 0.05  # relative spread of the peak of one microbatch: rounding and fragmentation
+# Batches to wait after a failure of a size that had fitted, and before a failure without a measured
+# explanation is retried. Both double.
 FIRST_WAIT, FIRST_RETRY = 16, 256
-# Batches of a trial for the sake of time, and as many before it; how many of these show a sign;
-# batches without trials after one that did not pay; and the share of the time that has to remain.
+# Trials of a smaller size to save time: batches in a trial and in the baseline before it, how many
+# baseline batches must show allocator retries, batches until the next trial after one that did not
+# pay, and the share of the time that a trial must stay below.
 TRIAL, SIGNS, FIRST_PAUSE, FASTER = 3, 2, 32, 0.95
 
 
 @dataclass(kw_only=True, slots=True)
 class Point:
-    """A microbatch that fitted or failed.
-
-    ``need`` are the bytes that it took, or wanted at least; ``room`` those that a failed one could
-    have; ``until`` the batch from which a failure is tried again; ``within`` the rows of batches
-    that it holds for: None for all.
-    """
+    """A microbatch that fitted or failed."""
 
     rows: int
     cost: float
-    need: int | None = None
-    room: int | None = None
-    until: int | None = None
-    within: int | None = None
+    need: int | None = None  # bytes that it took, or that a failed one needed at least
+    room: int | None = None  # bytes that were available to a failed one
+    until: int | None = None  # the batch from which a failure is tried again
+    within: int | None = None  # it applies to batches of at most this many rows; None for all
 
     @property
     def elements(self) -> float:
@@ -71,23 +68,23 @@ class Point:
 
     @property
     def is_explained(self) -> bool:
-        """Whether it wanted more than there was, so that it fails again in the same room."""
+        """Whether it needed more than was available, so it would fail again in the same room."""
         return self.need is not None and self.room is not None and self.need > self.room
 
     def is_part_of(self, other: "Point") -> bool:
-        """Whether the other has as much of everything."""
+        """Whether the other has at least as many rows and as high a cost."""
         return self.rows <= other.rows and self.cost <= other.cost
 
     def holds_for(self, num_rows: int) -> bool:
-        """Whether it tells of batches of so many rows."""
+        """Whether it applies to batches of this many rows."""
         return self.within is None or num_rows <= self.within
 
     def is_alike(self, cost: float) -> bool:
-        """Whether rows × cost can be compared with that of another cost."""
+        """Whether rows × cost can be compared with rows at another cost."""
         return self.cost <= cost * ALIKE and cost <= self.cost * ALIKE
 
     def has_room_in(self, room: int | None) -> bool:
-        """Whether the device can now give what was wanted, and could not then."""
+        """Whether the device now has the bytes that were missing at the failure."""
         if room is None or self.need is None or self.room is None:
             return False
         return room >= self.need and room > self.room
@@ -95,11 +92,9 @@ class Point:
 
 @dataclass
 class Pressure:
-    """Tries one microbatch more where the allocator runs short in batch after batch.
+    """Tries one more microbatch if the allocator has to retry in batch after batch.
 
-    Of an allocator's retries alone nothing follows: the smaller size runs for three batches, and
-    is kept where they are faster than the three before them.
-
+    >>> pressure = Pressure()
     >>> pressure = Pressure()
     >>> for _ in range(3):
     ...     pressure.observe(seconds=2.0, elements=8.0, retries=1, smaller=4.0)
@@ -111,19 +106,21 @@ class Pressure:
     4.0
     """
 
-    most: float | None = None  # rows × cost that a microbatch may have for now; None for any
+    # Retries alone prove nothing: the smaller size runs for three batches, and is kept only if they
+    # are faster than the three batches before them.
+    most: float | None = None  # current limit on the rows × cost of a microbatch; None if none
     kept: float | None = None
-    elements: float = 0.0  # of the last batch
-    pressed: bool = False  # whether its allocator had to try again
-    signs: list[bool] = field(default_factory=list)  # the same of the last ones
-    before: list[float] = field(default_factory=list)  # seconds at this size, but for the first
+    elements: float = 0.0  # in a microbatch of the last batch
+    pressed: bool = False  # whether the allocator had to retry in the last batch
+    signs: list[bool] = field(default_factory=list)  # `pressed` of the latest batches
+    before: list[float] = field(default_factory=list)  # seconds at this size, without the first
     trial: list[float] | None = None
     pause: int = FIRST_PAUSE
     ignored: int = 0
 
     @property
     def compares(self) -> bool:
-        """Whether the seconds of the next attempt are compared with others."""
+        """Whether the seconds of the next attempt will be compared."""
         if self.trial is not None:
             return True
         return not self.ignored and (self.pressed or any(self.signs))
@@ -131,7 +128,7 @@ class Pressure:
     def observe(
         self, *, seconds: float, elements: float, retries: int, smaller: float | None
     ) -> None:
-        """Learn from an attempt that fitted."""
+        """Record an attempt that fitted."""
         is_timed, self.pressed = self.compares, retries > 0
         if self.most is not None and self.trial is not None:
             if elements <= self.most * (1 + ROUNDING):
@@ -151,7 +148,7 @@ class Pressure:
 
     def _decide(self, elements: float) -> None:
         assert self.trial is not None
-        # Against the fastest of those before, so that one disturbed step decides nothing.
+        # Compared with the fastest batch before, so that one disturbed step decides nothing.
         if statistics.median(self.trial) < FASTER * min(self.before):
             self.kept, self.elements, self.before = self.most, elements, self.trial
         else:
@@ -159,71 +156,68 @@ class Pressure:
         self.trial, self.signs = None, []
 
     def forget(self) -> None:
-        """Lift the limit: memory is not what it was. What was ignored stays so."""
+        """Lift the limit, because memory has changed; batches to ignore stay ignored."""
         self.most = self.kept = self.trial = None
         self.before, self.signs = [], []
 
 
 @dataclass
 class Learned:
-    """All that changes with outcomes."""
+    """The state that changes with outcomes."""
 
-    start: list[Any] | None = None  # rows, and the cost of one; None for a whole batch
-    # By the class of the cost: what fitted, one for each bucket of elements; what failed.
+    start: list[Any] | None = None  # rows, and the cost per row; None for a whole batch
+    # By cost class: the fits, one per bucket of elements, and the failures.
     fits: dict[Key, Point] = field(default_factory=dict)
     failures: dict[Key, Point] = field(default_factory=dict)
     ceiling: int | None = None  # rows to try next in a batch that ran out of memory
-    room: int | None = None  # bytes that the last attempt could have
-    has_probed: bool = False  # a smaller size was measured
+    room: int | None = None  # bytes that were available to the last attempt
+    has_probed: bool = False  # whether a smaller size was measured
     has_failed: bool = False
     is_rehearsed: bool = False
     batches: int = 0
-    wait: int = 0  # without trials after a failure, once memory was seen to change
+    wait: int = 0  # batches without trials after a failure, once available memory has changed
     quiet_until: int = 0
     retry: int = FIRST_RETRY
-    aside: int = FIRST_WAIT  # until a failure of a small batch is tried again
+    aside: int = FIRST_WAIT  # batches until a failure of a small batch is retried
     pressure: Pressure = field(default_factory=Pressure)
 
 
 class Halving(Policy):
-    """Try the whole batch first; where it does not fit, half; then the fewest that fit.
+    """Try the whole batch first and halve it until it fits, then find the fewest microbatches.
 
-    - A size that fails within a batch is halved, or, if it was a trial, given up for the size that
-      is known to fit. At one row it stays at one row: there is nothing smaller to propose.
-    - *Refine*: on later batches, fewer microbatches are tried where the measured peaks predict
-      that they fit. Trials halve the bracket between what fits and what failed, so that all
-      failures together are at most ``log2(rows) + 2`` while memory and the cost of rows stay as
-      they are. Without measured peaks and a capacity there are no trials.
-    - What was learned holds per cost of a row: a batch of long rows does not slow short ones. Nor
-      does a small batch that fails for no reason that was measured slow larger ones that had
-      fitted.
-      To tell what rows need from what every size needs, one batch may be cut smaller than fits.
-    - *Grow*: a size that failed is tried again when the device reports what it lacked, when peaks
-      have fallen, or, where nothing explains the failure, after many batches. With each
-      disappointment the wait doubles.
-    - A size at which the allocator had to try again in batch after batch is given up for one
-      microbatch more if three batches show that to be faster.
+    - *Halve*: a size that fails within a batch is halved. If it was a trial, the policy returns to
+      the size that is known to fit. At one row there is nothing smaller to propose.
+    - *Refine*: later batches try fewer microbatches if the measured peaks predict that they fit.
+      Trials halve the bracket between sizes that fit and sizes that failed. There are at most
+      ``log2(rows) + 2`` failures in all while memory and the cost of rows stay the same. Without
+      measured peaks and a capacity there are no trials.
+    - Sizes are learned per cost of a row, so a batch of long rows does not slow down batches of
+      short rows. A small batch that fails without a measured reason does not slow down larger
+      batches that had fitted. One batch might be cut smaller than necessary, to separate the memory
+      that rows need from the memory that every size needs.
+    - *Grow*: a size that failed is tried again when the device reports the memory that was missing,
+      when peaks have fallen, or, if nothing explains the failure, after many batches. The wait
+      doubles with each new failure.
+    - If the allocator has to retry in batch after batch, one more microbatch is used, provided that
+      three batches show it to be faster.
 
-    ``Halving(refine=False)`` only halves, as Composer does, but in balanced slices.
+    ``Halving(refine=False)`` only halves, as Composer does, but into balanced slices.
 
     Args:
         initial: rows to start from instead of the whole batch.
         refine: whether to try larger sizes than halving found.
-        max_microbatch_size: never propose more rows than these.
-        multiple_of: propose multiples of it, where the batch has more rows. If that many rows do
-            not fit, smaller sizes are used all the same, with a warning in the log.
+        max_microbatch_size: upper limit on the rows of a microbatch.
+        multiple_of: propose multiples of this number if the batch has more rows. If that many rows
+            do not fit, smaller sizes are used, with a warning in the log.
 
     Attributes:
-        may_measure: whether a batch may be cut smaller than fits only to measure what its rows
-            need. A `Microbatcher` forbids it where layers average over rows; trials then halve
-            what is left between what fits and what failed.
-        grown_from: rows that had been known to fit, where the last attempt was the first that
-            fitted with more, after a size had failed or was suggested; else None.
+        grown_from: rows previously known to fit, if the last attempt was the first to fit with more
+            rows after a failure or a suggestion; otherwise None.
 
     Raises:
         TypeError: if a number of rows is not an int.
-        ValueError: if a number of rows is below 1, or the largest size is smaller than what it
-            must be a multiple of.
+        ValueError: if a number of rows is below 1, or ``max_microbatch_size`` is smaller than
+            ``multiple_of``.
 
     >>> policy = Halving()
     >>> policy.propose(10)
@@ -252,7 +246,7 @@ class Halving(Policy):
             )
         self._initial, self._refine, self._max = initial, refine, max_microbatch_size
         self._learned = Learned(start=None if initial is None else [int(initial), None])
-        # What was decided last, by what was asked; None where something was learned since.
+        # The last question and decision; None if something was learned since.
         self._decided: tuple[tuple[Any, ...], tuple[int, bool]] | None = None
 
     def __repr__(self) -> str:
@@ -264,11 +258,11 @@ class Halving(Policy):
 
     @property
     def compares_seconds(self) -> bool:
-        """Whether the seconds of the next attempt are compared, so that they have to be right."""
+        """Whether the seconds of the next attempt will be compared, so they must be accurate."""
         return self._learned.pressure.compares
 
     def suggest(self, rows: int, cost: float | None = None, *, level: int = 0) -> bool:
-        """Start from a size that an earlier run found; nothing is lost if it is wrong.
+        """Start from a size that an earlier run found. A wrong suggestion does no harm.
 
         Raises:
             TypeError: if the rows are not an int.
@@ -285,7 +279,7 @@ class Halving(Policy):
         return True
 
     def take_rehearsal(self) -> None:
-        """Try no larger sizes: go on with what went through, also at the cost of longer rows.
+        """Stop trying larger sizes: use only sizes that fitted, also at the cost of longer rows.
 
         >>> policy = Halving()
         >>> policy.take_rehearsal()
@@ -296,11 +290,11 @@ class Halving(Policy):
 
     @property
     def wants_to_measure(self) -> bool:
-        """Whether a batch to come might be cut smaller only to measure it, if it may be."""
+        """Whether a future batch might be cut smaller only to measure it, if allowed."""
         return self._refine and not self._learned.has_probed and bool(self._learned.fits)
 
     def is_measuring(self, num_rows: int, cost: float | None = None) -> bool:
-        """Whether what it proposes for a batch is smaller than fits, and only there to measure.
+        """Whether the proposal for a batch is smaller than necessary, only to measure its peak.
 
         Raises:
             ValueError: if the batch has no rows, or the cost is not positive.
@@ -318,7 +312,7 @@ class Halving(Policy):
         return self._decide(num_rows, require_cost(cost))[0]
 
     def _decide(self, num_rows: int, cost: float) -> tuple[int, bool]:
-        """Return the size to propose, and whether it is only there to measure its peak."""
+        """Return the size to propose, and whether its only purpose is to measure a peak."""
         asked = num_rows, cost, self.may_measure, self._learned.room
         if self._decided is None or self._decided[0] != asked:
             self._decided = asked, self._decide_anew(num_rows, cost)
@@ -336,27 +330,27 @@ class Halving(Policy):
         if size == num_rows or not known.fits or is_quiet:
             return size, False
         most = math.ceil(fails - ROUNDING) - 1 if fails < math.inf else num_rows
-        # Trials that halve the bracket fail no more often than its logarithm.
+        # Halving the bracket limits the number of failures to its logarithm.
         halfway = (fits + fails) / 2 + ROUNDING
         if predicted is None:
-            # Without peaks, larger sizes are tried again once nothing is known to be against them.
+            # Without peaks, larger sizes are tried again once no failure is left on record.
             doubles = fails == math.inf and known.retry > FIRST_RETRY
             return max(size, self._cut(num_rows, cost, size * (1 + doubles))), False
         if (larger := self._cut(num_rows, cost, min(predicted, most, halfway))) > size:
             return larger, False
-        # The next cut is nearest to what was measured: there the prediction needs no reserve.
+        # The next cut is closest to the measurements, so its prediction needs no margin.
         count = -(-num_rows // size)
         following = cut_size(num_rows, -(-num_rows // (count - 1)), multiple_of=self.multiple_of)
         exact = self._predicted_rows(chord, cost, error=0.0) or 0.0
         if following <= min(exact, most) and self._cut(num_rows, cost, following) > size:
             return following, False
-        # With one peak, what rows need cannot be told from what every size needs.
+        # A single peak does not separate what rows need from what every size needs.
         if known.has_probed or chord[1] is not None or self._cut(num_rows, cost, most) <= size:
             return size, False
         smaller = self._cut(num_rows, cost, -(-size // 2))
         if self.may_measure and self.multiple_of <= smaller < size:
             return smaller, True
-        # With nothing smaller to measure, a larger size shows what rows need.
+        # If there is nothing smaller to measure, a larger size shows what rows need.
         has_space = fails == math.inf and not known.pressure.pressed
         if has_space or not self.may_measure:
             size = max(size, self._cut(num_rows, cost, min(2 * size, most, halfway)))
@@ -370,13 +364,13 @@ class Halving(Policy):
         return cut_size(num_rows, max(1, int(most)), multiple_of=self.multiple_of)
 
     def _bracket(self, num_rows: int, cost: float) -> tuple[float, float]:
-        """The most rows that fitted and the fewest that failed; 0 and infinity for not known."""
+        """Return the most rows that fitted and the fewest that failed (0 and inf if unknown)."""
         known, fails, fits = self._learned, math.inf, 0.0
         for each in known.failures.values():
             if each.holds_for(num_rows) and (each.is_alike(cost) or each.cost < cost):
                 fails = min(fails, each.elements if each.is_alike(cost) else each.rows * cost)
-        # Scaling by rows × cost is safe downwards from a higher cost, where memory grows at least
-        # with the cost. Upwards it may fail, so it is done from the nearest cost only.
+        # Scaling down from a higher cost is safe, because memory grows at least with the cost.
+        # Scaling up might fail, so it starts from the nearest cost only.
         lowest = cost if known.is_rehearsed else cost / ALIKE
         above = [each for each in known.fits.values() if each.cost >= lowest]
         if not above and known.fits:
@@ -391,7 +385,7 @@ class Halving(Policy):
     def _known_rows(
         self, num_rows: int, cost: float, fits: float, fails: float, predicted: float | None
     ) -> float:
-        """Return how many rows to use where no peak predicts that more have room."""
+        """Return the rows to use if no peak predicts room for more."""
         known, start = self._learned, num_rows
         if known.start is not None:
             rows, per_row = known.start
@@ -404,7 +398,7 @@ class Halving(Policy):
         return max(start, rows) if is_open and (predicted is None or has_room) else rows
 
     def _predicted_rows(self, chord: Chord, cost: float, *, error: float = ERROR) -> float | None:
-        """Return how many rows should have room, with the prediction's error; None if unknown."""
+        """Return the rows predicted to fit, with an error margin, or None if unknown."""
         room, (last, before) = self._learned.room, chord
         if not self._refine or room is None or last is None or last.need is None:
             return None
@@ -415,10 +409,10 @@ class Halving(Policy):
         return math.inf if slope <= 0 else (last.elements + (room - last.need) / slope) / cost
 
     def _chord(self, cost: float) -> Chord:
-        """Return the largest measured point, and the largest that is well below it."""
+        """Return the largest measured point, and the largest one well below it."""
         measured = [each for each in self._learned.fits.values() if each.need is not None]
         alike = [each for each in measured if each.is_alike(cost)] or measured
-        # Where alike costs make no chord, rows × cost is compared with all others too.
+        # If points of similar cost form no chord, points of all costs are compared.
         for points in (alike, measured):
             last = _largest(points)
             below = [each for each in points if last and each.elements <= CHORD * last.elements]
@@ -427,7 +421,7 @@ class Halving(Policy):
         return _largest(alike), None
 
     def record(self, outcome: Outcome) -> None:
-        """Learn from an attempt: what fits, what fails, and what it took."""
+        """Learn from an attempt whether a size fits, and the memory and time it took."""
         cost, held = require_cost(outcome.cost), outcome.resident_bytes or 0
         if outcome.capacity_bytes is not None:
             self._learned.room = outcome.capacity_bytes - held
@@ -440,14 +434,14 @@ class Halving(Policy):
         else:
             self._record_failure(outcome.num_rows, point)
         is_whole = outcome.fits and outcome.microbatch_size == outcome.num_rows
-        if not is_whole or outcome.alloc_retries is not None:  # else the same goes whole again
+        if not is_whole or outcome.alloc_retries is not None:  # else the same decision still holds
             self._decided = None
 
     def _record_fit(self, outcome: Outcome, point: Point) -> None:
         known, rows, cost = self._learned, point.rows, point.cost
         if known.ceiling is None:
             if known.has_failed or known.start is not None:
-                # Asked before this point is added.
+                # Read before this point is added.
                 before = int(self._bracket(outcome.num_rows, cost)[0] + ROUNDING)
                 self.grown_from = before if 0 < before * (1 + GROWTH) < rows else None
             if self.wants_to_measure:
@@ -463,7 +457,7 @@ class Halving(Policy):
         if larger is None or not is_smaller or (larger.need is None and point.need is not None):
             larger = point
         _keep(known.fits, key, larger)
-        # Only where there is a real allocator do seconds say anything of the device.
+        # Without a real allocator, seconds say nothing about the device.
         if outcome.seconds is not None and outcome.alloc_retries is not None:
             smaller = self._cut(outcome.num_rows, cost, rows - 1)
             known.pressure.observe(
@@ -474,7 +468,7 @@ class Halving(Policy):
             )
 
     def _fell(self, point: Point) -> bool:
-        """Forget peaks that a new one shows to be outdated; whether they have fallen."""
+        """Discard peaks that a new point shows to be outdated; return whether peaks have fallen."""
         fell = False
         for each in self._learned.fits.values():
             if each.need is None or point.need is None:
@@ -486,7 +480,7 @@ class Halving(Policy):
         return fell
 
     def _lift(self, num_rows: int, fitted: Point, *, fell: bool) -> None:
-        """Forget failures that need not repeat."""
+        """Forget failures that might not repeat."""
         known, is_news = self._learned, False
         for key, each in list(known.failures.items()):
             is_over = each.until is not None and each.until <= known.batches
@@ -508,12 +502,12 @@ class Halving(Policy):
         proven = max((each.rows for each in known.fits.values() if each.cost >= cost), default=0)
         half = -(-rows // 2)
         if not point.is_explained and num_rows < proven:
-            # The batch is smaller than what had fitted: it tells only of others like it.
+            # The batch is smaller than one that fitted, so this applies only to similar batches.
             known.aside *= 1 if known.ceiling else 2
             point.within, point.until = num_rows, known.batches + known.aside // 2
             known.ceiling = half
         else:
-            # An explained failure waits for room, and any other for its time.
+            # An explained failure is retried when there is room, any other after a wait.
             point.until = None if point.is_explained else known.batches + known.retry
             known.has_failed = True
             known.ceiling = self._after_failure(point, half, proven)
@@ -528,13 +522,13 @@ class Halving(Policy):
             )
 
     def _after_failure(self, point: Point, half: int, proven: int) -> int:
-        """The rows to try next in this batch; what the failure disproves is forgotten."""
+        """Return the rows to try next in this batch, and forget what the failure disproves."""
         known = self._learned
         regressed = any(point.is_part_of(each) for each in known.fits.values())
-        if regressed or known.wait:  # memory changes: each failure doubles the wait
+        if regressed or known.wait:  # memory is changing: each failure doubles the wait
             known.wait = max(FIRST_WAIT, 2 * known.wait)
             known.quiet_until = max(known.quiet_until, known.batches + known.wait)
-        if regressed:  # memory is not what it was: nothing larger than half is known
+        if regressed:  # less memory than before: only sizes up to half are still trusted
             known.fits = {
                 key: dataclasses.replace(each, need=None)
                 for key, each in known.fits.items()
@@ -544,18 +538,18 @@ class Halving(Policy):
             known.pressure.forget()
         if known.start is not None and known.start[1] is None:
             half = min(half, known.start[0])
-        # Where peaks are measured, later trials narrow a bracket however wide.
+        # With measured peaks, later trials can narrow a bracket of any width.
         is_measured = self._predicted_rows(self._chord(point.cost), point.cost) is not None
         return proven if proven and is_measured else max(proven, half)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return everything learned; ``limit`` are rows, None while every batch went whole."""
+        """Return everything learned; ``limit`` is in rows, or None while every batch went whole."""
         known = self._learned
         limit = known.ceiling or (known.start and known.start[0])
         if known.ceiling is None and known.has_failed:
             limit = max((each.rows for each in known.fits.values()), default=None)
         learned = dataclasses.asdict(known)
-        # As lists: in JSON, no tuple can be a key.
+        # As lists, because JSON does not allow tuples as keys.
         learned |= {name: list(learned[name].values()) for name in ("fits", "failures")}
         return {"kind": "Halving", "limit": limit, "learned": learned}
 
@@ -583,8 +577,8 @@ def _class(cost: float) -> int:
 
 
 def _keep(points: dict[Key, Point], key: Key, point: Point) -> None:
-    """Put a point last, and drop the oldest where there are too many."""
-    # First, because a key that is assigned to anew stays in its old place.
+    """Add a point in last place, and drop the oldest if there are too many."""
+    # Removed first, because a key that is assigned again keeps its old place.
     points.pop(key, None)
     points[key] = point
     if len(points) > MOST_POINTS:

@@ -1,4 +1,4 @@
-"""From what users write as ``microbatch_size=`` to a policy."""
+"""Policies for the values that users pass as ``microbatch_size=``."""
 
 from collections.abc import Mapping, Sequence
 
@@ -14,21 +14,8 @@ def make_policy(
     may_explore: bool = True,
     repeatable: bool = False,
 ) -> Policy:
-    """Return the policy that a ``microbatch_size`` stands for.
-
-    An int is a fixed size, ``"auto"`` starts with the whole batch and halves, ``"explore"`` looks
-    for the fastest of the sizes that fit, None is always the whole batch, and a policy stands for
-    itself. ``name`` is how errors call it, ``unit`` what it is counted in, ``may_explore``
-    whether they offer to explore, and ``repeatable`` whether the clock must not decide.
-
-    Raises:
-        TypeError: if the value is of a type that cannot be a size, or a policy that does not derive
-            from `Policy`.
-        ValueError: if it is a number below 1 or an unknown word.
-
-    >>> make_policy("auto"), make_policy(8), make_policy(None)
-    (Halving(initial=None), Fixed(8), Fixed(None))
-    """
+    """Return the policy that a ``microbatch_size`` stands for, or refuse the value."""
+    # Errors call the option `name`, count it in `unit`, and offer to explore if `may_explore`.
     explore = '"explore" (the fastest of those that fit), ' * (may_explore and unit == "rows")
     counted = "" if unit == "rows" else f" (of {unit}, with padding)"
     accepted = (
@@ -46,7 +33,7 @@ def make_policy(
         from automicro.policy.explore import Explore
 
         policy = Explore()
-    # The class of a policy has all the methods of one, but nothing to call them on.
+    # A class has all the methods of a policy, but there is no instance to call them on.
     elif isinstance(microbatch_size, type):
         raise TypeError(
             f"{name} is the class {microbatch_size.__name__} and not a policy: "
@@ -63,8 +50,9 @@ def make_policy(
         try:
             return Fixed(require_size(microbatch_size, name=name))
         except (TypeError, ValueError) as error:
-            # Says all that is accepted, which the function that counts rows does not know.
+            # This lists all accepted values, which the function that checks rows does not know.
             raise type(error)(f"{name}={microbatch_size!r} is no size: {accepted}") from None
+    # Results would not repeat if the clock decided sizes.
     if policy.explores and repeatable:
         raise ValueError(
             f"{name}={microbatch_size!r} finds sizes by the clock, and repeatable=True asks for "
@@ -81,26 +69,12 @@ def with_levels(
     by_time: bool,
     choices: Mapping[str, Sequence[float | str]] | None = None,
 ) -> Policy:
-    """Return a policy that finds the level beside the size.
-
-    One that explores sizes explores levels with them. Others climb when not even their smallest
-    size fits, or where the clock may decide, choose the level that is the fastest with the largest
-    size that fits there.
-
-    Raises:
-        ValueError: if levels have no names of their own, or a coordinate has no value.
-        TypeError: if the policy cannot be copied.
-
-    >>> with_levels(Halving(), ["plain", "recompute"], by_time=False)
-    Ladder(Halving(initial=None), ['plain', 'recompute'])
-    >>> with_levels(Halving(), ["plain", "recompute"], by_time=True)
-    FastestLevel(Halving(initial=None), ['plain', 'recompute'])
-    >>> with_levels(make_policy("explore"), ["plain", "recompute"], by_time=True)
-    Explore(max_steps=60, ['plain', 'recompute'])
-    """
+    """Return a policy that finds the level together with the size."""
     from automicro.policy.explore import Explore, FastestLevel
     from automicro.policy.ladder import Ladder
 
+    # A policy that explores sizes explores levels with them. Otherwise the clock chooses the level
+    # that is fastest at its largest size, or levels are climbed when the smallest size fails.
     if isinstance(policy, Explore):
         return policy.with_levels(levels, choices)
     if by_time:

@@ -1,6 +1,6 @@
-"""The fastest of what fits: sizes behind "explore", and levels beside sizes that are found.
+"""Exploration of the fastest sizes ("explore"), and of the fastest levels.
 
-What fits is found as by "auto", at each level. Then a race tells which is the fastest.
+The largest size that fits at each level is found as with "auto". A race then finds the fastest.
 """
 
 import copy
@@ -23,20 +23,20 @@ from automicro.policy.policy import (
 )
 from automicro.policy.race import Arm, Finding, Measurement, Race, Value
 
-# A doubling of the size is expected to save this share of the time, until it is measured.
+# Until measurements exist, doubling the size is expected to save this share of the time.
 EXPECTED = 0.1
-# Steps of a round that count. The first at an arm is cold (it compiles and looks for kernels), and
-# so is the first that asks for more memory than the round before.
+# Steps of a round that count. The first step at an arm is cold because it compiles and selects
+# kernels, and so is the first step that needs more memory than the previous round.
 ROUND = 2
-# Batches that finding what fits may take, before the largest that fitted has to do.
+# Limit on the batches used to find sizes that fit; after it, the largest that fitted is used.
 MOST_SETTLING = 16
-# Batches that a level is waited for while they all need a higher one.
+# Limit on the batches to wait for a level, while all of them need a higher one.
 MOST_AWAY = 4
-# Where a batch did not go whole at level 0, those of at most this share of its elements may.
+# If a batch did not go whole at level 0, batches of at most this share of its elements might.
 WHOLE = 0.75
-# Sizes that differ by more than this are not the same; in doublings.
+# Sizes that differ by at most this many doublings are the same.
 SAME = 0.2
-# It ends there; more steps are worth it as long as they pay within so many.
+# Exploring ends at this confidence, or when more steps would not pay within this many steps.
 SURE = 95
 HORIZON = 1000
 MOST_STEPS = 60
@@ -48,32 +48,32 @@ _AVERAGES = (
 
 
 class Explore(Ladder):
-    """Finds the fastest size in the run: every trial is a real training step.
+    """Finds the fastest size during the run: every trial is a real training step.
 
-    The gradient of a batch does not depend on the size, so nothing is lost but the time that a
-    slower size takes. What fits is found as by `Halving`, which "auto" stands for. Then sizes of
-    as many rows or fewer are measured in turns, each time the one that would most change the
-    decision, until the fastest is known well enough. From there on it is "auto" with microbatches
-    of at most that many rows: a size that fails later is halved, and none of them is tried again.
+    The gradient of a batch does not depend on the size, so slow trials cost only time. The sizes
+    that fit are found as with `Halving` ("auto"). Then sizes up to the largest that fits are
+    measured in turn, each time the one that could change the decision most. When
+    the fastest is known well enough, the policy works like "auto" with at most that many rows per
+    microbatch: a size that fails later is halved, and no other size is tried again.
 
-    After each round it tells how far it has come, see `Exploration`. The confidence is the
-    probability that no size is more than 1 % faster, given the spread of what was measured. It
-    ends at a confidence of 95, where more steps would take more time than they can win, or at a
-    budget; the size is then the best so far.
+    `exploration` reports the progress after each round. The confidence is the probability that no
+    size is more than 1 % faster, given the measured spread. Exploring ends at a confidence of 95,
+    when more steps would cost more time than they can save, or at a budget. The best size so far is
+    then used.
 
-    Batches of other rows and costs are compared by seconds per row × cost. Batches of less than
-    half the rows do not count.
+    Batches with different rows or costs are compared by seconds per row × cost. Batches with less
+    than half the rows do not count.
 
     Args:
-        max_steps: optimization batches that exploring may take.
-        max_minutes: that the batches of exploring may take together; None for any time.
+        max_steps: maximum number of optimization batches for exploring.
+        max_minutes: maximum duration of exploring, or None for no limit.
         initial: rows to start from instead of the whole batch.
-        max_microbatch_size: never propose more rows than these.
-        multiple_of: propose multiples of it, where the batch has more rows.
+        max_microbatch_size: upper limit on the rows of a microbatch.
+        multiple_of: propose multiples of this number if the batch has more rows.
 
     Attributes:
-        exploration: how far it has come with the last outcome; None before it begins, and after
-            it was over.
+        exploration: progress after the last outcome; None before exploring starts and after it has
+            ended.
 
     Raises:
         TypeError: if a number of rows or steps is not an int.
@@ -90,7 +90,7 @@ class Explore(Ladder):
     """
 
     explores = True
-    # Whether smaller sizes than the largest that fits at a level are tried as well.
+    # Whether sizes smaller than the largest that fits at a level are tried as well.
     _tries_cuts = True
 
     def __init__(
@@ -117,20 +117,20 @@ class Explore(Ladder):
     def with_levels(
         self, levels: Sequence[str], choices: Mapping[str, Sequence[Value]] | None = None
     ) -> "Explore":
-        """Return a policy with the same options that has not begun, for several levels.
+        """Return a copy with the same options for several levels, which starts from the beginning.
 
-        Where the whole batch fits at level 0, no other is tried: each level only takes time. Else
-        what fits is found at each level, and then sizes and levels are measured together. A level
-        is measured only with sizes that do not fit at one with fewer savers.
+        If the whole batch fits at level 0, no other level is tried, because each only costs time.
+        Otherwise the sizes that fit are found at each level, and then sizes and levels are measured
+        together. A level is measured only with sizes that do not fit at a level with fewer savers.
 
         Args:
-            levels: as of `Ladder`. Names of savers that are used together are joined by " + ".
-            choices: further coordinates and their values, those that need the least memory first;
-                `settings` tells those of the next attempt.
+            levels: names of the levels, the plain one first. Names of memory savers that are used
+                together are joined by " + ".
+            choices: additional coordinates with their values, those with the least memory first;
+                `settings` has the values for the next attempt.
 
         Raises:
-            ValueError: if levels have no names of their own, or a coordinate has no value.
-
+            ValueError: if level names are not unique, or a coordinate has no value.
         >>> policy = Explore().with_levels(["plain", "recompute"], {"sync": ["each", "last"]})
         >>> policy.levels, policy.settings
         (('plain', 'recompute'), {'sync': 'each'})
@@ -158,23 +158,23 @@ class Explore(Ladder):
 
     @property
     def compares_seconds(self) -> bool:
-        """Whether the seconds of the next attempt are compared."""
+        """Whether the seconds of the next attempt will be compared."""
         return not (self._progress.is_over or self._is_idle) or super().compares_seconds
 
     @property
     def wants_to_measure(self) -> bool:
-        """Whether a batch to come might be cut smaller only to measure it, if it may be."""
+        """Whether a future batch might be cut smaller only to measure it, if allowed."""
         return not self._progress.is_over or super().wants_to_measure
 
     @property
     def _is_idle(self) -> bool:
-        """Whether nothing has to be found yet: every batch has gone whole."""
+        """Whether there is nothing to find yet, because every batch has gone whole."""
         progress = self._progress
         return not self._tries_cuts and progress.stage == progress.settling == 0
 
     @property
     def settings(self) -> Mapping[str, Value]:
-        """Further settings of the next attempt: by each coordinate's name, its value."""
+        """Other settings of the next attempt: the value of each coordinate, by name."""
         progress = self._progress
         if self._is_idle and not (progress.is_over or progress.needs_least):
             return {name: values[-1] for name, values in self._choices.items()}
@@ -185,7 +185,7 @@ class Explore(Ladder):
 
     @property
     def _is_at_current(self) -> bool:
-        """Whether the next attempt may be what the round, or the choice, is."""
+        """Whether the next attempt can run at the arm of the round, or at the chosen arm."""
         current = self._progress.current
         if current is None or self._progress.is_recovering:
             return False
@@ -193,12 +193,12 @@ class Explore(Ladder):
 
     @property
     def measurements(self) -> Sequence[Measurement]:
-        """The steps that were measured, of what still fits."""
+        """The measured steps of arms that still fit."""
         race = self._progress.race
         return [] if race is None else [each for each in race.measurements if each[0] in race.arms]
 
     def level_for(self, num_rows: int, cost: float | None = None) -> int:
-        """Return the level of the round, or of the choice, or a higher one that a batch needs.
+        """Return the level of the round or of the choice, or a higher one if a batch needs it.
 
         A batch that goes whole at level 0 runs there.
 
@@ -219,7 +219,7 @@ class Explore(Ladder):
         return self._progress.stage if current is None else self.levels.index(str(current[0]))
 
     def suggest(self, rows: int, cost: float | None = None, *, level: int = 0) -> bool:
-        """Start from a size that an earlier run found; of levels alone, it is the choice.
+        """Start from a size that an earlier run found; if only levels are explored, it is chosen.
 
         Raises:
             TypeError: if the rows are not an int.
@@ -230,18 +230,18 @@ class Explore(Ladder):
         if does and level > 0 and not self._tries_cuts:
             self._progress.is_over = True
             self._progress.current = (self.levels[level], rows, *self._least.values())
-            # At level 0 as many rows did not go whole.
+            # At level 0 this many rows did not go whole.
             self._progress.not_whole = rows * require_cost(cost)
         return does
 
     def take_rehearsal(self) -> None:
-        """Try nothing that has not fitted yet: levels are only climbed, unless all are known."""
+        """Try nothing that has not fitted yet: levels only rise unless all have been measured."""
         super().take_rehearsal()
         if len(self.levels) > 1 and self._progress.race is None:
             self._progress.is_over, self._progress.stage = True, 0
 
     def propose(self, num_rows: int, cost: float | None = None) -> int:
-        """Return the size to try next, of those that should fit.
+        """Return the size to try next, among those that should fit.
 
         Raises:
             ValueError: if the batch has no rows, or the cost is not positive.
@@ -253,7 +253,7 @@ class Explore(Ladder):
         return min(fits, cut_size(num_rows, rows, multiple_of=self.multiple_of))
 
     def is_measuring(self, num_rows: int, cost: float | None = None) -> bool:
-        """Whether what it proposes for a batch may be smaller than fits, and only there to measure.
+        """Whether the proposal for a batch may be smaller than necessary, only to measure.
 
         Raises:
             ValueError: if the batch has no rows, or the cost is not positive.
@@ -264,13 +264,13 @@ class Explore(Ladder):
         return not progress.is_recovering
 
     def record(self, outcome: Outcome) -> None:
-        """Learn from an attempt: what fits, and how fast it was."""
+        """Learn from an attempt what fits and how fast it is."""
         progress, cost = self._progress, require_cost(outcome.cost)
         self.level = outcome.level
         is_smaller = super().is_measuring(outcome.num_rows, outcome.cost)
         is_least = dict(self._least) | dict(outcome.settings) == self._least
-        # What fits is asked with the settings that need the least memory, and while it explores,
-        # nothing else compares sizes.
+        # What fits is learned with the settings that need the least memory. During exploration no
+        # other part compares times.
         if is_least or outcome.fits:
             seconds = outcome.seconds if progress.is_over else None
             peak = outcome.peak_bytes if is_least else None
@@ -306,7 +306,7 @@ class Explore(Ladder):
         progress.is_recovering = False
 
     def _exclude(self, outcome: Outcome, cost: float, *, is_least: bool) -> None:
-        """Exclude what failed, and all that needs more."""
+        """Exclude the arm that failed and all arms that need at least as much memory."""
         progress, race = self._progress, self._progress.race
         assert race is not None
         savers, elements = self._savers(self.levels[outcome.level]), outcome.microbatch_size * cost
@@ -319,28 +319,28 @@ class Explore(Ladder):
         def needs_as_much(arm: Arm) -> bool:
             level, rows, *settings = arm
             needs = [values.index(each) for each, values in zip(settings, choices, strict=True)]
-            # With savers that the failed level lacks, or settings that need less, it may fit.
+            # It might fit with savers that the failed level lacks, or settings that need less.
             if not self._savers(str(level)) <= savers or any(map(int.__lt__, needs, asked)):
                 return False
-            if not self._tries_cuts:  # its size becomes smaller
+            if not self._tries_cuts:  # a smaller size is used at this level
                 return not is_least
             return float(rows) * progress.cost >= elements
 
         race.exclude([each for each in race.arms if needs_as_much(each)])
-        if not race.arms:  # go on with what fits
+        if not race.arms:  # continue with sizes that fit
             self._progress, self.exploration = _Progress(is_over=True), None
 
     def _savers(self, level: str) -> frozenset[str]:
-        """The savers of a level."""
+        """Return the memory savers of a level."""
         return frozenset(level.split(" + ")) if level != self.levels[0] else frozenset()
 
     def _settle(self, outcome: Outcome, cost: float) -> None:
-        """Wait for the largest size that fits at the level in turn, then go on to the next."""
+        """Find the largest size that fits at the current level, then move to the next level."""
         progress, stage, rows = self._progress, self._progress.stage, outcome.microbatch_size
         is_whole = rows == outcome.num_rows
         is_there = outcome.level == stage
         if is_there and stage == 0 and not self._tries_cuts and (is_whole or not self.adapts):
-            return  # the fastest of all, as far as this batch tells
+            return  # this batch runs at the fastest level already
         progress.settling += 1
         if not is_there:
             progress.away += 1
@@ -367,7 +367,7 @@ class Explore(Ladder):
         self._begin(outcome, cost)
 
     def _could_pay(self, level: str) -> bool:
-        """Whether larger sizes might fit than with some of a level's savers."""
+        """Whether larger sizes might fit than with a subset of a level's savers."""
         return not any(
             (is_whole or not self.adapts) and self._savers(other) < self._savers(level)
             for other, _, _, is_whole in self._progress.settled
@@ -385,14 +385,14 @@ class Explore(Ladder):
         self._tell(level, int(rows), steps=self._progress.steps, **more)
 
     def _begin(self, outcome: Outcome, cost: float) -> None:
-        """It is known what fits: measure it."""
+        """Start measuring, now that the sizes that fit are known."""
         progress, rows = self._progress, outcome.num_rows
         arms: list[Arm] = []
         largest: dict[str, int] = {}
         for level, size, at_cost, _ in progress.settled:
             known = min(rows, max(1, int(size * at_cost / cost + 1e-9)))
-            # A level that saves more takes more time, so it is of use only with sizes that do not
-            # fit with less.
+            # A level with more savers takes more time, so it is useful only with sizes that do not
+            # fit with fewer.
             fewer = [largest[each] for each in largest if self._savers(each) < self._savers(level)]
             less = max(fewer, default=0)
             largest[level] = known
@@ -413,14 +413,14 @@ class Explore(Ladder):
             self._tell_of(arms[0], confidence=99, ended="nothing else fits")
 
     def _arms(self, level: str, rows: int, most: int, *, more_than: int) -> list[Arm]:
-        """All that can be chosen at a level, the base first."""
+        """Return all arms of a level, the base first."""
         sizes = cuts(rows, most, multiple_of=self.multiple_of) if self._tries_cuts else [most]
         sizes = [each for each in sizes if each > more_than]
         settings = itertools.product(*self._choices.values())
         return [(level, size, *values) for values in settings for size in sizes]
 
     def _go_on(self, arm: Arm, *, is_cold: bool) -> None:
-        """Begin a round, or go on with the choice: the largest size at a level has no limit."""
+        """Start a round or continue with the choice; the largest size at a level has no limit."""
         progress, rows = self._progress, int(arm[1])
         is_largest = rows >= progress.largest[str(arm[0])]
         progress.most = None if is_largest or not self._tries_cuts else rows * progress.cost
@@ -428,7 +428,7 @@ class Explore(Ladder):
         progress.left, progress.has_run = ROUND, False
 
     def _measure(self, outcome: Outcome, cost: float, *, counts: bool) -> None:
-        """Take note of a step of a round; it counts if it was not only there to measure a peak."""
+        """Record a step of a round; it counts unless its only purpose was to measure a peak."""
         progress, arm = self._progress, self._progress.current
         assert progress.race is not None
         assert arm is not None
@@ -443,15 +443,16 @@ class Explore(Ladder):
             progress.left -= 1
             return
         progress.has_run = True
-        # A cold step compiles, looks for kernels or grows the allocator: its time tells nothing of
-        # later ones.
+        # A cold step compiles, selects kernels or grows the allocator, so its time does not predict
+        # later steps.
         is_cold, progress.is_cold = progress.is_cold, False
         if is_cold or progress.is_recovering:
             return
         progress.left -= 1
         elements = outcome.microbatch_size * cost
         is_alike = abs(math.log2(elements / (float(arm[1]) * progress.cost))) <= SAME
-        # A batch of few rows says nothing of others, and is no reason to wait for ever.
+        # A batch with few rows is not representative, but waiting for larger ones could take
+        # forever, so the round goes on.
         is_usual = 2 * outcome.num_rows >= progress.most_rows_seen
         if counts and is_usual and (is_alike or not self._tries_cuts):
             seconds = outcome.seconds / (outcome.num_rows * cost)
@@ -461,7 +462,7 @@ class Explore(Ladder):
         progress, before = self._progress, self._progress.current
         assert before is not None
         if not (progress.has_run or progress.is_recovering) and len(race.arms) > 1:
-            race.exclude([before])  # every batch needs another level
+            race.exclude([before])  # every batch needs a different level
         if not race.arms:
             self._progress, self.exploration = _Progress(is_over=True), None
             return
@@ -482,7 +483,7 @@ class Explore(Ladder):
             return f"max_steps={self._max_steps}"
         if self._max_minutes is not None and progress.seconds >= 60 * self._max_minutes:
             return f"max_minutes={self._max_minutes}"
-        # What all later steps could win, against what the next round is expected to lose.
+        # The most that later steps could save, against the expected cost of the next round.
         if found.regret * HORIZON < found.next_loss * ROUND:
             return "more steps would not pay"
         return None
@@ -499,10 +500,10 @@ class Explore(Ladder):
         return [list(self.levels), choices]
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on where a run was with exploring, in the middle of a round, too.
+        """Resume exploring where an earlier run stopped, even within a round.
 
-        Among other levels or choices it begins anew, with what is known to fit; so it does with
-        the state of the sizes alone, or of a `Ladder` over them.
+        With different levels or choices, exploring starts over with the sizes known to fit. The
+        same applies to the state of a policy of sizes, or of a `Ladder` over one.
 
         Raises:
             ValueError: if another kind of policy wrote the state, or it is damaged. Nothing has
@@ -518,25 +519,13 @@ class Explore(Ladder):
     def _load(self, state: dict[str, Any]) -> None:
         is_same = state["among"] == self._among()
         progress = _Progress.from_state(state["progress"]) if is_same else _Progress()
-        # Read first, because a damaged state must raise before anything has changed.
+        # Read first, because a damaged state must raise before anything changes.
         super()._load(state)
         self._progress = progress
 
 
 class FastestLevel(Explore):
-    """Finds the level that is the fastest with the largest size that fits there.
-
-    While whole batches fit at level 0 nothing is tried: each level only takes time. From the first
-    batch on that does not, what fits is found at each level as the given policy finds it, and the
-    levels are measured in turns, with real steps, until it is known well enough which is the
-    fastest. From there on batches run at that level, but for those that go whole at level 0. A
-    size that fails later becomes smaller, and a row that does not fit runs at a higher level.
-
-    Without a clock, or where layers average over the rows of a microbatch (BatchNorm), it only
-    climbs, as `Ladder` does.
-
-    Raises:
-        ValueError: as `Explore.with_levels`.
+    """Finds the level that is fastest with the largest size that fits there.
 
     >>> policy = FastestLevel(Halving(), ["plain", "recompute"])
     >>> for _ in range(40):
@@ -553,6 +542,14 @@ class FastestLevel(Explore):
     ('recompute', 16)
     """
 
+    # Nothing is tried while whole batches fit at level 0, because each level only costs time. After
+    # the first batch that does not fit, the given policy finds sizes at each level. Levels are then
+    # measured in turn with real steps, until the fastest is known well enough. Batches run at that
+    # level from then on, except those that go whole at level 0. A size that fails later is reduced,
+    # and if one row does not fit, a higher level is used.
+    #
+    # Without a clock, or if layers average over the rows of a microbatch (BatchNorm), levels only
+    # rise as with `Ladder`.
     _tries_cuts = False
 
     def __init__(
@@ -571,7 +568,7 @@ class FastestLevel(Explore):
 
 
 def cuts(num_rows: int, most_rows: int, *, multiple_of: int = 1) -> list[int]:
-    """Return the sizes worth measuring, the largest first: of 1, 2, 3, 4, 6, 8, 12 … microbatches.
+    """Return the sizes worth measuring, largest first: of 1, 2, 3, 4, 6, 8, 12 … microbatches.
 
     >>> cuts(32, 32), cuts(30, 12, multiple_of=4)
     ([32, 16, 11, 8, 6, 4, 3, 2, 1], [12, 8, 4])
@@ -587,33 +584,33 @@ def cuts(num_rows: int, most_rows: int, *, multiple_of: int = 1) -> list[int]:
 
 @dataclass
 class _Progress:
-    """Where exploring stands."""
+    """The state of exploring."""
 
-    stage: int = 0  # the level at which it is found what fits
-    settling: int = 0  # batches that this took
-    away: int = 0  # of these, those at another level; more where the last level was away, too
-    # Levels where it is known: name, largest size, cost of a row then, whether it was whole.
+    stage: int = 0  # the level at which sizes that fit are being found
+    settling: int = 0  # batches used for that
+    away: int = 0  # batches among them at another level; starts higher if the last level was away
+    # Levels with known sizes: name, largest size, cost of a row then, whether it was a whole batch.
     settled: list[list[Any]] = field(default_factory=list)
-    not_whole: float | None = None  # elements of the smallest batch that was to go whole and failed
-    rows: int = 0  # of the batch that measuring began with
-    cost: float = 1.0  # of a row of it; sizes are told in rows of this cost
-    race: Race | None = None  # None until it is known what fits
+    not_whole: float | None = None  # elements of the smallest batch that failed to go whole
+    rows: int = 0  # of the batch that measuring started with
+    cost: float = 1.0  # of a row of that batch; sizes are reported in rows of this cost
+    race: Race | None = None  # None until the sizes that fit are known
     largest: dict[str, int] = field(default_factory=dict)  # size at each level, by its name
-    current: Arm | None = None  # of the round that is running, then the choice
-    most: float | None = None  # elements that a microbatch of it may have; None for any
-    left: int = 0  # measured steps that the round still takes
-    has_run: bool = False  # whether a step of the round was the arm's
+    current: Arm | None = None  # of the current round, and later the choice
+    most: float | None = None  # limit on the elements of a microbatch; None if none
+    left: int = 0  # measured steps left in the round
+    has_run: bool = False  # whether a step of the round ran at its arm
     is_cold: bool = False  # whether the next step of the round does not count
     steps: int = 0
     seconds: float = 0.0
     most_rows_seen: int = 0  # of a batch
-    is_recovering: bool = False  # whether the batch that is running ran out of memory
-    is_over: bool = False  # whether all is chosen
+    is_recovering: bool = False  # whether the current batch ran out of memory
+    is_over: bool = False  # whether exploring has ended
     needs_least: bool = False  # whether a whole batch ran out of memory with other settings
 
     @classmethod
     def from_state(cls, state: dict[str, Any]) -> "_Progress":
-        """Return what `dataclasses.asdict`, through JSON, described."""
+        """Restore the state from `dataclasses.asdict`, after a round trip through JSON."""
         progress = cls(**copy.deepcopy(state))
         progress.race = None if state["race"] is None else Race.from_state(state["race"])
         progress.current = None if state["current"] is None else tuple(state["current"])

@@ -1,7 +1,7 @@
-"""The interface of policies: the outcome of an attempt in, a size for the next one out.
+"""The interface of policies, which turn the outcomes of attempts into the size of the next one.
 
-Policies are pure Python. They hold no tensor and read no device, so the same outcomes lead to
-the same sizes on every rank and in every test.
+Policies are pure Python. They hold no tensors and query no device, so equal outcomes lead to equal
+sizes on every rank and in every test.
 """
 
 import abc
@@ -17,26 +17,26 @@ from typing import Any
 class Outcome:
     """The outcome of one attempt at an optimization batch.
 
-    What was not measured is None; a policy then does without.
+    Values that were not measured are None.
 
     Attributes:
         num_rows: rows of the batch.
-        microbatch_size: rows of the largest slice that was really used.
-        fits: whether every microbatch went through.
-        peak_bytes: the most that was allocated during the attempt. Of a failed one: what was held
-            when it failed and what was asked for, together, so a lower bound of its need.
-        resident_bytes: what was held before the attempt, which every size needs.
-        capacity_bytes: what the device could give this process then: the limit of a budget; on
-            CUDA what is free and what is reserved, or the limit of the fraction.
-        seconds: how long the attempt took.
-        cost: of one row (elements, tokens): rows of the same structure that are longer cost more.
-        alloc_retries: how often the allocator had to free its cache and ask again.
-        level: at which it ran, see `Policy.levels`.
-        settings: with which it ran, see `Policy.settings`.
+        microbatch_size: rows of the largest slice that was used.
+        fits: whether every microbatch succeeded.
+        peak_bytes: peak memory of the attempt. For a failed attempt, the bytes in use plus the
+            bytes requested when it failed, which is a lower bound.
+        resident_bytes: bytes in use before the attempt, which every size needs.
+        capacity_bytes: bytes available to this process: the limit of a budget, or on CUDA the free
+            and reserved bytes or the limit of the memory fraction.
+        seconds: duration of the attempt.
+        cost: cost of one row (elements or tokens). Longer rows of the same structure cost more.
+        alloc_retries: how often the allocator had to free its cache and retry.
+        level: level of the attempt, see `Policy.levels`.
+        settings: settings of the attempt, see `Policy.settings`.
 
     Raises:
-        ValueError: if the size is not between 1 and the rows of the batch, or the cost is not a
-            positive, finite number.
+        ValueError: if the size is not between 1 and the rows of the batch, or the cost is not
+            positive and finite.
 
     >>> Outcome(num_rows=10, microbatch_size=5, fits=False).fits
     False
@@ -55,7 +55,7 @@ class Outcome:
     settings: Mapping[str, float | str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        # An outcome that cannot be would spoil all later predictions, without an error.
+        # An impossible outcome would silently spoil all later predictions.
         if not 1 <= self.microbatch_size <= self.num_rows:
             raise ValueError(
                 f"an outcome of {self.num_rows} rows cannot have slices of "
@@ -69,15 +69,15 @@ class Exploration:
     """How far the search for the fastest size has come.
 
     Attributes:
-        microbatch_size: recommended so far, in rows of the batch that it began with.
-        level: at which they are computed, by its name; None where there is one level only.
-        settings: that go with it, by their names.
-        speedup: its speed in shares of the base's, the largest size that fits at the lowest level.
-        confidence: the probability in percent, given the measured spread, that nothing else is
-            more than 1 % faster; 0 … 99.
-        steps: optimization batches that it took so far.
+        microbatch_size: the best size so far, in rows of the batch that exploring started with.
+        level: name of the best level, or None if there is only one level.
+        settings: the best settings, by name.
+        speedup: speed relative to the base, the largest size that fits at the lowest level.
+        confidence: probability in percent, given the measured spread, that no alternative is more
+            than 1 % faster; 0 … 99.
+        steps: optimization batches used so far.
         is_news: whether this batch ended a round.
-        ended: why it is over; None while it goes on.
+        ended: why exploring ended, or None while it continues.
 
     >>> print(Exploration(microbatch_size=16, speedup=1.2, confidence=83, steps=21))
     exploring: 16 rows, 1.20x base, confidence 83
@@ -111,31 +111,32 @@ class Exploration:
 class Policy(abc.ABC):
     """Decides how many rows a microbatch may have.
 
-    Derive your own from it and hand it over as ``microbatch_size=``. `propose` is all that it
-    needs; the others have defaults. One that keeps more than numbers, texts, lists and mappings
-    writes ``state_dict`` and ``load_state_dict``, too. The caller asks before each attempt and
-    tells after it; a policy that proposes nothing smaller after an attempt that did not fit makes
-    the caller give up.
+    Derive your own policy from this class and pass it as ``microbatch_size=``. Only `propose` is
+    required; the other methods have defaults. If your policy keeps more than numbers, strings,
+    lists and mappings, also write ``state_dict`` and ``load_state_dict``. The caller asks for a
+    size before each attempt and records the outcome after it. If an attempt did not fit and the
+    policy proposes nothing smaller, the caller gives up.
 
-    Slices are balanced: 48 rows proposed for 64 become 32 and 32, and that is the size that an
-    outcome tells; `canonical_size` says what becomes of a proposal. A batch of which not even the
-    smallest size fits teaches nothing: the caller puts back what ``state_dict`` gave before it.
+    Slices are balanced: if 48 rows are proposed for 64, the slices have 32 and 32 rows, and the
+    outcome reports 32. If not even the smallest size of a batch fits, the caller restores the
+    ``state_dict`` from before that batch.
 
-    Where microbatches can be computed at several levels (as they come, or with less memory and more
-    time), the caller asks `level_for` each batch, sets ``level``, and then asks for sizes. When
-    nothing smaller is left it asks to `climb` before it gives up.
+    If microbatches can be computed at several levels (plain, or with less memory and more time),
+    the caller asks `level_for` for each batch, sets ``level``, and then asks for sizes. When no
+    smaller size is left, it calls `climb` before it gives up.
 
     Attributes:
-        adapts: whether sizes may change. Where they may not, running out of memory is final.
-        multiple_of: what the caller makes slices a multiple of, but for the last one.
-        may_measure: set by the caller before each batch: whether it may be.
-        levels: the name of each level, the plain one first.
+        adapts: whether sizes can change. If not, running out of memory is final.
+        multiple_of: the caller makes all slices but the last a multiple of this number.
+        may_measure: set by the caller before each batch: whether it may be cut smaller than
+            necessary only to measure its peak. It may not if layers average over rows.
+        levels: names of the levels, the plain one first.
         level: set by the caller before it asks for sizes: the level at which they will be used.
-        grown_from: rows that had been known to fit, where the last outcome was the first that
-            fitted with more after memory had run out; else None.
-        explores: whether it tries sizes that fit for the sake of time, so that a run with it has
-            other sizes each time.
-        exploration: how far that has come with the last outcome; None where it did not count.
+        grown_from: rows previously known to fit, if the last outcome was the first to fit with more
+            rows after memory had run out; otherwise None.
+        explores: whether the policy compares the speed of sizes that fit, so that sizes can differ
+            between runs.
+        exploration: progress of exploring after the last outcome, or None if that did not count.
 
     Example:
         >>> class Quarters(Policy):
@@ -164,81 +165,82 @@ class Policy(abc.ABC):
 
     @property
     def compares_seconds(self) -> bool:
-        """Whether the seconds of the next attempt are compared, and have to be the device's."""
+        """Whether the seconds of the next attempt will be compared, so they must be accurate."""
         return False
 
     @property
     def settings(self) -> Mapping[str, float | str]:
-        """Further settings of the next attempt, by name; asked after the sizes."""
+        """Other settings of the next attempt, by name; read after the sizes."""
         return {}
 
     @property
     def wants_to_measure(self) -> bool:
-        """Whether a batch to come might be cut smaller only to measure it, if it may be."""
+        """Whether a future batch might be cut smaller only to measure it, if allowed."""
         return False
 
     @abc.abstractmethod
     def propose(self, num_rows: int, cost: float | None = None) -> int:
-        """Return the most rows, 1 … ``num_rows``, that a microbatch of this batch may have.
+        """Return the largest number of rows, 1 … ``num_rows``, for a microbatch of this batch.
 
         Args:
-            num_rows: of the batch.
-            cost: of one row (elements, tokens); None if unknown.
+            num_rows: rows of the batch.
+            cost: cost of one row (elements or tokens), or None if unknown.
         """
 
     def record(self, outcome: Outcome) -> None:  # noqa: B027
-        """Learn what became of an attempt."""
+        """Learn from the outcome of an attempt."""
 
     def level_for(self, num_rows: int, cost: float | None = None) -> int:
-        """Return the level at which a batch should begin: 0, where there is no other.
+        """Return the level at which a batch should start: 0 if there is only one.
 
         Args:
-            num_rows: of the batch.
-            cost: of its costliest row; None if unknown.
+            num_rows: rows of the batch.
+            cost: cost of its costliest row, or None if unknown.
         """
         return 0
 
     def climb(self, cost: float | None = None) -> bool:
-        """Go one level up, because nothing smaller is left; return whether there is one.
+        """Go one level up when no smaller size is left, and return whether there was one.
 
         Args:
-            cost: of the costliest row of the batch that did not fit; None if unknown.
+            cost: cost of the costliest row of the batch that did not fit, or None if unknown.
         """
         return False
 
     def suggest(self, rows: int, cost: float | None = None, *, level: int = 0) -> bool:
-        """Start from a size that an earlier run found, and return whether it does.
+        """Start from a size that an earlier run found, and return whether it is used.
 
         Args:
-            rows: of a microbatch.
-            cost: of one row; None if unknown.
-            level: at which it was found.
+            rows: rows of a microbatch.
+            cost: cost of one row, or None if unknown.
+            level: level at which the size was found.
         """
         return False
 
     def take_rehearsal(self) -> None:  # noqa: B027
-        """The costliest batches have been tried: from now on nothing is, unless it surely fits."""
+        """Try only sizes that surely fit from now on: the costliest batches have been rehearsed."""
 
     def is_measuring(self, num_rows: int, cost: float | None = None) -> bool:
-        """Whether what it proposes for a batch is smaller than fits, and only there to measure."""
+        """Whether the proposal for a batch is smaller than necessary, only to measure its peak."""
         return False
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}()"
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what was learned, as plain values that JSON can hold: here all its attributes."""
+        """Return what was learned as JSON values; by default, all attributes."""
         values = {name: value for name, value in vars(self).items() if _is_plain(value)}
         return {"kind": type(self).__name__, "values": copy.deepcopy(values)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take over what ``state_dict`` returned.
+        """Restore a state that ``state_dict`` returned.
 
         Raises:
-            ValueError: another kind of policy wrote it, or it is damaged. Nothing has changed then.
+            ValueError: if another kind of policy wrote it, or it is damaged. Nothing has changed
+                then.
         """
         require_kind(state, self)
-        # Half of a damaged state would be a policy that nothing describes.
+        # A partly loaded state would be inconsistent.
         before = self.state_dict()
         try:
             self._load(state)
@@ -250,12 +252,12 @@ class Policy(abc.ABC):
             ) from error
 
     def _load(self, state: dict[str, Any]) -> None:
-        """Take over a state of this kind."""
+        """Load a state of this kind."""
         vars(self).update(copy.deepcopy(state.get("values", {})))
 
 
 def _is_plain(value: Any) -> bool:
-    """Whether JSON can hold a value."""
+    """Whether JSON can represent a value."""
     if isinstance(value, dict):
         return all(isinstance(name, str) and _is_plain(each) for name, each in value.items())
     if isinstance(value, list):
@@ -264,14 +266,12 @@ def _is_plain(value: Any) -> bool:
 
 
 def canonical_size(num_rows: int, microbatch_size: int) -> int:
-    """Return the largest slice when ``num_rows`` are cut into balanced slices of at most a size.
-
-    Two sizes with the same largest slice are the same cut.
+    """Return the largest slice of ``num_rows`` rows in balanced slices of at most a given size.
 
     >>> [canonical_size(10, size) for size in (4, 5, 9, 10, 99)]
     [4, 5, 5, 10, 10]
     """
-    # Sizes with the same number of slices are the same cut, and count as one.
+    # Sizes that give the same number of slices are the same cut.
     num_slices = -(-num_rows // microbatch_size)
     return -(-num_rows // num_slices)
 
@@ -279,8 +279,7 @@ def canonical_size(num_rows: int, microbatch_size: int) -> int:
 def cut_size(num_rows: int, most_rows: int, *, multiple_of: int = 1) -> int:
     """Return the largest slice of the coarsest cut into slices of at most ``most_rows``.
 
-    With ``multiple_of`` all slices but the last are multiples of it, where more rows than that
-    are allowed and there; below it a cut is balanced again.
+    With ``multiple_of``, all slices but the last are multiples of it if that many rows are allowed.
 
     >>> cut_size(100, 40), cut_size(100, 40, multiple_of=8), cut_size(100, 5, multiple_of=8)
     (34, 40, 5)
@@ -288,7 +287,7 @@ def cut_size(num_rows: int, most_rows: int, *, multiple_of: int = 1) -> int:
     6
     """
     most_rows = min(most_rows, num_rows)
-    # No whole unit fits: a size that trains is better than one that is rounded to nothing.
+    # A multiple rounded down to nothing cannot train, so below one unit the cut is balanced.
     if num_rows <= multiple_of or most_rows < multiple_of:
         return canonical_size(num_rows, most_rows)
     if most_rows == num_rows:
@@ -298,27 +297,20 @@ def cut_size(num_rows: int, most_rows: int, *, multiple_of: int = 1) -> int:
 
 
 def require_rows(num_rows: int) -> None:
-    """Refuse a batch without rows.
-
-    Raises:
-        ValueError: if there is no row.
-    """
+    """Refuse a batch without rows."""
     if num_rows < 1:
         raise ValueError(f"no size can be proposed for {num_rows} rows: give a batch with rows")
 
 
 def require_cost(cost: float | None) -> float:
-    """Return the cost of a row; if none is given, every row costs the same.
-
-    Raises:
-        ValueError: if it is not a positive, finite number.
+    """Return the cost of a row as a float, 1.0 for None, or refuse one that is not positive.
 
     >>> require_cost(None), require_cost(128)
     (1.0, 128.0)
     """
     if cost is None:
         return 1.0
-    # Sizes are divided by it.
+    # Zero and infinity are refused, because sizes are divided by costs.
     if not 0 < cost < math.inf:
         raise ValueError(
             f"a row cannot cost {cost}: give a positive number (elements or tokens of one row), "
@@ -328,11 +320,7 @@ def require_cost(cost: float | None) -> float:
 
 
 def require_size(value: Any, *, name: str) -> int:
-    """Return a number of rows as an int.
-
-    Raises:
-        TypeError: if it is not an integer (True is not one here).
-        ValueError: if it is below 1.
+    """Return a number of rows as an int, or refuse it; booleans are not numbers here.
 
     >>> require_size(8, name="initial")
     8
@@ -340,7 +328,7 @@ def require_size(value: Any, *, name: str) -> int:
     try:
         if isinstance(value, bool):
             raise TypeError("True and False are ints to Python")
-        # Also numbers of numpy, and none that only happen to be whole.
+        # Accepts integers of numpy, but no floats with integer values.
         size = operator.index(value)
     except TypeError as error:
         raise TypeError(
@@ -352,11 +340,7 @@ def require_size(value: Any, *, name: str) -> int:
 
 
 def require_kind(state: dict[str, Any], policy: object) -> None:
-    """Refuse the state of another kind of policy.
-
-    Raises:
-        ValueError: if another kind of policy wrote the state, naming both.
-    """
+    """Refuse the state of another kind of policy."""
     kind = type(policy).__name__
     if state.get("kind") != kind:
         raise ValueError(
@@ -366,9 +350,9 @@ def require_kind(state: dict[str, Any], policy: object) -> None:
 
 
 class Fixed(Policy):
-    """Propose always the same size; None stands for the whole batch.
+    """Always propose the same size; None stands for the whole batch.
 
-    Never adapts, so running out of memory is final.
+    The size never adapts, so running out of memory is final.
 
     Raises:
         TypeError: if the size is not an int or None.
@@ -389,7 +373,7 @@ class Fixed(Policy):
         return f"Fixed({self._microbatch_size})"
 
     def propose(self, num_rows: int, cost: float | None = None) -> int:
-        """Return the fixed size, or ``num_rows`` where the batch is smaller.
+        """Return the fixed size, or ``num_rows`` if the batch is smaller.
 
         Raises:
             ValueError: if the batch has no rows.
@@ -398,8 +382,6 @@ class Fixed(Policy):
         return num_rows if self._microbatch_size is None else min(self._microbatch_size, num_rows)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the size, for people who read the state.
-
-        It is a setting and nothing learned: a run that is resumed with another one means it.
-        """
+        """Return the size for readers of the state; loading it changes nothing."""
+        # The size is a setting, not learned: a resumed run with another size should use that one.
         return {"kind": "Fixed", "microbatch_size": self._microbatch_size}

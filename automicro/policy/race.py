@@ -1,10 +1,10 @@
-"""Which of several ways is the fastest, from few measurements that are noisy.
+"""Find the fastest of several choices from few, noisy measurements.
 
-The logarithm of the seconds per unit of work is taken for the sum of a random walk along the
-logarithm of each number (neighbours tell of each other), a part of each arm's own (steps at
-multiples, cliffs), the drift of the machine, what the work of a step is like, and noise with heavy
-tails: a disturbed step counts less. That gives the probability of every order of the arms, and with
-it the confidence, and the arm to measure next.
+The logarithm of the seconds per unit of work is modeled as a sum. Along the logarithm of each
+number it is a random walk, so neighbors inform each other. Each arm adds an offset (multiples,
+cliffs). The other terms are the drift of the machine, the kind of work in a step, and noise with
+heavy tails, so that disturbed steps count less. Draws from the posterior give the confidence and
+the arm to measure next.
 """
 
 import functools
@@ -23,71 +23,56 @@ Arm = tuple[Value, ...]
 Measurement = tuple[Arm, float, int, float]
 """A step: its arm, seconds per unit of work, its number, what a unit is like (a row's length)."""
 
-# Doublings between an arm that was measured and one that may be next.
+# Doublings between an arm that was measured and one that may be measured next.
 REACH = 1.1
-# An arm that is faster by no more than this share is as good as the best.
+# An arm within this share of the best is as good as the best.
 TOLERANCE = 0.01
-# Standard deviations, of logarithms: 0.05 is 5 %.
-LEVEL, KIND = 10.0, 0.5  # of all arms; between kinds
-WORK_SLOPE = 0.5  # the same for a doubling of what a unit of work is like
+# Standard deviations of logarithms: 0.05 is 5 %.
+LEVEL, KIND = 10.0, 0.5  # common to all arms; between kinds
+WORK_SLOPE = 0.5  # per doubling of the size of a unit of work
 DRIFT_LENGTH = 12.0  # steps over which the machine drifts
-WALK, OWN = 0.25, 0.04  # over one doubling; of each arm's own
-DRIFT = 0.7  # of the machine, in shares of the noise
-TAIL = 4.0  # degrees of freedom of the noise, which is Student's
-# The noise that is expected, counted as so many steps.
+WALK, OWN = 0.25, 0.04  # per doubling of a number; per arm
+DRIFT = 0.7  # of the machine, as a share of the noise
+TAIL = 4.0  # degrees of freedom of the noise, which follows Student's distribution
+# The expected noise, weighted as this many steps.
 NOISE, STEPS_OF_NOISE = 0.02, 4
 ROUNDS_OF_WEIGHTS = 4
-TINY = 1e-12  # in place of no weight
+TINY = 1e-12  # avoids division by a zero weight
 DRAWS = 2048
 
 
 def _kind(arm: Arm) -> Arm:
-    """Its words."""
+    """Return the words of an arm."""
     return tuple(each for each in arm if isinstance(each, str))
 
 
 def _place(arm: Arm) -> tuple[float, ...]:
-    """The logarithms of its numbers."""
+    """Return the logarithms of the numbers of an arm."""
     return tuple(math.log2(each) for each in arm if not isinstance(each, str))
 
 
 def _is_between(arm: Arm, one: Arm, other: Arm) -> bool:
-    """Whether each number lies between those of two others, and it is neither of them."""
+    """Whether an arm is neither of two others, and each of its numbers lies between theirs."""
     bounds = zip(_place(arm), _place(one), _place(other), strict=True)
     return arm not in (one, other) and all(min(a, b) <= x <= max(a, b) for x, a, b in bounds)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Finding:
-    """The conclusion from the measurements.
-
-    Attributes:
-        best: the arm to take.
-        speedup: its speed in shares of the base's.
-        confidence: the probability in percent, given the measured spread, that no arm is more
-            than 1 % faster; 0 … 99.
-        regret: the share of time that knowing everything is expected to win.
-        next: the arm to measure next.
-        next_loss: of the time of one step at ``next``, the share that is expected to be lost.
-    """
+    """The conclusion from the measurements."""
 
     best: Arm
-    speedup: float = 1.0
+    speedup: float = 1.0  # speed of the best arm relative to the base
+    # Probability in percent (0 … 99), given the measured spread, that no arm is over 1 % faster.
     confidence: int = 0
-    regret: float = math.inf
-    next: Arm
-    next_loss: float = 0.0
+    regret: float = math.inf  # share of the time that perfect knowledge is expected to save
+    next: Arm  # the arm to measure next
+    next_loss: float = 0.0  # share of the time of a step at `next` that is expected to be lost
 
 
 @dataclass
 class Race:
     """Finds the fastest of several arms.
-
-    Attributes:
-        arms: all that can be chosen.
-        base: what speeds are told in shares of.
-        expected: the share of time that a doubling of the first number is expected to save.
-        measurements: so far.
 
     >>> sizes = [(size,) for size in (4, 8, 16)]
     >>> race = Race(sizes, base=sizes[2])
@@ -100,33 +85,30 @@ class Race:
     """
 
     arms: list[Arm]
-    base: Arm
-    expected: float = 0.0
+    base: Arm  # speeds are relative to this arm
+    expected: float = 0.0  # share of the time that doubling the first number is expected to save
     measurements: list[Measurement] = field(default_factory=list)
 
     def exclude(self, arms: Iterable[Arm]) -> None:
-        """Some do not fit; what they measured still tells of the others."""
+        """Remove arms that do not fit; their measurements still inform about the others."""
         gone = set(arms)
         self.arms = [each for each in self.arms if each not in gone]
         if self.base in gone and self.arms:
             self.base = self.arms[0]
 
     def count(self, arm: Arm) -> int:
-        """How many steps of an arm were measured."""
+        """Return the number of measured steps of an arm."""
         return sum(each == arm for each, *_ in self.measurements)
 
     @classmethod
     def from_state(cls, state: Mapping[str, Any]) -> "Race":
-        """The race of which `dataclasses.asdict`, through JSON, gave this."""
+        """Restore a race from `dataclasses.asdict`, after a round trip through JSON."""
         told = [(tuple(arm), *more) for arm, *more in state["measurements"]]
         arms = [tuple(each) for each in state["arms"]]
         return cls(arms, tuple(state["base"]), state["expected"], told)
 
     def find(self) -> Finding:
-        """The conclusion from the measurements; before the first, the base.
-
-        A kind of which nothing was measured comes next, and nothing is sure before.
-        """
+        """Return the conclusion from the measurements, or the base if there are none."""
         arms = self.arms
         if len(arms) == 1:
             return Finding(best=arms[0], confidence=99, regret=0.0, next=arms[0])
@@ -136,7 +118,7 @@ class Race:
         lowest, margin = draws.min(axis=1), math.log1p(TOLERANCE)
         good = (draws <= lowest[:, None] + margin).mean(axis=0)
         means = draws.mean(axis=0)
-        # Of those that are as sure, the one that is faster by the mean, and else the first.
+        # Among equally sure arms, the one with the faster mean, otherwise the first.
         told = {arm for arm, *_ in self.measurements}
         best = max(
             [number for number, each in enumerate(arms) if each in told] or [0],
@@ -144,13 +126,14 @@ class Race:
         )
         beats = (draws < draws[:, [best]] - margin).mean(axis=0)
         gains = np.maximum(draws[:, [best]] - draws, 0.0).mean(axis=0)
-        # What would change most, for the time that it takes; the two take turns.
+        # Measure the arm that would change the conclusion most per unit of time, or the best arm,
+        # whichever has fewer measurements.
         worth = (beats + gains) / np.exp(means - means.min())
         others = [each for each in range(len(arms)) if each != best]
         near = [each for each in others if self._is_near(arms[each], told)] or others
         challenger = max(near, key=lambda each: worth[each])
         following = min((challenger, best), key=lambda each: self.count(arms[each]))
-        # Of a kind without a measurement only the prior tells: nothing is sure before it has one.
+        # Only the prior describes a kind without measurements, so nothing is sure yet.
         unknown = [each for each in arms if _kind(each) not in set(map(_kind, told))]
         return Finding(
             best=arms[best],
@@ -162,7 +145,7 @@ class Race:
         )
 
     def _is_near(self, arm: Arm, told: Iterable[Arm]) -> bool:
-        """Whether an arm close to it, or next to it, was measured: curves hold no farther."""
+        """Whether a close or adjacent arm was measured; curves do not extrapolate further."""
         alike = [each for each in self.arms if _kind(each) == _kind(arm)]
         return any(
             max(map(abs, np.subtract(_place(arm), _place(each))), default=0.0) <= REACH
@@ -173,15 +156,14 @@ class Race:
 
 
 def _draws(arms: Sequence[Arm], told: Sequence[Measurement], expected: float) -> Array:
-    """Draws of the arms' values, (DRAWS, arms)."""
+    """Return draws of the arms' values, of shape (DRAWS, arms)."""
     told_arms, seconds, numbers, works = zip(*told, strict=True)
     used = list(dict.fromkeys([*arms, *told_arms]))
     index, k = [used.index(each) for each in told_arms], len(arms)
-    # Logarithms, because disturbances and speeds are in shares: a step is 5 % slower whatever its
-    # size.
+    # Logarithms, because disturbances and speeds are relative: a step is 5 % slower at any size.
     y = np.log(seconds)
-    # The prior has a mean of zero, so what is expected beforehand is taken off here and comes back
-    # in the centers.
+    # The prior has mean zero, so the expected values are subtracted here and added back in the
+    # centers.
     means = np.median(y) - expected * np.array([_place(each)[0] for each in used])
     y -= means[index]
     covariance = _covariance(used)
@@ -190,7 +172,7 @@ def _draws(arms: Sequence[Arm], told: Sequence[Measurement], expected: float) ->
     signal = covariance[index][:, index]
     if np.ptp(work):
         signal = signal + WORK_SLOPE**2 * np.outer(work - work.mean(), work - work.mean())
-    # Steps that tell of the noise: of each arm one is spent on its mean.
+    # Steps that inform about the noise: one step per arm is spent on its mean.
     known, weights = STEPS_OF_NOISE + len(told) - len(set(index)), np.ones(len(told))
     for _ in range(ROUNDS_OF_WEIGHTS):
         own = np.bincount(index, weights * y) / np.maximum(np.bincount(index, weights), TINY)
@@ -201,7 +183,7 @@ def _draws(arms: Sequence[Arm], told: Sequence[Measurement], expected: float) ->
     across = covariance[:k][:, index]
     centers = means[:k] + across @ inverse @ y
     values, vectors = np.linalg.eigh(covariance[:k, :k] - across @ inverse @ across.T)
-    # The symmetric root: there is one, where signs of eigenvectors are a processor's own.
+    # The symmetric root is unique, but the signs of eigenvectors depend on the processor.
     root = (vectors * np.sqrt(np.maximum(values, 0.0))) @ vectors.T
     draws: Array = centers + _normal(k) @ root
     return draws
@@ -209,12 +191,12 @@ def _draws(arms: Sequence[Arm], told: Sequence[Measurement], expected: float) ->
 
 @functools.cache
 def _normal(k: int) -> Array:
-    """The same draws each time, so that every rank decides alike."""
+    """Return the same draws each time, so that all ranks decide alike."""
     return np.random.Generator(np.random.PCG64(17)).standard_normal((DRAWS, k))
 
 
 def _covariance(arms: Sequence[Arm]) -> Array:
-    """Covariances of the arms: the level, the kind, walks along numbers, each one's own."""
+    """Return the covariance of the arms: level, kind, walks along numbers, and own offsets."""
     found = np.full((len(arms), len(arms)), LEVEL**2) + OWN**2 * np.eye(len(arms))
     for words in zip(*map(_kind, arms), strict=True):
         found += KIND**2 * np.array([[a == b for b in words] for a in words])

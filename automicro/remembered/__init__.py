@@ -1,1 +1,1 @@
-"""Sizes that were found, kept on disk for the next run: one small JSON file for each."""
+"""Microbatch sizes kept on disk for later runs, in one small JSON file each."""

@@ -1,7 +1,6 @@
-"""Sizes that runs found, kept for the next run: one small JSON file for each kind of run.
+"""The cache of microbatch sizes, with one small JSON file for each kind of run."""
 
-fsspec reads and writes, in a folder and behind a URL alike.
-"""
+# fsspec reads and writes the files, in a local folder as well as at a URL.
 
 import dataclasses
 import hashlib
@@ -22,7 +21,7 @@ from automicro.files import write_whole
 T = TypeVar("T")
 
 VARIABLE = "AUTOMICRO_CACHE"
-SECONDS = 15.0  # that an answer may take
+SECONDS = 15.0  # time limit of a request
 _NAME = re.compile(r"[0-9a-f]{64}\.json")
 _SECRET = re.compile(r"(?<=://)[^/@\s]*@")
 
@@ -31,20 +30,18 @@ RunKey: TypeAlias = Mapping[str, Any]
 
 
 def sizes_folder() -> str:
-    """Return the folder of remembered sizes, or its URL. It need not exist.
-
-    It lies in ``$AUTOMICRO_CACHE``, else in ``$XDG_CACHE_HOME/automicro``, else in
-    ``~/.cache/automicro``.
-    """
+    """Return the folder of remembered sizes, or its URL. It need not exist."""
+    # In ``$AUTOMICRO_CACHE``, or else ``$XDG_CACHE_HOME/automicro``, or else
+    # ``~/.cache/automicro``.
     if named := os.environ.get(VARIABLE):
         return f"{named.rstrip('/')}/sizes"
     base = Path(os.environ.get("XDG_CACHE_HOME", ""))
-    # The specification of this variable wants relative paths ignored.
+    # According to the specification of this variable, relative paths are ignored.
     return str((base if base.is_absolute() else Path.home() / ".cache") / "automicro" / "sizes")
 
 
 def digest_of(content: Any) -> str:
-    """Return the SHA-256 of plain values, whatever the order of their mappings.
+    """Return the SHA-256 of plain values, regardless of the order of mappings.
 
     >>> digest_of({"a": 1, "b": 2}) == digest_of({"b": 2, "a": 1})
     True
@@ -53,31 +50,20 @@ def digest_of(content: Any) -> str:
 
 
 def file_of(key: RunKey) -> str:
-    """Return the name of the file of a kind of run, the same on every machine."""
+    """Return the file name for a kind of run, which is the same on every machine."""
     return f"{digest_of(key)}.json"
 
 
 @dataclass(frozen=True, kw_only=True)
 class RememberedSize:
-    """The microbatch size that a run settled on, as its file holds it.
+    """The microbatch size that a run settled on, with the contents of its file."""
 
-    Attributes:
-        key: the kind of run.
-        microbatch_size: rows of the largest microbatch.
-        cost_per_row: elements of a row of the batch that it was found with.
-        peak_bytes: of an optimization batch at that size.
-        level: how microbatches were computed, see ``when_too_large``.
-        written_at: seconds since 1970.
-
-    Raises:
-        ValueError: values that cannot have been measured.
-    """
-
-    key: RunKey = field(hash=False)
-    microbatch_size: int
-    cost_per_row: float | None = None
-    peak_bytes: int | None = None
-    level: str = "plain"
+    key: RunKey = field(hash=False)  # the kind of run
+    microbatch_size: int  # rows of the largest microbatch
+    cost_per_row: float | None = None  # elements of a row of the batch with which it was found
+    peak_bytes: int | None = None  # peak memory of an optimization batch at that size
+    level: str = "plain"  # the level of memory savers, see ``when_too_large``
+    # Seconds since 1970.
     written_at: float = field(default_factory=time.time, compare=False)
 
     def __post_init__(self) -> None:
@@ -93,10 +79,9 @@ class RememberedSize:
 
 
 class SizeCache:
-    """Sizes that runs have found. Files are data: reading one runs nothing.
+    """The sizes that runs have found. Its files are data, so reading one executes no code."""
 
-    What fails or is damaged is left out, with one `SizeCacheWarning` for each cache.
-    """
+    # Files that cannot be used are ignored, with one `SizeCacheWarning` per cache.
 
     def __init__(self, folder: str | os.PathLike[str] | None = None) -> None:
         self._url = sizes_folder() if folder is None else os.fspath(folder)
@@ -107,38 +92,38 @@ class SizeCache:
         self._has_warned = False
 
     def find(self, key: RunKey) -> RememberedSize | None:
-        """Return what was found for a kind of run."""
+        """Return the size found for a kind of run, or None."""
         return None if self.has_failed else self._read(file_of(key))
 
     def remember(self, size: RememberedSize) -> None:
-        """Write a size in place of what was there for its key."""
+        """Write a size, replacing the earlier one for its key."""
         if not self.has_failed:
             text = json.dumps(dataclasses.asdict(size), indent=1, allow_nan=False).encode()
             self._ask("written", size.file, lambda fs, path: _write(fs, path, text))
 
     def entries(self) -> list[RememberedSize]:
-        """Return all that is remembered, by model, device and rows."""
+        """Return all remembered sizes, sorted by model, device and rows."""
         order = "model", "parameters", "device", "memory_bytes", "phase", "rows"
         found = filter(None, map(self._read, self._ask("listed", "", _names) or ()))
         return sorted(found, key=lambda size: [size.key[each] or 0 for each in order])
 
     def clear(self, which: Callable[[RememberedSize], bool] | None = None) -> int:
-        """Remove sizes, and return how many are gone."""
+        """Remove sizes, and return the number of removed files."""
         names = self._ask("listed", "", _names) or []
         if which is not None:
             names = [each.file for each in self.entries() if which(each)]
-        # Others may clear at the same time: what they have removed is not counted.
+        # Other processes might clear at the same time: files that they removed do not count.
         gone = [self._ask("removed", name, lambda fs, path: not fs.rm_file(path)) for name in names]
         return gone.count(True)
 
     def _read(self, name: str) -> RememberedSize | None:
-        # A size takes less than a kilobyte: a huge file in its place is not read to its end.
+        # A size takes less than a kilobyte; a huge file in its place must not be read to its end.
         text = self._ask("read", name, lambda fs, path: fs.cat_file(path, end=1 << 20))
         if text is None:
             return None
         try:
             size = RememberedSize(**json.loads(text))
-            # So no value of the key can be another, and none is missing.
+            # Ensures that no value of the key was changed or is missing.
             if size.file != name:
                 raise ValueError("its key is that of another file")
         except (KeyError, TypeError, ValueError, RecursionError) as error:
@@ -150,7 +135,7 @@ class SizeCache:
         return size
 
     def _ask(self, done: str, name: str, work: Callable[[Any, str], T]) -> T | None:
-        """The result of work on a file, or on the folder; None where it is missing or failed."""
+        """Return the result of work on a file or on the folder; None if it is missing or failed."""
         answers: list[T] = []
         errors: list[Exception] = [TimeoutError(f"no answer within {SECONDS:g} seconds")]
 
@@ -159,16 +144,16 @@ class SizeCache:
                 import fsspec
 
                 answers.append(work(*fsspec.core.url_to_fs(f"{self._url}/{name}".rstrip("/"))))
-            except Exception as error:  # of any library behind fsspec
+            except Exception as error:  # from any library behind fsspec
                 errors.append(error)
 
-        # A file system that does not answer must hold up neither the run nor its end.
+        # In a thread, because a file system that hangs must delay neither the run nor its end.
         thread = threading.Thread(target=ask, daemon=True, name="automicro-cache")
         thread.start()
         thread.join(SECONDS)
         if answers:
             return answers[0]
-        # What is not there was not remembered yet, which is no failure.
+        # A missing file is a size that was not remembered yet, not a failure.
         if done == "written" or not isinstance(errors[-1], FileNotFoundError):
             self.has_failed = True
             self._warn(
@@ -195,4 +180,4 @@ def _write(fs: Any, path: str, content: bytes) -> None:
     if isinstance(fs, LocalFileSystem):
         write_whole(Path(path), lambda file: file.write(content))
     else:
-        fs.pipe_file(path, content)  # stores show an object once it is whole
+        fs.pipe_file(path, content)  # object stores show an object only once it is complete

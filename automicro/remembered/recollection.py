@@ -1,4 +1,4 @@
-"""Sizes that earlier runs found, for a run that starts, and those of this run for later ones."""
+"""Reads the sizes of earlier runs when a run starts, and writes its own for later runs."""
 
 import contextlib
 import logging
@@ -30,16 +30,15 @@ from automicro.version import __version__
 
 logger = logging.getLogger(__name__)
 
-# Batches of varying length have a size each: what is remembered of them changes by this share.
+# If lengths vary, so do sizes: a remembered size is only replaced by one larger by this share.
 CHANGE = 0.05
 
 
 class RememberSizes(Feature):
     """``"auto"`` starts from the size that an earlier run of the same kind found.
 
-    And leaves its own for the next; see ``automicro cache``.
+    The run remembers its own size for later runs; see ``automicro cache``.
 
-    Example:
         >>> import torch
         >>> from automicro import Microbatcher
         >>> microbatcher = Microbatcher(
@@ -47,10 +46,10 @@ class RememberSizes(Feature):
         ... )
 
     Args:
-        wanted: False for not, where a Trainer would without asking.
+        wanted: False to switch it off, for example in a Trainer, which uses it by default.
 
     Raises:
-        TypeError: neither True nor False.
+        TypeError: the value is neither True nor False.
     """
 
     def __init__(self, wanted: bool = True) -> None:
@@ -61,33 +60,29 @@ class RememberSizes(Feature):
 
 
 class Recollection:
-    """One phase's reads from the cache of sizes, and its writes.
+    """Reads and writes the cache of sizes for one phase of a run."""
 
-    Nothing in it can stop a run: whatever goes wrong is one `SizeCacheWarning`, and the run goes
-    on without remembering.
-    """
+    # It never stops a run: an error becomes one `SizeCacheWarning`, and the run continues without
+    # the cache.
 
     def __init__(self, setup: Setup, phase: str) -> None:
         self._setup, self._phase = setup, phase
         self._has_asked = False
-        self._cache: SizeCache | None = None  # None where nothing is remembered
+        self._cache: SizeCache | None = None  # None if nothing is remembered
         self._key: RunKey
-        # As in the file: the elements of the largest microbatch, those of a row, and whether its
+        # As in the file: elements of the largest microbatch, elements of a row, and whether the
         # batch was cut.
         self._elements, self._row_cost, self._has_cut = 0.0, 1.0, False
 
     def look_up(
         self, batch: ReadBatch | None, policy: Policy, *, is_new: bool, ranks: Ranks
     ) -> int | None:
-        """Let a policy start from what is remembered, at the first batch of a new run.
-
-        Returns the rows that it starts from, None where nothing was recalled.
-        """
+        """Start a policy of a new run from a remembered size, and return its rows, or None."""
         if self._has_asked:
             return None
         with announcing_failure(ranks):
             found = [0.0, 0.0, 0.0]
-            # Ranks may have other folders: all start from what the first one has found.
+            # Ranks might use different folders, so all start from the size of the first rank.
             if ranks.rank == 0 and batch is not None:
                 with self._going_on():
                     found = self._recall(batch, policy.levels)
@@ -105,7 +100,7 @@ class Recollection:
         return int(size)
 
     def _recall(self, batch: ReadBatch, levels: Sequence[str]) -> list[float]:
-        """Rows, cost of a row and level that are remembered; zeros where nothing is of use."""
+        """Return the remembered rows, cost of a row, and level; zeros if they are of no use."""
         shapes = describe_shapes(batch.batch, layout=self._setup.carrying.layout)
         self._key = describe_run(self._setup, shapes, rows=batch.num_rows, phase=self._phase)
         self._cache = SizeCache()
@@ -114,31 +109,30 @@ class Recollection:
             return [0.0, 0.0, 0.0]
         size, self._row_cost = found.microbatch_size, found.cost_per_row or 1.0
         self._elements, self._has_cut = size * self._row_cost, size < batch.num_rows
-        # The whole batch comes first anyway, and longer rows may fit as well.
+        # The whole batch is tried first anyway, and longer rows might fit as well.
         is_whole = found.level == levels[0] and not self._has_cut
         if is_whole or found.level not in levels:
             return [0.0, 0.0, 0.0]
         return [float(size), found.cost_per_row or 0.0, float(levels.index(found.level))]
 
     def take_down(self, finished: Finished[Any]) -> None:
-        """Remember the size of a step, where it is news.
-
-        It is the largest that fitted, in elements, until one of no more than these fails.
-        """
+        """Remember the size of a step if it is new information."""
+        # The size to remember is the largest that fitted, in elements, until a size of no more
+        # elements fails.
         plan, measured = finished.plan, finished.measured
         if self._cache is None or not finished.is_committed or not finished.cuts:
             return
         widest = max(finished.cuts, key=lambda cut: cut.largest * (cut.row_cost or 1))
-        # Batches of other rows, such as the last one of an epoch, say nothing of this key.
+        # Batches of another number of rows, such as the last one of an epoch, have another key.
         if plan.is_measuring or plan.unit != ROWS or widest.num_rows != self._key["rows"]:
             return
         cost, is_cut = widest.row_cost or 1.0, widest.is_split
         if is_cut < self._has_cut:
-            return  # a batch that went whole tells less than one that did not
+            return  # a batch that was not cut shows less than one that was
         failed = min(finished.failed_sizes, default=math.inf) * cost
         if is_cut > self._has_cut or failed <= self._elements:
             self._elements = 0.0
-        # Where lengths vary, each batch would have slightly more.
+        # If lengths vary, each batch would otherwise be slightly larger.
         slack = 0.0 if cost == self._row_cost else CHANGE
         if widest.largest * cost <= self._elements * (1 + slack):
             return
@@ -158,7 +152,7 @@ class Recollection:
     def _going_on(self) -> Iterator[None]:
         try:
             yield
-        except SizeCacheWarning:  # one of those that the user wants as errors
+        except SizeCacheWarning:  # the user has turned these warnings into errors
             raise
         except Exception as error:
             self._cache = None
@@ -175,11 +169,11 @@ _NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
 def describe_run(
     setup: Setup, shapes: Mapping[str, str], *, rows: int, phase: str = "train"
 ) -> dict[str, Any]:
-    """Return the key of a run. Call it inside the memory limit: that is part of the key."""
+    """Return the key of a run. Call it inside the memory limit, which is part of the key."""
     modules, device, optimizer = setup.modules, setup.device, setup.optimizer
     parameters = {id(p): p for module in modules for p in module.parameters()}
     return {
-        # torch.compile returns another class, which holds the model.
+        # torch.compile returns an object of another class, which holds the model.
         "model": " + ".join(type(getattr(each, "_orig_mod", each)).__name__ for each in modules),
         "structure": digest_of(list(map(_structure, modules))),
         "parameters": sum(0 if is_uninitialized(p) else p.numel() for p in parameters.values()),
@@ -198,25 +192,21 @@ def describe_run(
 
 
 def describe_shapes(batch: Any, *, layout: BatchLayout | None = None) -> dict[str, str]:
-    """Return dtype and dimensions of each tensor in a batch by its path, without the rows.
-
-    How long they are is the cost of a row, which may be another in each batch. Rows that are not
-    collated, each with tensors of its own, are described together.
-
-    Raises:
-        BatchError: the batch cannot be read.
+    """Return dtype and dimensions of each tensor in a batch by path, without the number of rows.
 
     >>> describe_shapes({"ids": torch.zeros(4, 7), "scale": torch.tensor(2.0)})
     {'*.scale': 'float32[]', 'ids': 'float32[?]'}
     >>> describe_shapes([{"x": torch.zeros(n)} for n in (2, 3, 3)])
     {'*.x': 'float32[?]'}
     """
+    # Lengths count as the cost of a row, which can differ in each batch. Rows that are not
+    # collated, each with tensors of its own, are described together.
     layout = BatchLayout() if layout is None else layout
     row_dims = layout.row_dims(batch)
     found: dict[str, set[str]] = {}
     for path, tensor in layout.leaves(batch):
         has_rows = path in row_dims
-        # What is not cut along a dimension may be one row of many: its number is no structure.
+        # A tensor that is not cut might belong to one of many rows: its number is not structure.
         name = path if has_rows else f"*.{_NUMBER.sub('*', path)}".replace("*.*", "*", 1)
         kind = str(tensor.dtype).removeprefix("torch.")
         found.setdefault(name, set()).add(f"{kind}[{', '.join('?' * (tensor.dim() - has_rows))}]")
@@ -224,7 +214,7 @@ def describe_shapes(batch: Any, *, layout: BatchLayout | None = None) -> dict[st
 
 
 def _structure(module: nn.Module) -> list[Any]:
-    """Classes, for some keep more for backward; tensors, tied ones under each of their names."""
+    """Return classes, which affect memory, and tensors, with tied ones under all their names."""
     content: list[Any] = [[name, type(part).__name__] for name, part in module.named_modules()]
     for of in (module.named_parameters, module.named_buffers):
         for name, tensor in of(remove_duplicate=False):

@@ -1,1 +1,1 @@
-"""Memory savers: what makes a microbatch smaller than one row does, toggled for an attempt."""
+"""Memory savers, which reduce the memory of a single row; they are switched on for an attempt."""

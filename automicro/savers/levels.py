@@ -1,8 +1,7 @@
-"""Levels: how microbatches are computed where even the smallest does not fit.
+"""Levels: ways to compute microbatches if even the smallest does not fit."""
 
-Level 0 is plain. Each further one switches savers on, which take less memory and more time, and
-change no number.
-"""
+# Level 0 is plain. Each further level switches on savers, which take less memory and more time, and
+# leave all results the same.
 
 import contextlib
 import functools
@@ -40,8 +39,8 @@ PLAIN = "plain"
 """The name of level 0."""
 
 NESTED = "nested"
-SAVERS = (RECOMPUTE, OFFLOAD, NESTED)  # a further saver is named here, and made in `_made`
-# A tail in slices leaves outputs without logits, which metrics may want.
+SAVERS = (RECOMPUTE, OFFLOAD, NESTED)  # a new saver is named here and created in `_made`
+# A tail in slices leaves outputs without logits, which metrics might need.
 _OF_AUTO = (RECOMPUTE, OFFLOAD)
 _ALONE = ("error", "auto")
 _CHOICES = ("error", *SAVERS, "auto")
@@ -55,7 +54,7 @@ Savers: TypeAlias = str | Sequence[Any] | Mapping[str, Any]
 
 @dataclass
 class NestedTail:
-    """Head and loss of a language model run in slices, so that its logits are never there whole."""
+    """Runs head and loss of a language model in slices, so that whole logits never exist."""
 
     tail: LanguageTail
     name: str = field(default=NESTED, init=False)
@@ -78,7 +77,7 @@ Saver: TypeAlias = Recompute | Offload | NestedTail
 
 @dataclass(frozen=True)
 class Level:
-    """How microbatches of an attempt are computed.
+    """The way in which the microbatches of an attempt are computed.
 
     Example:
         >>> levels = make_levels("offload", [nn.Linear(2, 2)], torch.device("cpu"))
@@ -88,33 +87,28 @@ class Level:
         ...     pass  # forward and backward
         >>> levels[1].describe()
         'what is saved for the backward waits in host memory'
-
-    Attributes:
-        savers: that are switched on, in order.
     """
 
     savers: tuple[Saver, ...] = ()
 
     @property
     def name(self) -> str:
-        """Of all savers, or `PLAIN`."""
+        """The names of all savers, or `PLAIN`."""
         return " + ".join(saver.name for saver in self.savers) or PLAIN
 
     @property
     def tails(self) -> list[LanguageTail]:
-        """Of language models, that run in slices."""
+        """The tails of language models that run in slices."""
         return [saver.tail for saver in self.savers if isinstance(saver, NestedTail)]
 
     def describe(self) -> str:
-        """Describe it in one sentence."""
+        """Return a description in one sentence."""
         return ", and ".join(saver.describe() for saver in self.savers) or "everything is kept"
 
     @contextlib.contextmanager
     def applied(self) -> Iterator[None]:
-        """Around forward and backward of all microbatches of an attempt.
-
-        Modules are as before when it ends, however it ends.
-        """
+        """Switch the savers on for the forward and backward of all microbatches of an attempt."""
+        # The stack restores all modules, also after an error.
         with contextlib.ExitStack() as stack:
             for saver in self.savers:
                 stack.enter_context(saver.applied())
@@ -122,20 +116,20 @@ class Level:
 
 
 class WhenTooLarge(Feature):
-    """Saves memory where not even the smallest microbatch fits, in training.
+    """Saves memory in training if even the smallest microbatch does not fit.
 
     Args:
-        savers: ``"recompute"`` (repeated blocks keep their input alone, and compute again in the
-            backward), ``"offload"`` (what is saved for the backward waits in host memory),
+        savers: ``"recompute"`` (repeated blocks keep only their input, and are computed again in
+            the backward), ``"offload"`` (tensors saved for the backward wait in host memory),
             ``"nested"`` (logits and loss of a language model are computed in slices), or a list of
-            these in order, of which each adds to those before. In a mapping the value of
-            ``"recompute"`` names the blocks, with ``*`` for one part of a name:
-            ``{"recompute": ["encoder.layers.*"], "offload": True}``. ``"auto"`` for what is
-            fastest of them by measured seconds, also where smaller sizes would fit; ``"error"``
-            for none.
+            these: each level adds the next one. In a mapping, the value of ``"recompute"`` names
+            the blocks, with ``*`` for one part of a name:
+            ``{"recompute": ["encoder.layers.*"], "offload": True}``. ``"auto"`` chooses the fastest
+            by measured time, even if smaller microbatches would fit; ``"error"`` uses no savers.
 
     Raises:
-        TypeError, ValueError: it is none of these; where a Microbatcher is made, no block is found.
+        TypeError, ValueError: an unknown value. Creating a Microbatcher raises ValueError if the
+            model has no such blocks.
 
     Example:
         >>> from automicro import Microbatcher
@@ -168,11 +162,7 @@ def make_levels(
     *,
     generators: Iterable[Any] | Callable[[], Iterable[Any]] = (),
 ) -> list[Level]:
-    """The levels that an option stands for, the plain one first.
-
-    Raises:
-        TypeError, ValueError: it is none of these, or no block is found. The message has the
-            remedy.
+    """Return the levels for an option, starting with the plain one.
 
     >>> blocks = [nn.Sequential(nn.Linear(8, 8), nn.ReLU()) for _ in range(4)]
     >>> levels = make_levels("auto", [nn.Sequential(*blocks)], torch.device("cpu"))
@@ -187,7 +177,7 @@ def make_levels(
         try:
             savers.append(_made(name, names, modules, lambda: RandomState(devices(), generators)))
         except ValueError as error:
-            # `auto` makes do with what there is; blocks that were named have to be there.
+            # `auto` uses what the model has; blocks that were named must exist.
             if not is_auto or names is not None:
                 raise
             logger.info("nothing is computed again in the backward: %s", error)
@@ -198,7 +188,7 @@ def make_levels(
 
 
 def _read(given: Any) -> tuple[dict[str, list[str] | None], bool]:
-    """Memory savers in order with the names of what they are for, and whether it is ``"auto"``."""
+    """Return savers in order, with the names of their blocks, and whether it is ``"auto"``."""
     is_list = isinstance(given, Sequence) and not isinstance(given, str)
     named: dict[str, Any] = {}
     for each in given if is_list else [given]:
@@ -254,9 +244,9 @@ def _made(
 
 
 def _blocks(modules: list[nn.Module], names: list[str] | None) -> list[Block]:
-    """Those to compute again."""
+    """Return the blocks to recompute."""
     if names is None:
-        # A part with a size of its own computes again already, unless it runs in one piece.
+        # A part with a size of its own recomputes already, unless it runs in one piece.
         found = find_blocks(modules, but=lambda each: attached_to(each) is not None)
         found = found or find_blocks(modules)
         if not found:
@@ -275,7 +265,7 @@ def _blocks(modules: list[nn.Module], names: list[str] | None) -> list[Block]:
                 )
     every = [module for root in modules for module in root.modules()]
     done = [module for module in every if recomputes_already(module)]
-    # Inside of what is computed again already, a block would run three times.
+    # Inside a module that recomputes already, a block would run three times.
     inside = {id(part) for outer in done for part in outer.modules()}
     left = {
         name: block

@@ -1,8 +1,7 @@
-"""Tensors saved for the backward wait in host memory.
+"""Offloading: tensors saved for the backward wait in host memory."""
 
-Autograd's hooks for saved tensors hand over every tensor that a forward saves. Its whole storage
-goes to the host, once for all tensors that share it, and comes back where the backward asks for it.
-"""
+# Hooks of autograd receive every tensor that a forward saves. The whole storage of the tensor is
+# copied to the host, once for all tensors that share it, and back when the backward needs it.
 
 import contextlib
 import weakref
@@ -25,70 +24,64 @@ OFFLOAD = "offload"
 SMALL_BYTES = 1 << 16
 """Storages below it stay where they are: a copy costs more than they hold."""
 
-_MOST_ON_THE_WAY = 2  # storages that a side stream still reads
+_MOST_ON_THE_WAY = 2  # storages that a side stream is still reading
 
 
 class _Packed(NamedTuple):
-    """A tensor that waits for the backward.
+    """A placeholder for a tensor that the backward needs."""
 
-    Attributes:
-        tensor: itself, detached; or of one whose storage went to the host what shares its version
-            and its type, and holds no memory.
-        version: when it was saved.
-        place: its size, stride and offset in its storage.
-        stored: its storage on the host; None where it stays.
-    """
-
+    # The tensor, detached. If its storage is on the host: an empty one with the same version
+    # counter and type.
     tensor: Tensor
-    version: int
-    place: tuple[Any, Any, int] = ((), (), 0)
-    stored: "_Stored | None" = None
+    version: int  # version of the tensor when it was saved
+    place: tuple[Any, Any, int] = ((), (), 0)  # size, stride and offset in the storage
+    stored: "_Stored | None" = None  # its storage on the host; None if it stays on the device
 
 
 class _Stored:
-    """One storage on the host, and on the device again while anybody uses it there."""
+    """A storage on the host, which is also on the device while a tensor there uses it."""
 
     def __init__(
         self, host: Tensor, source: torch.UntypedStorage, device: torch.device, copied: Any
     ) -> None:
         self._host = host
         self._source = weakref.ref(source)
-        self._device = device  # a stand-in's, which its storage does not know
-        self._copied = copied  # an event of the side stream; None where there is none
+        # Passed separately, because the storage of a fake tensor lacks its device.
+        self._device = device
+        self._copied = copied  # an event of the side stream, or None
         self._there: weakref.ref[torch.UntypedStorage] | None = None
 
     def is_of(self, storage: torch.UntypedStorage) -> bool:
-        """Whether it is a copy of this storage: another may have its id by now."""
+        """Whether it is a copy of this storage, because ids of storages are reused."""
         return self._source() is storage
 
     def on_device(self) -> Tensor:
-        """All its bytes, as one tensor."""
+        """Return all bytes as one tensor on the device."""
         storage = None if self._there is None else self._there()
         if storage is not None:
             return torch.empty(0, dtype=torch.uint8, device=self._device).set_(storage)
         whole = torch.empty(self._host.shape, dtype=torch.uint8, device=self._device)
-        # The copy to the host runs on another stream, and may not be over.
+        # The copy to the host runs on another stream and might not be finished.
         if self._copied is not None:
             torch.get_device_module(self._device).current_stream(self._device).wait_event(
                 self._copied
             )
         whole.copy_(self._host, non_blocking=True)
-        # Weakly: when the backward is done with it, its memory is free.
+        # A weak reference, so that the memory is freed when the backward no longer uses it.
         self._there = weakref.ref(whole.untyped_storage())
         return whole
 
 
 class OffloadHooks:
-    """Hooks for one attempt.
+    """The hooks for saved tensors of one attempt."""
 
-    On an accelerator host memory is pinned, and copies to it run on a stream of their own: that
-    stream waits for what computes the tensor, and the computing stream waits for it before a
-    storage's memory serves something else, at most two storages later. Copies back run where the
-    work is, in its order. On a `MemoryBudget` of the CPU the copies lie on the host, which it does
-    not count. Tensors stay that are parameters, buffers, small, or of a class of their own.
-
-    As without hooks, a tensor that was written to after it was saved is refused in the backward.
-    """
+    # On an accelerator, host memory is pinned, and copies to it run on a side stream. That stream
+    # waits for the computation of the tensor, and the main stream waits for the copy before the
+    # memory of the storage is reused, at most two storages later. Copies back run on the main
+    # stream, in order. With a `MemoryBudget` for the CPU, copies are in host memory, which it does
+    # not count. Parameters, buffers, small tensors and tensor subclasses stay.
+    #
+    # As without hooks, the backward refuses a tensor that was changed after it was saved.
 
     def __init__(
         self,
@@ -98,29 +91,29 @@ class OffloadHooks:
         self._staying: dict[int, torch.UntypedStorage] = {}
         self.keep(staying)
         self._host = host
-        # By the id of a storage and its version when it was copied.
+        # By id of a storage and its version at the time of the copy.
         self._known: weakref.WeakValueDictionary[tuple[int, int], _Stored] = (
             weakref.WeakValueDictionary()
         )
         self._on_the_way: deque[tuple[Any, torch.UntypedStorage]] = deque()
 
     def keep(self, tensors: Iterable[Tensor]) -> None:
-        """Let the storages of tensors stay from now on."""
+        """Leave the storages of these tensors on the device from now on."""
         for tensor in tensors:
             with contextlib.suppress(NotImplementedError, RuntimeError):  # it has none
                 storage = tensor.untyped_storage()
-                # The storage itself is held, so that no other one can get its id.
+                # Holding the storage itself prevents another one from getting its id.
                 self._staying[id(storage)] = storage
 
     def pack(self, tensor: Tensor) -> Any:
-        """The placeholder that waits for the backward in place of a tensor."""
-        # It has no version, by which a write would show.
+        """Return the placeholder for a saved tensor."""
+        # It has no version counter, which would reveal a change.
         if tensor.is_inference():
             return tensor
         version = version_of(tensor)
         storage = tensor.untyped_storage() if _is_plain(tensor) else None
         if storage is None or storage.nbytes() < SMALL_BYTES or id(storage) in self._staying:
-            # Detached: an output that its own operation saves would keep that alive for ever.
+            # Detached: an output saved by its own operation would keep itself alive forever.
             return _Packed(tensor.detach(), version)
         with torch.no_grad():
             stored = self._stored(tensor, storage, version)
@@ -128,7 +121,7 @@ class OffloadHooks:
             return _Packed(counter_of(tensor), version, place, stored)
 
     def _stored(self, tensor: Tensor, storage: torch.UntypedStorage, version: int) -> _Stored:
-        # What was written to meanwhile is copied anew: the backward needs both contents.
+        # A storage that was changed is copied again, because the backward needs both contents.
         stored = self._known.get((id(storage), version))
         if stored is None or not stored.is_of(storage):
             whole = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage)
@@ -137,7 +130,7 @@ class OffloadHooks:
 
     def _copied(self, whole: Tensor, storage: torch.UntypedStorage) -> _Stored:
         device = whole.device
-        # Memory that can be pinned may run out. Then the copy is waited for, and as good.
+        # Pinned memory might run out. Then the copy is blocking, with the same result.
         host = _pinned(whole.shape) if copies_overlap(device) else None
         if host is None:
             with self._host():
@@ -161,12 +154,8 @@ class OffloadHooks:
         torch.get_device_module(device).current_stream(device).wait_event(copied)
 
     def unpack(self, packed: Any) -> Tensor:
-        """The tensor, for the backward.
-
-        Raises:
-            RuntimeError: it was written to in the meantime.
-        """
-        # Those on the way are let go of here: their memory may be used once the copies are over.
+        """Return the tensor for the backward, or raise an error if it was changed."""
+        # Release storages with running copies; their memory is free when the copies are finished.
         while self._on_the_way:
             self._arrive()
         if isinstance(packed, Tensor):
@@ -187,25 +176,25 @@ class OffloadHooks:
         with torch.no_grad():
             whole = stored.on_device()
             itemsize = tensor.dtype.itemsize
-            # A storage may end with bytes that make no whole element of this type.
+            # The end of a storage might hold less than one element of this type.
             typed = whole[: whole.numel() // itemsize * itemsize].view(tensor.dtype)
             found: Tensor = typed.as_strided(*place)
             return found
 
     def __call__(self) -> AbstractContextManager[None]:
-        """Around forward and backward."""
+        """Return the context for forward and backward."""
         return torch.autograd.graph.saved_tensors_hooks(self.pack, self.unpack)
 
 
 def _pinned(shape: torch.Size) -> Tensor | None:
-    """Bytes on the host that a device copies to by itself; None where no more can be had."""
+    """Return bytes in pinned host memory, or None if there is no more of it."""
     with contextlib.suppress(RuntimeError):
         return torch.empty(shape, dtype=torch.uint8, device="cpu", pin_memory=True)
     return None
 
 
 def _is_plain(tensor: Tensor) -> bool:
-    """Whether bytes, sizes and strides are all that a tensor is."""
+    """Whether bytes, sizes and strides describe a tensor completely."""
     return (
         type(tensor) in (Tensor, nn.Parameter, FakeTensor)
         and tensor.layout is torch.strided
@@ -218,7 +207,7 @@ def _is_plain(tensor: Tensor) -> bool:
 
 @dataclass
 class Offload:
-    """Tensors saved for the backward wait in host memory; see `OffloadHooks`.
+    """Keeps tensors saved for the backward in host memory; see `OffloadHooks`.
 
     >>> model = nn.Sequential(nn.Linear(300, 300), nn.Tanh(), nn.Linear(300, 1))
     >>> with Offload([model]).applied():
@@ -233,18 +222,12 @@ class Offload:
 
     @contextlib.contextmanager
     def applied(self) -> Iterator[None]:
-        """Around forward and backward.
-
-        Raises:
-            RuntimeError: a transform of ``torch.func`` in the model refuses hooks for saved
-                tensors.
-        """
+        """Wrap forward and backward in the hooks."""
         every = [each for root in self.modules for each in root.modules()]
         hooks = OffloadHooks((each for module in every for each in _tensors_of(module)), self.host)
 
         def keep_gathered(module: nn.Module, inputs: Any) -> None:
-            # Sharded parameters are others while they are gathered. They are freed and gathered
-            # anew.
+            # Gathered parameters differ from the shards; they are freed and gathered again.
             hooks.keep(each for part in module.modules() for each in _tensors_of(part))
 
         with contextlib.ExitStack() as stack:
@@ -263,7 +246,7 @@ class Offload:
                 ) from error
 
     def describe(self) -> str:
-        """Describe it in half a sentence."""
+        """Return a description in half a sentence."""
         return "what is saved for the backward waits in host memory"
 
 

@@ -1,10 +1,9 @@
-"""Blocks keep their input alone, and compute again in the backward what they did in the forward.
+"""Recomputation: blocks keep only their input and run their forward again in the backward."""
 
-The second time a block finds everything as it stood (`AsItStood`), so that its gradients are the
-same to the last bit. What capture does not reach may be another by then. So in the first attempts
-what is saved for the backward the second time is compared with the first time, and a block that
-saves something else, or fails, is left out by name.
-"""
+# The second run finds all state as it was in the first (`AsItStood`), so gradients are the same to
+# the last bit. State that the capture does not reach might have changed. So the first attempts
+# compare the tensors that the two runs save, and a block that saves different ones, or fails, is
+# left out by name.
 
 import contextlib
 import fnmatch
@@ -45,7 +44,7 @@ RECOMPUTE = "recompute"
 """Its name in ``when_too_large``."""
 NAME_THEM = "name them, as in when_too_large={'recompute': ['encoder.layers.*']}"
 
-# What wrappers put into the names of what they hold.
+# Names that wrappers add to the names of their modules.
 _OF_WRAPPERS = re.compile(
     r"(?<![^.])(module|_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\."
 )
@@ -55,17 +54,16 @@ _OF_ROOTS = ("module", "_orig_mod")
 def repeated_blocks(
     model: nn.Module, *, but: Callable[[nn.Module], bool] = lambda _: False
 ) -> dict[str, nn.Module]:
-    """The outermost modules of one class that stand in a row, by name: a transformer's layers.
-
-    A row is what an ``nn.ModuleList``, an ``nn.Sequential`` or an ``nn.ModuleDict`` holds. Where
-    its modules are of different shapes and hold rows themselves, they are stages (of a Swin
-    transformer, a DenseNet), and the blocks are inside of them. So they are of modules that are
-    none themselves, as ``but`` says.
+    """Return the outermost repeated modules of one class by name, such as layers of a transformer.
 
     >>> blocks = [nn.Sequential(nn.Linear(8, 8), nn.ReLU()) for _ in range(2)]
     >>> list(repeated_blocks(nn.Sequential(nn.Sequential(*blocks), nn.Linear(8, 2))))
     ['0.0', '0.1']
     """
+    # The repeated modules are items of an ``nn.ModuleList``, an ``nn.Sequential`` or an
+    # ``nn.ModuleDict``. If they have different shapes and hold such containers themselves, they are
+    # stages (of a Swin transformer, a DenseNet), and the blocks are inside them. The same is true
+    # of modules for which ``but`` returns True.
     found: dict[str, nn.Module] = {}
     seen: set[int] = set()
     waiting = [("", model)]
@@ -85,10 +83,10 @@ def repeated_blocks(
 
 
 def _row_of(module: nn.Module, children: Mapping[str, nn.Module]) -> dict[str, nn.Module]:
-    """The repeated blocks among a module's children, by name."""
+    """Return the repeated blocks among a module's children, by name."""
     if not isinstance(module, nn.ModuleList | nn.Sequential | nn.ModuleDict):
         return {}
-    # Classes inside of what torch.compile puts around them.
+    # Classes of the modules that torch.compile has wrapped.
     kinds = {name: type(getattr(child, "_orig_mod", child)) for name, child in children.items()}
     counts = Counter(kinds.values())
     repeated = {
@@ -100,7 +98,7 @@ def _row_of(module: nn.Module, children: Mapping[str, nn.Module]) -> dict[str, n
 
 
 def is_called(module: nn.Module) -> bool:
-    """Whether a module may be called itself: a list of layers has no forward.
+    """Whether a module can be called, which a list of layers without a forward cannot.
 
     >>> is_called(nn.Linear(2, 2)), is_called(nn.ModuleList())
     (True, False)
@@ -111,7 +109,7 @@ def is_called(module: nn.Module) -> bool:
 
 
 def _are_stages(modules: Sequence[nn.Module]) -> bool:
-    """Whether modules hold the blocks, rather than being such, as those of a Swin transformer."""
+    """Whether modules contain the blocks instead of being blocks, as in a Swin transformer."""
     shapes = Counter(_shapes(module) for module in modules)
     if 2 * shapes.most_common(1)[0][1] > len(modules) or len(modules) == 2:
         return False
@@ -129,14 +127,11 @@ def _shapes(module: nn.Module) -> tuple[tuple[int, ...], ...]:
 
 
 def named_blocks(modules: Sequence[nn.Module], patterns: Iterable[str]) -> dict[str, nn.Module]:
-    """The outermost modules that patterns name; ``*`` stands for what is between two dots.
+    """Return the outermost modules that match patterns; ``*`` stands for one part of a name.
 
     >>> model = nn.ModuleDict({"encoder": nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))})
     >>> list(named_blocks([model], ["encoder.*"]))
     ['encoder.0', 'encoder.1']
-
-    Raises:
-        ValueError: a pattern names nothing. The message suggests the nearest.
     """
     names = _by_name(modules, nn.Module.named_modules)
     matched: dict[str, nn.Module] = {}
@@ -165,7 +160,7 @@ def _by_name(
     modules: Sequence[nn.Module],
     find: Callable[[nn.Module], Iterable[tuple[str, nn.Module]]],
 ) -> dict[str, nn.Module]:
-    """Values found in several modules, by names without those of wrappers."""
+    """Return modules found in several roots, by names without those of wrappers."""
     found: dict[int, tuple[str, nn.Module]] = {}
     for index, root in enumerate(modules):
         start = f"modules[{index - 1}]." if index else ""
@@ -179,12 +174,12 @@ def _by_name(
 def find_blocks(
     modules: Sequence[nn.Module], *, but: Callable[[nn.Module], bool] = lambda _: False
 ) -> dict[str, nn.Module]:
-    """The repeated blocks of several modules, by name; see `repeated_blocks`."""
+    """Return the repeated blocks of several modules by name; see `repeated_blocks`."""
     return _by_name(modules, lambda root: repeated_blocks(root, but=but).items())
 
 
 def shown_blocks(names: Iterable[str]) -> str:
-    """Repeated blocks in one word.
+    """Return a short name for repeated blocks.
 
     >>> shown_blocks(["h.0", "h.1", "h.2"])
     'h.* (3)'
@@ -197,9 +192,9 @@ def shown_blocks(names: Iterable[str]) -> str:
 
 logger = logging.getLogger(__name__)
 
-_COMPARED = frozenset((0, *(16**power for power in range(1, 9))))  # attempts by their number
-_SAMPLES = 64  # elements of a tensor that are compared beside its sum
-_ROUNDING = 1e-3  # where operations may round otherwise the second time
+_COMPARED = frozenset((0, *(16**power for power in range(1, 9))))  # numbers of attempts
+_SAMPLES = 64  # elements of a tensor that are compared in addition to its sum
+_ROUNDING = 1e-3  # for devices on which the second run might round differently
 _OTHERWISE = (
     "does something else when that is done: it goes by what changed since, such as an object among "
     "its arguments; hand it arguments that stay as they are"
@@ -210,55 +205,43 @@ _turns = itertools.count(1)
 
 
 class LeftOutError(StrayedError):
-    """A block did what cannot be computed again.
-
-    The block is left out from now on, and the attempt is made again. The error does not leave a
-    step.
-    """
+    """Raised inside a step if a block cannot be recomputed; the attempt is repeated."""
 
 
 @dataclass
 class Block:
-    """One that is computed again.
+    """A module that is computed again in the backward."""
 
-    Attributes:
-        name: in its model.
-        module: itself.
-        left_out: why it computes but once; empty for the usual.
-        changing: large buffers that its forward has been seen to write to, by their ids.
-        given: for each tensor that it was called with in an attempt what shares its version, and
-            holds no memory; and that version.
-        turn: grows with each time that any block is computed again; 0 before the first.
-        num_done: attempts that went through in which it was computed again.
-    """
-
-    name: str
+    name: str  # its name in the model
     module: nn.Module
-    left_out: str = ""
+    left_out: str = ""  # the reason why it is no longer recomputed; empty if it is
+    # By id, large buffers that its forward has written to.
     changing: dict[int, Tensor] = field(default_factory=dict)
+    # For each tensor argument in an attempt: an empty tensor with the same version counter, and the
+    # version.
     given: list[tuple[Tensor, int]] = field(default_factory=list)
-    turn: int = 0
-    num_done: int = 0
+    turn: int = 0  # order of its last recomputation among those of all blocks; 0 before the first
+    num_done: int = 0  # number of successful attempts in which it was recomputed
 
     @functools.cached_property
     def replay(self) -> Replay:
-        """Of all that its forward finds beside its arguments, and may change."""
+        """The state that its forward reads in addition to its arguments, and might change."""
         return Replay({self.name: self.module}, large=self.changing)
 
     @property
     def is_undone(self) -> bool:
-        """Whether anything that it was called with was written to afterwards."""
+        """Whether any of its arguments was changed after the call."""
         return any(version_of(counter) != version for counter, version in self.given)
 
     def leave_out(self, why: str) -> LeftOutError:
-        """Compute it but once from now on."""
+        """Stop recomputing it, and return the error to raise."""
         self.left_out = why
         logger.warning("automicro: %s is not computed again in the backward: it %s", self.name, why)
         return LeftOutError(f"{self.name} {why}")
 
 
 class _Saved:
-    """A few numbers of each tensor that a forward saves, which show whether it is the same again.
+    """Samples of each tensor that a forward saves, which show whether a second run saves the same.
 
     >>> one, other, third = _Saved(), _Saved(), _Saved()
     >>> _ = one.add(torch.ones(3)), other.add(torch.ones(3)), third.add(torch.ones(3) * 2)
@@ -267,13 +250,13 @@ class _Saved:
     """
 
     def __init__(self) -> None:
-        self._samples: list[Tensor] = []  # on their devices, so that none is waited for
+        self._samples: list[Tensor] = []  # on their devices, to avoid waiting for them
 
     @torch.no_grad()
     def add(self, tensor: Tensor) -> Tensor:
-        """Take note of one that is saved."""
+        """Record a saved tensor."""
         is_strided = type(tensor) in (Tensor, nn.Parameter) and tensor.layout is torch.strided
-        # Bytes are workspaces of kernels, of which not all is written.
+        # Byte tensors are workspaces of kernels, which are only partly written.
         if not is_strided or tensor.is_quantized or tensor.dtype is torch.uint8:
             return tensor
         if tensor.numel() and tensor.device.type != "meta":
@@ -287,7 +270,7 @@ class _Saved:
         return tensor
 
     def is_like(self, other: "_Saved") -> bool:
-        """Whether it is the same: to the bit on a CPU, elsewhere but for rounding."""
+        """Whether two runs saved the same: to the bit on a CPU, up to rounding elsewhere."""
         if len(self._samples) != len(other._samples):
             return False
         return all(
@@ -302,7 +285,7 @@ def _rounding(sample: Tensor) -> float:
 
 
 class _Plain:
-    """A block's call while it is computed again; copied or saved it is the plain one."""
+    """The replaced call of a block. Copying or pickling it yields the original call."""
 
     def __init__(self, run: Callable[..., Any], block: nn.Module, own: Any) -> None:
         functools.update_wrapper(self, getattr(block, call_of(block)))
@@ -311,7 +294,7 @@ class _Plain:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self._run(*args, **kwargs)
 
-    # A model that is copied or saved in an attempt must not take what is replaced along.
+    # A model that is copied or saved during an attempt must not contain the replacement.
     def __reduce__(self) -> Any:
         plain = types.MethodType, (type(self._block).forward, self._block)
         return plain if self._own is None else (_same, (self._own,))
@@ -322,7 +305,7 @@ def _same(value: Any) -> Any:
 
 
 class _Run(AsItStood):
-    """One call of a block: first in the forward, then as often as a backward asks for it."""
+    """One call of a block: first in the forward, then each time that a backward needs it."""
 
     def __init__(self, block: Block, random: RandomState, arguments: Sequence[Any]) -> None:
         self._block = block
@@ -344,13 +327,13 @@ class _Run(AsItStood):
         if any(map(is_owned, written)):
             raise block.leave_out("writes into a frozen parameter")
         if written:
-            # The next attempt copies these buffers, and so can put them back.
+            # The next attempt copies these buffers, so it can restore them.
             block.changing.update({id(tensor): tensor for tensor in written})
             first = written[0]
             size = f"{first.nbytes} bytes" if first.layout is torch.strided else list(first.shape)
             raise LeftOutError(f"{block.name} writes into a buffer of {size}")
         if self._has_caches:
-            # In training nothing reads what layers put there, and it would be kept until then.
+            # In training, entries of caches are never read, and would be kept until the backward.
             self.before[-1].put_back()
 
     @contextlib.contextmanager
@@ -361,7 +344,7 @@ class _Run(AsItStood):
             with super().again(), _showing(saved):
                 yield
         except Exception as error:
-            # Torch ends the second run by an error, once it has all that the backward needs.
+            # Torch ends the second run with an error once it has all that the backward needs.
             if not ends_checkpoint(error):
                 self._explain(error)
                 raise
@@ -374,13 +357,13 @@ class _Run(AsItStood):
             raise self._block.leave_out(_OTHERWISE) from None
 
     def _explain(self, error: Exception) -> None:
-        """Explain a forward that went through once and failed when it was repeated."""
+        """Explain why a forward that succeeded failed when it was repeated."""
         block = self._block
         if isinstance(error, RollbackError):
             raise block.leave_out(f"changes what cannot be put back ({error})") from error
         if isinstance(error, StrayedError) or classify(error) is not Failure.UNRELATED:
             return
-        if is_of_checkpoint(error):  # the block has caught what ends it
+        if is_of_checkpoint(error):  # the block has caught the error that ends the second run
             raise block.leave_out(f"{_OTHERWISE} ({describe_error(error)})") from error
         add_note(
             error,
@@ -400,7 +383,7 @@ def _computed(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> Any:
-    """The output of a block, which is computed again in the backward."""
+    """Return the output of a block, which is computed again in the backward."""
     given: list[Any] = []
     changed((args, kwargs), given.append)
     block.given += [
@@ -409,7 +392,7 @@ def _computed(
         if type(each) is Tensor and not each.is_inference()
     ]
     objects = [each for each in given if not (isinstance(each, Tensor) or is_plain(each))]
-    # Else this frame holds inputs that the block itself would let go of.
+    # Otherwise this frame keeps inputs that the block itself would release.
     del given
     try:
         return computed_again(forward, args, kwargs, _Run(block, random, objects))
@@ -421,12 +404,8 @@ def _computed(
 
 
 def recomputes_already(module: nn.Module) -> bool:
-    """Whether a module, or what is inside, is told by others to compute again.
-
-    >>> recomputes_already(nn.Linear(2, 2))
-    False
-    """
-    flags = ("gradient_checkpointing", "grad_checkpointing")  # of transformers, of timm
+    """Whether gradient checkpointing is already switched on for a module."""
+    flags = ("gradient_checkpointing", "grad_checkpointing")  # flags of transformers and of timm
     return type(module).__name__ == "CheckpointWrapper" or any(
         getattr(module, flag, False) is True for flag in flags
     )
@@ -434,9 +413,9 @@ def recomputes_already(module: nn.Module) -> bool:
 
 @dataclass
 class Recompute:
-    """Blocks keep their input alone, and compute in the backward again what their forward saved.
+    """Makes blocks keep only their input and compute the rest again in the backward.
 
-    Hooks of a block itself run once; those of modules inside of it run again with it.
+    Hooks of a block itself run once; those of modules inside it run again.
 
     >>> model = nn.Sequential(nn.Linear(2, 2), nn.Dropout())
     >>> with Recompute([Block("all", model)], lambda: RandomState([])).applied():
@@ -451,7 +430,7 @@ class Recompute:
 
     @contextlib.contextmanager
     def applied(self) -> Iterator[None]:
-        """Around forward and backward."""
+        """Replace the calls of the blocks during forward and backward."""
         begun, blocks = next(_turns), self.blocks
         with contextlib.ExitStack() as stack:
             for block in blocks:
@@ -459,11 +438,11 @@ class Recompute:
                     stack.enter_context(_replaced(block, self.random))
             try:
                 yield
-                # Not reached by an attempt that fails, which has compared nothing to its end.
+                # A failed attempt does not reach this, because it has not compared everything.
                 for block in blocks:
                     block.num_done += block.turn > begun
             except CheckpointError as error:
-                # Raised behind the second forward, and so without a name: that was the last one.
+                # Torch raises this after the second forward, without a name: it was the last block.
                 repeated = [block for block in blocks if block.turn > begun and not block.left_out]
                 if not repeated:
                     raise
@@ -480,7 +459,7 @@ class Recompute:
                     block.given.clear()
 
     def describe(self) -> str:
-        """Describe it in half a sentence."""
+        """Return a description in half a sentence."""
         names = [block.name for block in self.blocks if not block.left_out]
         if not names:
             return "no block can be computed again in the backward"
@@ -495,7 +474,7 @@ def _leave_out_last(repeated: Sequence[Block], error: CheckpointError) -> LeftOu
         "has an autograd.Function that asks for ctx.saved_tensors more than once in a backward; "
         "take all of them at once, as in x, y = ctx.saved_tensors"
     )
-    # Blocks of one class share that Function: each would cost an attempt of its own.
+    # Blocks of one class share that Function, and each would cost one more attempt.
     alike = [block for block in repeated if type(block.module) is type(last.module)]
     return next(iter([block.leave_out(why) for block in alike]))
 
@@ -503,7 +482,7 @@ def _leave_out_last(repeated: Sequence[Block], error: CheckpointError) -> LeftOu
 @contextlib.contextmanager
 def _replaced(block: Block, random: Callable[[], RandomState]) -> Iterator[None]:
     table = vars(block.module)
-    name = call_of(block.module)  # what is compiled runs twice as a whole
+    name = call_of(block.module)  # a compiled block is recomputed as a whole
     before: Mapping[str, Any] = {name: table[name]} if name in table else {}
     forward = getattr(block.module, name)
 
@@ -511,7 +490,7 @@ def _replaced(block: Block, random: Callable[[], RandomState]) -> Iterator[None]
         is_done = block.left_out or recomputes_already(block.module)
         if is_done or not torch.is_grad_enabled():
             return forward(*args, **kwargs)
-        # No bit is other for what follows, so nothing has to be made again.
+        # Results stay the same to the bit, so the attempt need not be repeated.
         if is_in_checkpoint():
             block.leave_out("runs in a checkpoint of the model's own already")
             return forward(*args, **kwargs)

@@ -1,4 +1,4 @@
-"""Tools around a run, which nothing below the command line imports; and what they share."""
+"""Tools around a run, imported only by the command line, and the parts that they share."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -8,23 +8,13 @@ from automicro.units import format_bytes
 
 @dataclass(frozen=True, kw_only=True)
 class Remedy:
-    """A change that would make a step smaller.
-
-    Attributes:
-        text: what to do.
-        saved_bytes: predicted.
-        fits: whether the same microbatch would fit then; None where it is not known.
-    """
+    """A change that would reduce the memory of a step."""
 
     text: str
-    saved_bytes: int
-    fits: bool | None = None
+    saved_bytes: int  # predicted
+    fits: bool | None = None  # whether the same microbatch would then fit; None if unknown
 
 
 def table(rows: Sequence[tuple[int, str]]) -> list[str]:
-    """Lines of bytes and words.
-
-    >>> table([(2048, "parameters")])
-    ['        2.00 KiB  parameters']
-    """
+    """Return table lines with a number of bytes and a text each."""
     return [f"    {format_bytes(num_bytes):>12}  {text}" for num_bytes, text in rows]

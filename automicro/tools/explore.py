@@ -1,4 +1,4 @@
-"""The fastest size before a run: "explore" on its own batches; nothing stays changed."""
+"""Measurement of the fastest size before a run, with rollback of all effects."""
 
 import dataclasses
 import statistics
@@ -27,7 +27,7 @@ from automicro.units import format_bytes
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-# Rows that are pooled, in batches of the loader.
+# Rows to pool, in batches of the loader.
 POOLED = 4
 _SIZES = ("microbatch_size", "eval_microbatch_size", "remember_sizes", "repeatable")
 
@@ -37,13 +37,13 @@ class MeasuredSize:
     """The measurements of one size.
 
     Attributes:
-        microbatch_size: rows.
-        steps: that were measured.
-        rows_per_second: the median.
-        spread: the standard deviation of one step in shares of the median, from the median
-            deviation; None of a single step.
-        peak_bytes: the most that was allocated; None if not counted.
-        speedup: its median speed in shares of the base's.
+        microbatch_size: rows of a microbatch.
+        steps: number of measured steps.
+        rows_per_second: median speed.
+        spread: standard deviation of a step relative to the median, estimated from the median
+            deviation; None for a single step.
+        peak_bytes: peak memory in bytes, or None if not counted.
+        speedup: median speed relative to the base.
     """
 
     microbatch_size: int
@@ -60,19 +60,19 @@ class ExploreReport:
 
     Attributes:
         phase: ``"train"`` or ``"eval"``.
-        microbatch_size: recommended, in rows.
-        speedup: its speed in shares of the base's.
-        confidence: the probability in percent, given the measured spread, that no size is more
-            than 1 % faster; 0 … 99.
+        microbatch_size: recommended size in rows.
+        speedup: speed of that size relative to the base.
+        confidence: probability in percent, given the measured spread, that no size is more than 1 %
+            faster; 0 … 99.
         base: the largest size that fits, in rows.
-        batch_rows: of a batch of the loader.
-        global_batch: the multiple of the recommended size that is nearest to these rows.
-        measured: sizes, the smallest first.
+        batch_rows: rows of a batch of the loader.
+        global_batch: the multiple of the recommended size that is nearest to ``batch_rows``.
+        measured: measurements by size, smallest first.
         too_large: sizes that ran out of memory.
-        steps: trials that were measured.
-        seconds: in all.
-        ended: why it ended.
-        notes: what else there is to know.
+        steps: number of measured trials.
+        seconds: total duration.
+        ended: why exploring ended.
+        notes: additional remarks.
     """
 
     phase: str
@@ -91,7 +91,7 @@ class ExploreReport:
 
     @property
     def points(self) -> list[Point]:
-        """For a picture: of each size the rows per second, their spread, the peak in bytes."""
+        """Points for a picture: size, rows per second, their spread, and peak bytes."""
         known: list[Point] = []
         for each in self.measured:
             spread = each.spread and each.spread * each.rows_per_second
@@ -99,7 +99,7 @@ class ExploreReport:
         return known + [(size, None, None, None) for size in self.too_large]
 
     def picture(self) -> "Figure":
-        """Draw speed and memory against the size, with the choice.
+        """Draw speed and memory against the size, and mark the recommended size.
 
         Raises:
             ImportError: matplotlib is not installed.
@@ -107,7 +107,7 @@ class ExploreReport:
         return speed_and_memory(self.points, chosen=self.microbatch_size)
 
     def to_dict(self) -> dict[str, Any]:
-        """All of it as values that JSON can hold."""
+        """Return all fields as JSON values."""
         return dataclasses.asdict(self)
 
     def __str__(self) -> str:
@@ -145,27 +145,28 @@ def explore(
     emit: Callable[[Exploration], None] = lambda _: None,
     **options: Any,
 ) -> ExploreReport:
-    """Measure which microbatch size is the fastest, and leave everything as it was.
+    """Measure which microbatch size is fastest, and leave everything unchanged.
 
-    Sizes do not depend on the loader's batch: its batches are pooled for larger ones. A trial is
-    forward and backward of the pool's rows, cut as `Explore` says, and rolled back: parameters,
-    gradients, buffers and random numbers are as before afterwards, and the optimizer never steps.
-    It ends early with Ctrl-C, with the best so far.
+    Sizes are not limited by the loader's batches, which are pooled for larger sizes. A trial runs
+    forward and backward on the pooled rows, cut as `Explore` proposes, and is rolled back. The
+    optimizer never steps, and parameters, gradients, buffers and random states are unchanged
+    afterwards. Ctrl-C ends it early and returns the best size so far.
 
     Args:
-        model: the model, where it computes.
-        batches: a data loader, or batches in a list; an iterator loses what is taken from it.
-        evaluate: whether to measure evaluations: forward in evaluation mode, without gradients.
-        max_steps: trials that are measured, once it is known what fits.
-        max_minutes: that these may take; None for any time.
-        max_rows: of a microbatch; four batches' unless given.
+        model: the model, on its device.
+        batches: a data loader or a list of batches; an iterator loses the batches taken from it.
+        evaluate: whether to measure evaluation: forward in evaluation mode, without gradients.
+        max_steps: maximum number of trials to measure after the sizes that fit are known.
+        max_minutes: maximum duration of these trials, or None for no limit.
+        max_rows: maximum rows of a microbatch; by default those of four batches.
         emit: called after each round with the size, its speed and the confidence so far.
-        options: of `Microbatcher`: ``loss_fn``, ``forward``, ``optimizer``, ``memory_limit``, ….
+        options: options of `Microbatcher`: ``loss_fn``, ``forward``, ``optimizer``,
+            ``memory_limit``, and so on.
 
     Raises:
         SampleTooLargeError: not even one row fits.
         BatchError: the batches cannot be read.
-        TypeError, ValueError: arguments that make no sense, each with its remedy.
+        TypeError, ValueError: invalid arguments; the message has the remedy.
 
     Example:
         >>> import torch
@@ -187,7 +188,7 @@ def explore(
     too_large: set[int] = set()
     with undisturbed(batches):
         pool = _Pool(batches, BatchLayout(options.get("batch_layout", 0)), max_rows)
-        # No gradient is kept, so it does not matter whether splitting is exact.
+        # No gradient is kept, so exactness of the split does not matter.
         options = {"batchnorm": "ignore", "probe": False, **options}
         sizes = {"eval_microbatch_size" if evaluate else "microbatch_size": policy}
         microbatcher = Microbatcher(model, **with_features({**options, **sizes}))
@@ -198,13 +199,13 @@ def explore(
                     result = run(pool.rows)
                     too_large.update(result.failed_sizes)
                     size = result.microbatch_size
-                    # A peak of 0 is one that was not counted.
+                    # A peak of 0 means that it was not counted.
                     peaks[size] = max(result.peak_bytes or 0, peaks.get(size) or 0) or None
                     told = result.exploration or dataclasses.replace(told, microbatch_size=size)
                     if told.is_news and told.steps:
                         emit(told)
         except KeyboardInterrupt:
-            # Without a measurement there is no best so far to return.
+            # Without a measurement there is no best size to return.
             if not told.steps:
                 raise
             told = dataclasses.replace(told, ended="interrupted")
@@ -237,7 +238,7 @@ def explore(
 def _measured(
     policy: Explore, told: Exploration, peaks: dict[int, int | None]
 ) -> list[MeasuredSize]:
-    """The measurements of each size with the settings that were chosen, the smallest first."""
+    """Return the measurements of each size with the chosen settings, smallest first."""
     by_size: dict[int, list[float]] = {}
     for (_, size, *settings), seconds, *_ in policy.measurements:
         if settings == list(told.settings.values()):
@@ -251,7 +252,8 @@ def _measured(
                 microbatch_size=size,
                 steps=len(times),
                 rows_per_second=1 / median,
-                # By 1.4826 a median deviation becomes the standard deviation of normal noise.
+                # The factor 1.4826 turns a median deviation into the standard deviation of normal
+                # noise.
                 spread=None if len(times) < 2 else 1.4826 * deviation / median,
                 peak_bytes=peaks.get(size),
                 speedup=statistics.median(by_size[max(by_size)]) / median,
@@ -261,7 +263,7 @@ def _measured(
 
 
 class _Pool:
-    """Rows of successive batches, in one batch."""
+    """Rows of successive batches, joined into one batch."""
 
     def __init__(self, batches: Iterable[Any], layout: BatchLayout, max_rows: int | None) -> None:
         taken = iter(batches)
@@ -292,9 +294,9 @@ class _Pool:
 
 
 def _joined(parts: Sequence[Any], layout: BatchLayout) -> Any:
-    """Successive batches of one structure as one batch; what holds no rows is the first's."""
+    """Join successive batches of one structure; data without rows come from the first batch."""
     dims = layout.row_dims(parts[0])
-    if not dims:  # rows that are not collated, packed or nested ones
+    if not dims:  # rows that are not collated, packed rows, or nested tensors
         return concat_rows(parts)
     leaves = [dict(tensor_leaves(each)) for each in parts]
     whole = {

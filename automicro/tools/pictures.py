@@ -1,7 +1,7 @@
 """Pictures of speed and memory, drawn by matplotlib (``pip install 'automicro[pictures]'``).
 
-Each function returns a figure of matplotlib: a notebook shows it, ``run.show(name, figure)`` hands
-it to the loggers, `save` writes it.
+Each function returns a matplotlib figure. A notebook displays it, ``run.show(name, figure)`` passes
+it to the loggers, and `save` writes it to a file.
 """
 
 import itertools
@@ -21,9 +21,9 @@ Point: TypeAlias = tuple[int, float | None, float | None, int | None]
 Sample: TypeAlias = tuple[float, Mapping[str, int]]
 """A moment, and the bytes that each owner holds from then on."""
 
-# Paul Tol's muted scheme, which color-blind people can tell apart.
+# Paul Tol's muted scheme, which color-blind people can distinguish.
 _COLORS = ("#88ccee", "#ddcc77", "#44aa99", "#cc6677", "#117733", "#aa4499", "#999933", "#882255")
-_STANDING = {  # at the bottom of a timeline, in this order and always in these colors
+_STANDING = {  # at the bottom of a timeline, always in this order and these colors
     "parameters": "#332288",
     "optimizer": "#6f5fc4",
     "gradients": "#b0a5e8",
@@ -35,31 +35,27 @@ _MOST_TICKS = 12
 
 
 def new_figure(*, height: float = 5.0) -> "Figure":
-    """An empty figure.
-
-    Raises:
-        ImportError: matplotlib is not installed.
-    """
+    """Return an empty figure, or raise ImportError if matplotlib is not installed."""
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
         raise ImportError(
             "pictures need matplotlib, which is not installed: pip install 'automicro[pictures]'"
         ) from error
-    # Not pyplot's, which keeps each figure alive until it is closed, and may open a window.
+    # Not a pyplot figure, which stays alive until it is closed and might open a window.
     return Figure(figsize=(9, height), dpi=96, layout="constrained")
 
 
 def save(figure: "Figure", path: str | os.PathLike[str]) -> Path:
-    """Write a figure, and return where it is.
+    """Write a figure to a file, and return the path.
 
     Args:
-        figure: any figure of matplotlib.
-        path: ends in ``.png``, ``.svg`` or another suffix that matplotlib knows.
+        figure: any matplotlib figure.
+        path: path with the suffix ``.png``, ``.svg`` or another format that matplotlib supports.
 
     Raises:
         OSError: the file cannot be written.
-        ValueError: matplotlib does not know the suffix.
+        ValueError: matplotlib does not support the suffix.
     """
     check_name(path)
     figure.savefig(path, dpi=192)
@@ -67,12 +63,7 @@ def save(figure: "Figure", path: str | os.PathLike[str]) -> Path:
 
 
 def check_name(path: str | os.PathLike[str]) -> None:
-    """Refuse what `save` would refuse, before a long measurement.
-
-    Raises:
-        ImportError: matplotlib is not installed.
-        ValueError: matplotlib does not know the suffix.
-    """
+    """Refuse paths that `save` would refuse, before a long measurement."""
     if Path(path).suffix.lower()[1:] not in new_figure().canvas.get_supported_filetypes():
         raise ValueError(
             f"a picture cannot be saved as {str(path)!r}: name a file that ends in .png or .svg"
@@ -87,20 +78,20 @@ def speed_and_memory(
     title: str = "Speed and memory by microbatch size",
     into: "SubFigure | None" = None,
 ) -> "Figure":
-    """Draw rows per second, and the peak of memory, against the microbatch size.
+    """Draw rows per second and peak memory against the microbatch size.
 
     Args:
-        points: one for each size: rows of a microbatch, rows per second, their spread (in the
-            same unit, in both directions) and the peak in bytes; None for what is not known. A
-            size above the limit is marked with a cross.
-        limit_bytes: what the device holds; None for no line.
-        chosen: the size to mark.
-        title: of the picture.
-        into: a part of a figure to draw into; None for a new figure.
+        points: one tuple per size: rows of a microbatch, rows per second, their spread (same unit,
+            in both directions) and peak memory in bytes. Unknown values are None. A peak above the
+            limit is marked with a cross.
+        limit_bytes: memory of the device, or None to draw no limit.
+        chosen: size to mark.
+        title: title of the picture.
+        into: subfigure to draw into, or None for a new figure.
 
     Raises:
         ImportError: matplotlib is not installed.
-        ValueError: nothing was measured of any size, or a size is below 1.
+        ValueError: there are no measurements, or a size is below 1.
     """
     points = sorted(points, key=lambda point: point[0])
     speeds = [(size, speed, spread or 0.0) for size, speed, spread, _ in points if speed]
@@ -150,22 +141,22 @@ def timeline(
     unit: str = "operations",
     into: "SubFigure | None" = None,
 ) -> "Figure":
-    """Draw who holds how much memory over time, stacked.
+    """Draw the memory of each owner over time, stacked.
 
-    Parameters, optimizer, gradients, buffers and the batch lie at the bottom, all others above
-    them, the largest first; the smallest are drawn together.
+    Parameters, optimizer, gradients, buffers and the batch are at the bottom. All other owners are
+    above them, largest first, and the smallest are combined.
 
     Args:
-        samples: moments in order, each with the bytes of each owner from then on.
-        limit_bytes: what the device holds; None for no line.
-        most_owners: how many are drawn under their own names.
-        title: of the picture.
-        unit: of the moments, for the axis.
-        into: a part of a figure to draw into; None for a new figure.
+        samples: moments in order, each with the bytes that each owner holds from then on.
+        limit_bytes: memory of the device, or None to draw no limit.
+        most_owners: number of owners to draw under their own names.
+        title: title of the picture.
+        unit: unit of the moments, for the axis.
+        into: subfigure to draw into, or None for a new figure.
 
     Raises:
         ImportError: matplotlib is not installed.
-        ValueError: there is no sample, or the moments go back.
+        ValueError: there is no sample, or the moments are out of order.
     """
     samples = list(samples)
     moments = [moment for moment, _ in samples]
@@ -174,7 +165,7 @@ def timeline(
             f"{len(samples)} samples cannot be drawn: give at least one, the earliest first"
         )
     width = (moments[-1] - moments[0]) / len(samples) or 1.0
-    samples.append((moments[-1] + width, samples[-1][1]))  # the last one has a width, too
+    samples.append((moments[-1] + width, samples[-1][1]))  # gives the last sample a width
     names = _owners(samples, most_owners)
     bands = [[held.get(name, 0) for _, held in samples] for name in names]
     totals = [sum(held.values()) for _, held in samples]
@@ -192,13 +183,13 @@ def timeline(
     _draw_limit(axes, limit_bytes, scale)
     axes.set(title=title, xlabel=unit, xlim=(xs[0], xs[-1]), ylim=(0, None))
     handles, labels = axes.get_legend_handles_labels()
-    # In the order in which the bands lie on one another, the uppermost first.
+    # In the order of the bands, the uppermost first.
     figure.legend(handles[::-1], labels[::-1], loc="outside right upper", frameon=False)
     return figure  # type: ignore[no-any-return]
 
 
 def _owners(samples: Sequence[Sample], most: int) -> dict[str, str]:
-    """Names with their colors, from the bottom to the top."""
+    """Return the names and colors of bands, from bottom to top."""
     held = {name: max(each.get(name, 0) for _, each in samples) for _, s in samples for name in s}
     standing = {name: color for name, color in _STANDING.items() if name in held}
     others = sorted(held.keys() - standing.keys(), key=lambda name: (-held[name], name))
@@ -207,10 +198,10 @@ def _owners(samples: Sequence[Sample], most: int) -> dict[str, str]:
 
 
 def _bytes_axis(axes: "Axes", label: str, amounts: Iterable[int]) -> int:
-    """Label the axis, and return how many bytes its unit has."""
+    """Label the axis, and return the number of bytes in its unit."""
     most = max(amounts)
     names = {1 << 40: "TiB", 1 << 30: "GiB", 1 << 20: "MiB", 1 << 10: "KiB", 1: "bytes"}
-    # At least two of a unit: below that an axis would be all fractions.
+    # At least two of a unit, so that ticks are not all fractions.
     scale = next(each for each in names if most >= 2 * each or each == 1)
     axes.set_ylabel(f"{label} ({names[scale]})")
     return scale

@@ -1,8 +1,8 @@
-"""pytest: does the model still fit? Peaks are planned on tensors without data, on any machine.
+"""pytest plugin that checks whether a model still fits, by planning its peak without a GPU.
 
-Two ways, for any model: `assert_fits` in any test, and ``@pytest.mark.fits("80GiB")`` on a test
-that returns a model and a batch. Loaded by pytest itself once ``automicro[pytest]`` is installed;
-torch is imported only in tests that use it.
+There are two ways: call `assert_fits` in any test, or mark a test that returns a model and a batch
+with ``@pytest.mark.fits("80GiB")``. pytest loads this plugin if ``automicro[pytest]`` is installed;
+only tests that use it import torch.
 """
 
 import functools
@@ -29,19 +29,19 @@ _HOW = (
 
 
 def assert_fits(model: Any, batch: Any, memory: Any = None, **options: Any) -> "PlanReport":
-    """Fail unless a training step of this model fits this memory, in microbatches of one row.
+    """Fail unless a training step of this model fits in memory, in microbatches of one row.
 
-    With ``whole=True`` the whole batch has to fit, in one microbatch.
+    With ``whole=True``, the whole batch must fit in one microbatch.
 
     Args:
-        model: as in `automicro.plan`, and so all others.
-        batch: see there.
-        memory: see there; or give ``device="a100-80gb"``.
-        options: see there; and ``whole``.
+        model: as in `automicro.plan`.
+        batch: as in `automicro.plan`.
+        memory: as in `automicro.plan`; alternatively pass ``device="a100-80gb"``.
+        options: other options of `automicro.plan`, and ``whole``.
 
     Raises:
-        AssertionError: it does not fit; the message is the whole report.
-        TypeError, ValueError: arguments that make no sense, each with its remedy.
+        AssertionError: the model does not fit; the message is the whole report.
+        TypeError, ValueError: invalid arguments; the message has the remedy.
 
     Example:
         >>> import torch
@@ -51,7 +51,7 @@ def assert_fits(model: Any, batch: Any, memory: Any = None, **options: Any) -> "
         >>> assert_fits(model, batch, "1MiB", forward=forward).microbatch_size
         32
     """
-    # pytest leaves frames out that say so: the last one that it shows is the caller's assertion.
+    # pytest hides frames with this variable, so the last frame shown is the caller's assertion.
     __tracebackhide__ = True
     from automicro.tools.plan.plan import plan
 
@@ -74,7 +74,7 @@ def assert_fits(model: Any, batch: Any, memory: Any = None, **options: Any) -> "
     except Exception as error:
         cause = error.__cause__
         if cause is not None:
-            _without_our_lines(cause).__suppress_context__ = True  # what was tried before
+            _without_our_lines(cause).__suppress_context__ = True  # hides earlier attempts
         raise _without_our_lines(error) from cause
     if not report.fits:
         raise AssertionError("the batch does not fit whole\n" * bool(whole) + str(report))
@@ -82,7 +82,7 @@ def assert_fits(model: Any, batch: Any, memory: Any = None, **options: Any) -> "
 
 
 def _without_our_lines(error: BaseException) -> BaseException:
-    """The same error, whose traceback begins where the user's code does."""
+    """Return the same error with a traceback that starts at the user's code."""
     lines = error.__traceback__
     while lines is not None and lines.tb_frame.f_code.co_filename.startswith(_OURS):
         lines = lines.tb_next
@@ -90,8 +90,8 @@ def _without_our_lines(error: BaseException) -> BaseException:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Tell of the marker."""
-    # With --strict-markers pytest refuses a marker that it was not told of.
+    """Register the marker."""
+    # With --strict-markers, pytest refuses markers that are not registered.
     config.addinivalue_line(
         "markers",
         "fits(memory=None, **options): the test returns a model and a batch, of which a training "
@@ -100,7 +100,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Refuse a marked test whose return value is not seen."""
+    """Refuse marked tests whose return value is lost."""
     cls = getattr(item, "cls", None)
     is_unittest = cls is not None and issubclass(cls, unittest.TestCase)
     if is_unittest and item.get_closest_marker("fits") is not None:
@@ -112,7 +112,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> Iterator[Any]:
-    """Judge what a marked test returns, before pytest complains that it returns something."""
+    """Check the return value of a marked test before pytest warns about it."""
     __tracebackhide__ = True
     marker = pyfuncitem.get_closest_marker("fits")
     if marker is None:
@@ -122,7 +122,7 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> Iterator[Any]:
     try:
         return (yield)
     finally:
-        # A plugin that runs a test again would find it wrapped, and have it wrapped once more.
+        # A plugin that reruns the test would otherwise find it wrapped, and wrap it again.
         pyfuncitem.obj = test
 
 

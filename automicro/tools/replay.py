@@ -1,4 +1,4 @@
-"""A batch that did not fit, kept in a file, and run once more."""
+"""Replay of a batch that did not fit, from a file."""
 
 import contextlib
 import dataclasses
@@ -28,23 +28,22 @@ from automicro.units import format_bytes
 
 @dataclass(frozen=True, kw_only=True)
 class ReplayReport:
-    """The result of running a batch that did not fit again. ``str()`` of it is a few lines.
+    """The result of replaying a batch that did not fit. ``str()`` of it is a few lines.
 
     Attributes:
-        failed: the batch, as it was kept.
-        fits: whether it went through.
-        rows: of it.
-        microbatch_size: at which it fits; None where it does not.
-        microbatch_unit: what sizes are counted in: ``"rows"``, ``"tokens"``, ….
-        num_microbatches: of that size; None where it does not fit.
+        failed: the saved batch.
+        fits: whether it fits now.
+        rows: rows of the batch.
+        microbatch_size: size at which it fits, or None if it does not.
+        microbatch_unit: unit of sizes: ``"rows"``, ``"tokens"``, and so on.
+        num_microbatches: number of microbatches of that size, or None if it does not fit.
         tried: sizes that ran out of memory.
-        peak_bytes: the most that live tensors held, at the size that fits; of a batch that does not
-            fit, what they held at the smallest size that was tried and what was refused to it, so
-            that it needs at least that. None if not counted.
-        limit_bytes: of the device; None if unknown.
-        residents: what lies on the device at any size.
-        message: of the error; None where it fits.
-        level: how microbatches were computed, see ``when_too_large``.
+        peak_bytes: peak memory of live tensors at the size that fits. If none fits, a lower bound:
+            bytes in use plus bytes refused at the smallest size tried. None if not counted.
+        limit_bytes: memory limit of the device, or None if unknown.
+        residents: memory that is on the device at any size.
+        message: message of the error, or None if the batch fits.
+        level: level at which microbatches were computed, see ``when_too_large``.
     """
 
     failed: FailedBatch
@@ -62,20 +61,20 @@ class ReplayReport:
 
     @property
     def activation_bytes(self) -> int | None:
-        """Bytes that the rows of a microbatch take, beside those held at any size.
+        """Bytes for the rows of a microbatch, without residents; a lower bound if it does not fit.
 
-        Where it does not fit, at least that.
+        None if not counted.
         """
         return None if self.peak_bytes is None else max(0, self._needed - self.residents.total)
 
     @property
     def _needed(self) -> int:
-        """The bytes needed; what does not fit needs more than the limit."""
+        """The bytes needed, which exceed the limit if the batch does not fit."""
         return max(self.peak_bytes or 0, 0 if self.fits else self.limit_bytes or 0)
 
     @property
     def dominates(self) -> str | None:
-        """The largest holder of memory, in words; None if not counted."""
+        """The largest holder of memory as text, or None if not counted."""
         if self.activation_bytes is None:
             return None
         parts = {"activations of its rows": self.activation_bytes, **self.residents.parts}
@@ -85,7 +84,7 @@ class ReplayReport:
         return f"the {name}, {format_bytes(parts[name])} ({share} of {of})"
 
     def to_dict(self) -> dict[str, Any]:
-        """All of it as values that JSON can hold, without the rows."""
+        """Return all fields except the rows as JSON values."""
         failed = dataclasses.replace(self.failed, batches=[])
         found = dataclasses.asdict(dataclasses.replace(self, failed=failed))
         del found["failed"]["batches"]
@@ -110,7 +109,7 @@ class ReplayReport:
         if self.tried:
             lines.append(f"out of memory with: {', '.join(map(str, self.tried))} {noun}")
         if self.peak_bytes is not None:
-            # A peak is what was held; what was refused was not.
+            # A peak counts only bytes that were granted, not the refused request.
             what = "peak" if self.fits else "needed at least"
             lines.append(f"{what}: {format_bytes(self.peak_bytes)}{of(self.limit_bytes)}")
         lines.append(f"at any size: {self.residents}")
@@ -126,21 +125,23 @@ def replay(
     like: Any = None,
     **options: Any,
 ) -> ReplayReport:
-    """Run a batch that did not fit once more, and say whether it fits now.
+    """Run a batch that did not fit again, and report whether it fits now.
 
-    Forward and backward, with the optimizer's first state reserved, are rolled back: parameters,
-    gradients, buffers and random numbers are as before afterwards, and the optimizer never steps.
+    Forward and backward run with memory reserved for the optimizer's first state, and are rolled
+    back. The optimizer never steps, and parameters, gradients, buffers and random states are
+    unchanged afterwards.
 
     Args:
-        file: that a run has left, or what `load_batch` read from it.
-        model: the model, where it computes.
-        like: a batch of the same kind, where the file's is of a class of your own.
-        options: of `Microbatcher`: ``loss_fn``, ``forward``, ``optimizer``, ``memory_limit``, ….
+        file: the file of a failed run, or the result of `load_batch`.
+        model: the model, on its device.
+        like: a batch of the same kind, needed if the saved batch has a custom class.
+        options: options of `Microbatcher`: ``loss_fn``, ``forward``, ``optimizer``,
+            ``memory_limit``, and so on.
 
     Raises:
         UnreadableBatchError: see `load_batch`.
-        BatchError, LossError: the model does not take the batch.
-        TypeError, ValueError: options that make no sense, each with its remedy.
+        BatchError, LossError: the model does not accept the batch.
+        TypeError, ValueError: invalid options; the message has the remedy.
 
     Example:
         >>> failed = FailedBatch(
@@ -161,7 +162,7 @@ def replay(
     unit = unit_name(options.get("microbatch_unit", "rows"))
     policy = _Noting(make_policy(options.pop(name, "auto"), name=name, unit=unit))
     limit = options.pop("memory_limit", None)
-    # No gradient is kept, so it does not matter whether splitting is exact.
+    # No gradient is kept, so exactness of the split does not matter.
     options = {"batchnorm": "ignore", "probe": False, **options, name: policy}
     microbatcher = Microbatcher(model, **with_features(options))
     result: StepResult | EvalResult | None = None
@@ -172,7 +173,7 @@ def replay(
                 if is_training:
                     result = microbatcher.accumulate(failed.batches)
                 else:
-                    microbatcher.hold_reservation()  # in a run, it lies there by then
+                    microbatcher.hold_reservation()  # a run would hold it at this point
                     result = microbatcher.evaluate(failed.batches[0])
         except Exception as error:
             if not (isinstance(error, SampleTooLargeError) or is_out_of_memory(error)):
@@ -202,19 +203,19 @@ def replay(
 def _limited(
     limit: str | int | float | None, device: torch.device
 ) -> contextlib.AbstractContextManager[object]:
-    """The limit, entered; where there is none, whatever counts."""
+    """Return a context with the limit, or one that only counts."""
     if limit is not None:
         return limit_memory(limit, device)
-    # A plain CPU counts nothing; a budget without a limit counts and refuses nothing.
+    # A plain CPU counts nothing, but a budget without a limit counts and refuses nothing.
     is_counted = device.type != "cpu" or active_budget() is not None
     return contextlib.nullcontext() if is_counted else MemoryBudget(None)
 
 
 class _Noting(Policy):
-    """Another policy, with what became of its sizes."""
+    """Wrapper of a policy that keeps the outcomes."""
 
     def __init__(self, inner: Policy) -> None:
-        self.outcomes: tuple[Outcome, ...] = ()  # no list: giving up would put that back
+        self.outcomes: tuple[Outcome, ...] = ()  # a list would be reset when the caller gives up
         self.adapts, self.multiple_of = inner.adapts, inner.multiple_of
         self._inner = inner
 

@@ -558,7 +558,7 @@ def test_a_mean_over_tokens_in_validation_is_right_or_warned_of(
         (found,) = trainer.validate(module, given, verbose=False)
         assert found["loss_epoch"] == pytest.approx(plain["loss_epoch"], rel=1e-6)
         return
-    with pytest.warns(MetricWarning, match=r"no means over rows: log\('loss'\) is"):
+    with pytest.warns(MetricWarning, match=r"not means over rows: log\('loss'\) is"):
         trainer.validate(module, given, verbose=False)
 
 

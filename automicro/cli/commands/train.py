@@ -31,7 +31,7 @@ def run(arguments: argparse.Namespace) -> int:
 
         loaded, config = job.loaded, recipe.config
         is_first = process_in_environment().is_first
-        making = saying("making the model and the data", is_silent=not config.progress)
+        making = saying("making the model and the data", is_wanted=config.progress)
         with making, job.making():
             run_dir = RunDir(config.run_dir, loaded.everything, goes_on=goes_on(recipe.checkpoint))
             finished = run_dir.finished()

@@ -1,4 +1,4 @@
-"""Why memory ran out, read off what a failure has left behind."""
+"""Diagnosis of why memory ran out, from the files of a failure."""
 
 from automicro.tools.doctor.causes import Cause
 from automicro.tools.doctor.diagnosis import Diagnosis, UnreadableFailureError, diagnose

@@ -1,4 +1,4 @@
-"""Why memory ran out, the likeliest cause first, and how many bytes each remedy would give back."""
+"""Causes of running out of memory, likeliest first, and the bytes that each remedy would free."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -13,100 +13,82 @@ GROWTH, SECOND_MODEL = "growth", "second model"
 FRAGMENTATION, OTHERS = "fragmentation", "other processes"
 
 _MODELS = (kinds.PARAMETERS, kinds.COPY)
-_LEAST_SHARE = 0.08  # of what is held: less is no cause
+_LEAST_SHARE = 0.08  # smallest share of the held bytes that counts as a cause
 _MOST_REMEDIES = 3
-# What should not be there weighs more than what every training has.
+# Unexpected memory weighs more than memory that every training needs.
 _ENDLESS, _UNEXPECTED, _DOUBTFUL, _EXPECTED, _UNNAMED = 8.0, 4.0, 2.0, 1.0, 0.5
 
 
 @dataclass(kw_only=True)
 class Device:
-    """The device at the failure; None for what is not known.
+    """The device at the failure; unknown values are None."""
 
-    Attributes:
-        requested_bytes: of the request that could not be served.
-        capacity_bytes: all of it, or the limit.
-        free_bytes: that no process had.
-        reserved_bytes: that this process's allocator had.
-        allocated_bytes: of these, what tensors held.
-        largest_free_bytes: the largest free piece of what was reserved.
-        is_expandable: whether segments grow already.
-    """
-
-    requested_bytes: int | None = None
-    capacity_bytes: int | None = None
-    free_bytes: int | None = None
-    reserved_bytes: int | None = None
-    allocated_bytes: int | None = None
-    largest_free_bytes: int | None = None
-    is_expandable: bool = False
+    requested_bytes: int | None = None  # of the request that failed
+    capacity_bytes: int | None = None  # the whole device, or the limit
+    free_bytes: int | None = None  # not held by any process
+    reserved_bytes: int | None = None  # by the allocator of this process
+    allocated_bytes: int | None = None  # the part of it in tensors
+    largest_free_bytes: int | None = None  # largest free block of the reserved memory
+    is_expandable: bool = False  # whether segments can already grow
 
     @property
     def others_bytes(self) -> int:
-        """Bytes of other processes, contexts and libraries; 0 where it is not known."""
+        """Bytes of other processes, contexts and libraries; 0 if unknown."""
         if self.capacity_bytes is None or self.free_bytes is None or self.reserved_bytes is None:
             return 0
         return max(self.capacity_bytes - self.free_bytes - self.reserved_bytes, 0)
 
     @property
     def unallocated_bytes(self) -> int:
-        """Reserved, and held by no tensor; 0 where it is not known."""
+        """Bytes reserved but not in any tensor; 0 if unknown."""
         return max((self.reserved_bytes or 0) - (self.allocated_bytes or 0), 0)
 
     @property
     def is_fragmented(self) -> bool:
-        """Whether the request would have been served, had the free pieces been one."""
+        """Whether the request would have fitted if the free blocks were contiguous."""
         asked, is_known = self.requested_bytes, self.allocated_bytes is not None
         return is_known and self.unallocated_bytes >= (asked or 0) > (self.largest_free_bytes or 0)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Cause:
-    """Why memory ran out.
+    """A reason why memory ran out."""
 
-    Attributes:
-        kind: one of the names of this module, or the kind of a holder.
-        text: in a sentence.
-        num_bytes: of it.
-        remedies: against it.
-        weight: its bytes, times how little it should be there.
-    """
-
-    kind: str
-    text: str
+    kind: str  # a name of this module, or the kind of a holder
+    text: str  # a sentence
     num_bytes: int
     remedies: Sequence[Remedy]
-    weight: float
+    weight: float  # bytes times a factor that is higher for unexpected memory
 
 
 def find_causes(holders: Sequence[Holder], device: Device) -> list[Cause]:
-    """All that may be a cause, the likeliest first."""
-    # A log names no holders, and a history may begin late: what was allocated counts as held.
+    """Return all possible causes, likeliest first."""
+    # A log names no holders, and a history might start late, so allocated bytes count as held.
     held = max(sum(holder.num_bytes for holder in holders), device.allocated_bytes or 0, 1)
     causes = [*_of_growth(holders), *_of_models(holders)]
     causes += [_of_holder(each) for each in holders if each.kind not in _MODELS]
     causes = [cause for cause in causes if cause.num_bytes >= _LEAST_SHARE * held]
-    # Causes of the device have thresholds of their own.
+    # Causes of the device have their own thresholds.
     return sorted([*causes, *_of_device(device)], key=lambda cause: -cause.weight)
 
 
 def choose_remedies(
     causes: Sequence[Cause], holders: Sequence[Holder], *, can_halve: bool = True
 ) -> list[Remedy]:
-    """The remedies of the likeliest cause, then those that give most back.
+    """Return the remedies of the likeliest cause, and those that free the most memory.
 
     >>> mlp = Holder(kind="activations", owner="Mlp", num_bytes=4096, count=2)
     >>> [(remedy.text, remedy.saved_bytes) for remedy in choose_remedies([], [mlp])]
     [('halve the microbatch', 2048)]
     """
     moving, saved = (kinds.ACTIVATIONS, kinds.BACKWARD, kinds.STEP), attrgetter("saved_bytes")
-    # Fewer rows do not stop what grows from batch to batch.
+    # Fewer rows do not stop growth from batch to batch.
     of_rows = sum(each.total_bytes - each.growth for each in holders if each.kind in moving)
     halving = Remedy(text="halve the microbatch", saved_bytes=of_rows // 2 * can_halve)
     others = [halving, *(remedy for cause in causes[1:] for remedy in cause.remedies)]
     ordered = [*(causes[0].remedies if causes else ()), *sorted(others, key=saved, reverse=True)]
-    # Those of the likeliest cause are among them however little they save; bytes only order the
-    # few.
+    # Remedies of the likeliest cause are included even if they save little; bytes only decide the
+    # order.
     found = list({each.text: each for each in ordered if each.saved_bytes > 0}.values())
     return sorted(found[:_MOST_REMEDIES], key=saved, reverse=True)
 
@@ -139,8 +121,8 @@ def _of_growth(holders: Sequence[Holder]) -> Iterator[Cause]:
 
 
 def _of_models(holders: Sequence[Holder]) -> Iterator[Cause]:
-    # Most optimizers keep state of the size of each parameter that they train, so a model whose
-    # sizes do not occur there is not trained.
+    # Most optimizers keep state of the same size as each parameter that they train, so a model
+    # whose sizes do not occur in the state is not trained.
     state = {size for each in holders if each.kind == kinds.OPTIMIZER for size in each.sizes}
     models = [each for each in holders if each.kind in _MODELS]
     built = [each.sizes for each in models if each.kind == kinds.PARAMETERS]
@@ -155,7 +137,7 @@ def _of_models(holders: Sequence[Holder]) -> Iterator[Cause]:
             weight, what = _DOUBTFUL, f"one of {len(built)} models"
         else:
             kind, weight, what = kinds.PARAMETERS, _EXPECTED, "the model"
-        has_line = ":" in model.owner  # a report has none
+        has_line = ":" in model.owner  # a report has no lines
         name = f"the model of {model.owner}" if has_line else "the model"
         text = f"{what}{f', made at {model.owner},' * has_line} took {_amount(model)}"
         half = f"hold {name} in bfloat16", model.num_bytes // 2
@@ -165,13 +147,13 @@ def _of_models(holders: Sequence[Holder]) -> Iterator[Cause]:
 
 
 def _share_of_bytes(model: Holder, sizes: set[int]) -> float:
-    """The share of a model's bytes that is in tensors of these sizes."""
+    """Return the share of a model's bytes in tensors of these sizes."""
     in_sizes = sum(size * count for size, count in model.sizes.items() if size in sizes)
     return in_sizes / max(sum(size * count for size, count in model.sizes.items()), 1)
 
 
 def _of_holder(holder: Holder) -> Cause:
-    # By how much it grew is a cause of its own.
+    # Growth is a separate cause.
     usual, num_bytes = max(holder.passes, default=0), holder.total_bytes - holder.growth
     is_long = len(holder.passes) > 1 and num_bytes >= 3 * usual > 0
     said = [f"took {_amount(holder)}"] * bool(holder.num_bytes)
@@ -188,7 +170,7 @@ def _remedies(holder: Holder, num_bytes: int) -> Iterator[tuple[str, int]]:
         how = "foreach=False or fused=True: its step copies less then"
         yield f"give {owner[:-10]} {how}", num_bytes
     elif holder.kind == kinds.OPTIMIZER:
-        # A quarter of what 32 bits take stays.
+        # A quarter of 32-bit state remains.
         yield "take an optimizer with state in 8 bits, or Adafactor", holder.num_bytes * 3 // 4
     if holder.kind == kinds.ACTIVATIONS and holder.count > 1:
         how = "in the backward (torch.utils.checkpoint), or use torch.no_grad() if none follows"

@@ -1,4 +1,4 @@
-"""`diagnose`: reads what a failure has left behind, and says why memory ran out on one page."""
+"""`diagnose`: a one-page report of why memory ran out, from the files of a failure."""
 
 import dataclasses
 import json
@@ -14,8 +14,8 @@ from automicro.tools.doctor.causes import Cause, Device, choose_remedies, find_c
 from automicro.tools.doctor.holders import STEP, Holder, find_holders, read_snapshot
 from automicro.units import format_bytes, parse_bytes
 
-_MOST_TEXT = 64 << 20  # bytes of a log that are read, from its end
-_MOST_HOLDERS = 12  # on the page
+_MOST_TEXT = 64 << 20  # bytes to read from the end of a log
+_MOST_HOLDERS = 12  # in the report
 _MESSAGE = re.compile(r"(?:CUDA|HIP|XPU|MPS backend|Simulated device) out of memory[^\n]*", re.I)
 _AMOUNT = r"([\d.]+ ?(?:[KMGT]i?B|bytes?))"
 _NO_HISTORY = "What grew shows in a history: torch.cuda.memory._record_memory_history()."
@@ -24,22 +24,22 @@ _NO_OWNERS = "What held memory shows in a snapshot of torch, and in files of Out
 
 
 class UnreadableFailureError(ValueError):
-    """A file that tells of no failure: damaged, of another kind, or not to be trusted."""
+    """A file that describes no failure: damaged, of another kind, or unsafe."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Diagnosis:
-    """Why memory ran out. ``print(diagnosis)`` shows the page.
+    """Why memory ran out. ``print(diagnosis)`` shows the report.
 
     Attributes:
-        source: the file that was read, and what it is.
-        message: of the error; empty where the file has none.
-        where: in training it happened, where the file says so.
-        device: how full it was.
-        holders: who held what, the largest first.
-        causes: the likeliest first.
-        remedies: at most three, the one that gives most back first.
-        remark: what the file does not tell, and how it would; or empty.
+        source: name of the file.
+        message: message of the error, or empty if the file has none.
+        where: where training failed, if the file says so.
+        device: state of the device.
+        holders: memory by owner, largest first.
+        causes: causes, likeliest first.
+        remedies: at most three remedies, the one that frees the most memory first.
+        remark: information missing from the file and how to record it, or empty.
     """
 
     source: str
@@ -68,7 +68,7 @@ class Diagnosis:
         return "\n".join([*lines, "", *figures, "", self.remark]).rstrip()
 
     def to_dict(self) -> dict[str, Any]:
-        """All of it as values for JSON."""
+        """Return all fields as JSON values."""
         return dataclasses.asdict(self)
 
 
@@ -77,17 +77,18 @@ def _table(title: str, rows: Sequence[tuple[int, str]]) -> list[str]:
 
 
 def diagnose(path: str | os.PathLike[str], *, memory: str | int | None = None) -> Diagnosis:
-    """Say why memory ran out.
+    """Find out why memory ran out.
 
     Args:
-        path: one of: ``oom-NNNN.json`` of an `OutOfMemoryReport` (with the snapshot beside it, if
-            there is one); a memory snapshot of torch (``torch.cuda.memory._dump_snapshot``), of
-            any program; text that holds the message of the error, such as a log.
-        memory: of the device, where the file does not say it: bytes, or text such as ``"24GiB"``.
+        path: the file ``oom-NNNN.json`` of an `OutOfMemoryReport` (a snapshot next to it is read as
+            well); a memory snapshot of any program (``torch.cuda.memory._dump_snapshot``); or text
+            with the message of the error, such as a log.
+        memory: memory of the device, if the file does not contain it: bytes, or text such as
+            ``"24GiB"``.
 
     Raises:
         OSError: the file cannot be read.
-        UnreadableFailureError: the file tells of no failure, or is not to be trusted.
+        UnreadableFailureError: the file describes no failure, or is unsafe to read.
 
     Example:
         >>> import tempfile
@@ -109,7 +110,7 @@ def diagnose(path: str | os.PathLike[str], *, memory: str | int | None = None) -
         at = where and f"{where['phase']}, batch {where['batch']}, {sizes['before']} rows{inside}"
     except OSError:
         raise
-    except Exception as error:  # damaged bytes raise errors of many kinds
+    except Exception as error:  # damaged files raise many kinds of errors
         raise UnreadableFailureError(
             f"{source} cannot be diagnosed ({type(error).__name__}: {str(error)[:160]}): give a "
             "memory snapshot of torch, a report of OutOfMemoryReport, or a log with the error"
@@ -133,7 +134,7 @@ _Read: TypeAlias = tuple[Mapping[str, Any], Device, Sequence[Holder], str]
 
 def _read(source: Path, capacity: int | None) -> _Read:
     with source.open("rb") as file:
-        # Pickles of protocol 2 and above begin with \x80, reports with a brace; all else is text.
+        # Pickles of protocol 2 and above start with \x80, and reports with a brace.
         begin = file.read(512).lstrip()[:1]
         file.seek(max(file.seek(0, os.SEEK_END) - _MOST_TEXT, 0))
         text = "" if begin == b"\x80" else file.read().decode("utf-8", errors="replace")
@@ -148,7 +149,7 @@ def _read(source: Path, capacity: int | None) -> _Read:
     messages = _MESSAGE.findall(text)
     if not messages:
         raise ValueError("it holds no message of an out-of-memory error")
-    # The run may have gone on after earlier ones.
+    # The run might have continued after earlier failures.
     report = {"message": messages[-1]}
     return report, _device_of(report, capacity), [], _NO_OWNERS
 
@@ -159,28 +160,28 @@ def _of_snapshot(path: Path, report: Mapping[str, Any], capacity: int | None) ->
     device.allocated_bytes = sum(block.size for block in snapshot.blocks)
     device.is_expandable = snapshot.is_expandable
     if snapshot.failed is not None:
-        # In an entry of the kind oom the allocator puts there what the device had free.
+        # For entries of kind oom, the allocator stores the free bytes of the device there.
         device.requested_bytes, device.free_bytes = snapshot.failed.size, snapshot.failed.address
     return report, device, find_holders(snapshot), "" if snapshot.events else _NO_HISTORY
 
 
 def _holders_of(report: Mapping[str, Any], device: Device) -> list[Holder]:
-    """The holders in the report, and the rest of the allocated bytes."""
+    """Return the holders in the report, and one for the remaining allocated bytes."""
     holders = [Holder(**each) for each in report["held"]]
     for each in holders:
         if each.owner in report.get("inside", [])[-1:]:
             each.failed_bytes = device.requested_bytes or 0
-            each.num_bytes = max(each.num_bytes - each.failed_bytes, 0)  # it did not get that
+            each.num_bytes = max(each.num_bytes - each.failed_bytes, 0)  # request was refused
     allocated = device.allocated_bytes or report["peak_bytes"] or 0
     rest = max(allocated - sum(each.num_bytes for each in holders), 0)
-    # In a first attempt no module is known yet that asked.
+    # In a first attempt, the module of the request is not known yet.
     asked = 0 if any(each.failed_bytes for each in holders) else device.requested_bytes or 0
     step = Holder(kind=STEP, owner="the rest of the step", num_bytes=rest, failed_bytes=asked)
     return sorted([*holders, *[step] * (rest + asked > 0)], key=lambda each: -each.num_bytes)
 
 
 def _device_of(report: Mapping[str, Any], capacity: int | None) -> Device:
-    """The device in torch's message, completed from the report."""
+    """Return the device from torch's message, completed from the report."""
 
     def amount(pattern: str) -> int | None:
         found = re.search(pattern, str(report.get("message", "")))

@@ -1,7 +1,7 @@
-"""Who holds memory, read off the stack of each allocation, and what grew from batch to batch.
+"""Holders of memory, derived from the stack of each allocation, and their growth between batches.
 
-A stack holds files, lines and functions. A ``forward`` makes activations, torch's optimizers make
-their state, autograd's engine makes gradients, constructors and ``.to(…)`` make parameters.
+A stack has files, lines and functions. A ``forward`` makes activations, torch's optimizers make
+their state, autograd's engine makes gradients, and constructors and ``.to(…)`` make parameters.
 """
 
 import functools
@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 
 class Frame(NamedTuple):
-    """A line of code: its file, its number (0 where it is not known), its function."""
+    """A line of code: file, line number (0 if unknown) and function."""
 
     file: str
     line: int
@@ -30,60 +30,40 @@ Stack = tuple[Frame, ...]
 
 
 class Event(NamedTuple):
-    """An action of the allocator, or a block that it still holds.
+    """An action of the allocator, or a block that is still in use."""
 
-    Attributes:
-        action: ``"alloc"``, ``"free"``, ``"oom"`` or ``"held"``.
-        address: of the block; of an "oom" what the device had free.
-        size: bytes, of a block as rounded up.
-        requested: bytes as they were asked for.
-        stack: of what asked.
-    """
-
-    action: str
-    address: int
-    size: int
-    requested: int
-    stack: Stack
+    action: str  # "alloc", "free", "oom" or "held"
+    address: int  # of the block; for "oom", the free bytes of the device
+    size: int  # bytes, rounded up for blocks
+    requested: int  # bytes before rounding
+    stack: Stack  # of the request
 
 
 @dataclass(frozen=True, kw_only=True)
 class Snapshot:
-    """The blocks of one device's allocator, and its history.
+    """The blocks and the history of one device's allocator."""
 
-    Attributes:
-        blocks: that tensors held at the last request that failed; without one, in the snapshot.
-        events: in order; empty where no history was recorded.
-        reserved: bytes that the allocator has of the device.
-        largest_free: the largest free piece of them.
-        is_expandable: whether segments grow already.
-    """
-
-    blocks: Sequence[Event]
-    events: Sequence[Event]
-    reserved: int
-    largest_free: int
-    is_expandable: bool
+    blocks: Sequence[Event]  # in use at the last failed request, or when the snapshot was taken
+    events: Sequence[Event]  # in order; empty if no history was recorded
+    reserved: int  # bytes that the allocator reserved
+    largest_free: int  # largest free block in them
+    is_expandable: bool  # whether segments can already grow
 
     @property
     def failed(self) -> Event | None:
-        """The last request that could not be served."""
+        """The last request that failed."""
         return next((each for each in reversed(self.events) if each.action == "oom"), None)
 
 
 class _PlainUnpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
-        # A snapshot is lists, dicts, numbers and text. A pickle that names anything else may run
-        # code.
+        # A snapshot contains lists, dicts, numbers and text. A pickle that names anything else
+        # might run code.
         raise pickle.UnpicklingError(f"it names {module}.{name}, and a snapshot names nothing")
 
 
 def read_snapshot(path: Path) -> Snapshot:
-    """Read the snapshot of the device that ran out of memory, or else of the fullest one.
-
-    Raises:
-        Exception: the file names code, is damaged, or is no snapshot.
-    """
+    """Read the snapshot of the device that ran out of memory, or of the fullest device."""
     with path.open("rb") as file:
         content = _PlainUnpickler(file).load()
     return _take_apart(content["segments"], content.get("device_traces") or [])
@@ -113,8 +93,8 @@ def _take_apart(content: Sequence[Mapping[str, Any]], traces: Sequence[Any]) -> 
 
 
 def _held_at_failure(blocks: Sequence[Event], events: Sequence[Event]) -> list[Event]:
-    # Often the snapshot is taken where the error is caught, after frames have let go of tensors:
-    # what came after the failure is undone, the last first.
+    # A snapshot is often taken where the error is caught, after frames have released tensors, so
+    # events after the failure are undone, the last first.
     failures = (at for at, event in enumerate(events) if event.action == "oom")
     failed = max(failures, default=len(events))
     held = {block.address: block for block in blocks}
@@ -122,7 +102,7 @@ def _held_at_failure(blocks: Sequence[Event], events: Sequence[Event]) -> list[E
     for event in reversed(events[failed:]):
         if event.action == "alloc":
             held.pop(event.address, None)
-        elif event.action == "free":  # its stack says who let go
+        elif event.action == "free":  # its stack belongs to the release
             held[event.address] = made.get(event.address, event._replace(action="held", stack=()))
     return list(held.values())
 
@@ -132,7 +112,7 @@ def _event(entry: Mapping[str, Any], action: str, stacks: dict[Any, Stack]) -> E
     if size < 0:
         raise ValueError(f"a block of {size} bytes")
     frames = entry.get("frames") or ()
-    key = tuple(map(id, frames))  # frames are shared in a file, so each stack is made once
+    key = tuple(map(id, frames))  # frames are shared in a file, so each stack is built once
     if key not in stacks:
         stacks[key] = tuple(
             Frame(str(each["filename"]), int(each["line"]), str(each["name"])) for each in frames
@@ -144,16 +124,16 @@ def _event(entry: Mapping[str, Any], action: str, stacks: dict[Any, Stack]) -> E
 PARAMETERS, COPY, GRADIENTS = "parameters", "copy of a model", "gradients"
 OPTIMIZER, ACTIVATIONS, BACKWARD = "optimizer state", "activations", "made in the backward"
 BATCH, TENSORS, UNKNOWN = "batch", "other tensors", "not recorded"
-STEP = "of no known module"  # its activations, for one
+STEP = "of no known module"  # includes activations
 
-# Of a stack's lines "file:function", the innermost first.
-# Beside optimizers lie schedulers and averaged models, and zero_grad() makes no state.
+# Patterns for lines "file:function" of a stack, innermost first.
+# Next to optimizers there are schedulers and averaged models, and zero_grad() makes no state.
 _OPTIMIZER = re.compile(r"/optim(?:izers?)?/(?:.*/)?(?!lr_sched|swa_)(\w+)\.py:(?!zero_grad\n)")
 _CALLED_BY_OPTIMIZER = re.compile(r".*:(?:forward|closure)\n")
-# The first that matches decides: a copy that is made inside of a backward is a copy.
+# The first match decides: a copy made inside a backward is a copy.
 _RULES = (
     (COPY, r"optim/swa_utils\.py:|torch/serialization\.py:"),
-    (COPY, r"deepcopy\w*\n(?!(?:.*\n)*.*:__init__\n)"),  # inside of a constructor: a model's layers
+    (COPY, r"deepcopy\w*\n(?!(?:.*\n)*.*:__init__\n)"),  # in a constructor, it copies layers
     (BACKWARD, r"autograd::(?:Engine|python::PythonEngine)|:_engine_run_backward\n"),
     (BACKWARD, r"torch/utils/checkpoint\.py:(?:unpack_hook|recompute)"),
     (GRADIENTS, r"\A(?!(?:.*\n)*.*:forward\n)(?:.*\n)*.*torch/nn/parallel/"),
@@ -174,7 +154,7 @@ _INSIDE = ("forward", "__init__", "__call__", "<genexpr>", "<listcomp>", "<dictc
 
 
 class Origin(NamedTuple):
-    """The kind of an allocation, its owner, and the line outside of modules that led to it."""
+    """Kind and owner of an allocation, and the line outside modules that led to it."""
 
     kind: str
     owner: str
@@ -183,41 +163,29 @@ class Origin(NamedTuple):
 
 @dataclass(kw_only=True)
 class Holder:
-    """Tensors of one kind and one owner.
+    """Tensors of one kind and one owner."""
 
-    Attributes:
-        kind: one of the names of this module.
-        owner: a module by its name, the line that made them, or an optimizer by torch's file.
-        caller: the line outside of modules that led there; empty where it is the owner.
-        num_bytes: of all of them.
-        count: of tensors.
-        largest_bytes: of one tensor.
-        failed_bytes: of the request that could not be served, where this owner made it.
-        passes: bytes that it held when each backward pass began.
-        sizes: how many tensors there are of each size, as it was asked for.
-    """
-
-    kind: str
-    owner: str
-    caller: str = ""
+    kind: str  # a name of this module
+    owner: str  # a module name, the line that made them, or the file of a torch optimizer
+    caller: str = ""  # the line outside modules that led there; empty if it is the owner
     num_bytes: int = 0
-    count: int = 0
-    largest_bytes: int = 0
-    failed_bytes: int = 0
-    passes: Sequence[int] = ()
-    sizes: dict[int, int] = field(default_factory=dict)
+    count: int = 0  # of tensors
+    largest_bytes: int = 0  # of one tensor
+    failed_bytes: int = 0  # of the failed request, if this owner made it
+    passes: Sequence[int] = ()  # bytes held at the start of each backward pass
+    sizes: dict[int, int] = field(default_factory=dict)  # number of tensors by requested size
 
     @property
     def total_bytes(self) -> int:
-        """The bytes that it holds and asked for."""
+        """Bytes held plus bytes of the failed request."""
         return self.num_bytes + self.failed_bytes
 
     @property
     def growth(self) -> int:
-        """By how much it grew from the second backward pass to the last, pass after pass; or 0."""
-        held = self.passes[1:]  # the first pass has neither gradients nor optimizer state yet
-        # What swings overlaps between the ends, and what has settled does not rise in its second
-        # half.
+        """Steady growth in bytes from the second backward pass to the last; otherwise 0."""
+        held = self.passes[1:]  # the first pass has no gradients and no optimizer state yet
+        # Fluctuating bytes overlap between the two ends, and settled bytes do not grow in the
+        # second half.
         third, middle = len(held) // 3, len(held) // 2
         if len(held) < 4 or max(held[:third]) >= min(held[-third:]) or held[middle] >= held[-1]:
             return 0
@@ -227,12 +195,12 @@ class Holder:
 
 
 def find_holders(snapshot: Snapshot) -> list[Holder]:
-    """Who holds what, the largest first."""
-    # A history may be recorded without stacks.
+    """Return all holders, largest first."""
+    # A history can be recorded without stacks.
     has_stacks = any(event.stack for event in snapshot.events[:64])
 
     def origin_of(stack: Stack) -> Origin:
-        # Autograd's threads have no Python stack; everything else has one then.
+        # Autograd's threads have no Python stack, while all others have one if stacks are recorded.
         return Origin(BACKWARD, "the backward") if has_stacks and not stack else read_origin(stack)
 
     passes = _held_at_passes(snapshot, origin_of)
@@ -242,7 +210,7 @@ def find_holders(snapshot: Snapshot) -> list[Holder]:
         held = [each[origin[:2]] for each in passes]
         return found.setdefault(origin[:2], Holder(**origin._asdict(), passes=held))
 
-    # Blocks from before the recording have no stack either.
+    # Blocks from before the recording have no stack.
     recorded = {event.address for event in snapshot.events if event.action == "alloc"}
     reads = [origin_of if each.address in recorded else read_origin for each in snapshot.blocks]
     origins = [(each, read(each.stack)) for each, read in zip(snapshot.blocks, reads, strict=True)]
@@ -264,7 +232,7 @@ def find_holders(snapshot: Snapshot) -> list[Holder]:
 def _held_at_passes(
     snapshot: Snapshot, origin_of: Callable[[Stack], Origin]
 ) -> list[Mapping[tuple[str, str], int]]:
-    """Bytes by kind and owner when each backward pass began."""
+    """Return the bytes by kind and owner at the start of each backward pass."""
     passes: list[Mapping[tuple[str, str], int]] = []
     held: Counter[tuple[str, str]] = Counter()
     made: dict[int, tuple[tuple[str, str], int]] = {}
@@ -277,7 +245,7 @@ def _held_at_passes(
             kind, owner, _ = origin_of(event.stack)
             if kind == BACKWARD and not is_backward:
                 passes.append(held.copy())
-            # What hooks or the optimizer allocate does not end a backward: the next activations do.
+            # Allocations of hooks or the optimizer do not end a backward; new activations do.
             is_backward = kind == BACKWARD or (is_backward and kind != ACTIVATIONS)
             made[event.address] = (kind, owner), event.size
             held[kind, owner] += event.size
@@ -286,7 +254,7 @@ def _held_at_passes(
 
 @functools.cache
 def read_origin(stack: Stack) -> Origin:
-    """Read who made what a stack allocated.
+    """Find the origin of an allocation from its stack.
 
     >>> read_origin((Frame("/p/model.py", 9, "forward"), Frame("/p/train.py", 3, "main")))
     Origin(kind='activations', owner='model.py:9 (forward)', caller='train.py:3 (main)')
@@ -301,10 +269,10 @@ def read_origin(stack: Stack) -> Origin:
     own = [each for each in stack if not _PLUMBING.search(each.file)]
     program = [each for each in own if not _INSTALLED.search(each.file)]
     where = next(iter(own), None)
-    # Modules call one another: of use is the line of the program that led into them.
+    # Modules call each other, so the useful line is the one in the program that called them.
     caller = next((each for each in program if each.name not in _INSIDE), where)
-    # An optimizer may call a closure, whose forward makes no state. Lines are the innermost first,
-    # so what is left of the split lies inside of it.
+    # An optimizer might call a closure, whose forward makes no state. Lines are innermost first,
+    # so only an optimizer in the part before a forward or closure counts.
     optimizer = _OPTIMIZER.search(_CALLED_BY_OPTIMIZER.split(lines, 1)[0])
     if optimizer:
         name = f"{optimizer[1]} (foreach)" if ":_multi_tensor_" in lines else optimizer[1]
@@ -322,7 +290,7 @@ def read_origin(stack: Stack) -> Origin:
 
 
 def place(frame: Frame | None) -> str:
-    """A line for people.
+    """Return a readable form of a line of code.
 
     >>> place(Frame("/home/me/project/train.py", 30, "main")), place(None)
     ('train.py:30 (main)', 'an unknown line')

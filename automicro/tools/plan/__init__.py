@@ -1,1 +1,1 @@
-"""Predict the memory of a training step, without the device."""
+"""Prediction of the memory of a training step, without the device."""

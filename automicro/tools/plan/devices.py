@@ -1,10 +1,10 @@
-"""Devices by name, and how many bytes a process can use on each.
+"""Devices by name, and the bytes that a process can use on each.
 
-The names on boxes promise more than a process gets. The figures are what the driver reports, which
-torch quotes as "total capacity" when memory runs out; it differs by a few tenths between boards and
-drivers, and with ECC. For some devices public reports of such failures show it. For the others it
-is assumed, from the size on the box and devices that are like them. From it goes what a process
-needs before its first tensor: the context of the driver, kernels and libraries; assumed, too.
+The nominal size of a device is more than a process can use. The figures are those of the driver,
+which torch reports as "total capacity" when memory runs out. They differ by a few tenths between
+boards and drivers, and with ECC. They come from public reports of such failures, or are assumed
+from the nominal size and similar devices. The memory that a process needs before its first tensor
+(driver context, kernels and libraries) is subtracted; this amount is also assumed.
 """
 
 from automicro.units import format_bytes, parse_bytes
@@ -15,7 +15,7 @@ CONTEXT_BYTES = 600 << 20
 
 BEFORE_AMPERE = ("t4", "v100-16gb", "v100-32gb")
 """These have neither flash attention nor attention in bfloat16."""
-# Public reports of failures show about as much of all others.
+# For all others, public reports of failures show about these figures.
 _ASSUMED = ("a10g", "l4", "a100-40gb", "h200-141gb", "mi250x", "mi300x")
 
 DEVICES: dict[str, int] = {
@@ -43,10 +43,7 @@ DEVICES: dict[str, int] = {
 
 
 def read_memory(memory: str | int | float | None, device: str) -> tuple[int | None, bool]:
-    """The bytes that tensors can take, and whether it is an accelerator.
-
-    Raises:
-        TypeError, ValueError: one of them cannot be read.
+    """Return the bytes available to tensors, and whether the device is an accelerator.
 
     >>> read_memory("24GiB", "cuda"), read_memory(None, "cpu"), read_memory(None, "t4")[0] >> 30
     ((25769803776, True), (None, False), 13)
@@ -69,7 +66,7 @@ def read_memory(memory: str | int | float | None, device: str) -> tuple[int | No
 
 
 def as_table() -> str:
-    """All devices with what can be used of each, a line each.
+    """Return a table of all devices with their usable memory, one per line.
 
     >>> as_table().splitlines()[0].split()
     ['t4', '13.97', 'GiB']

@@ -1,10 +1,10 @@
 """A step of a `Microbatcher`, run on tensors without data.
 
-A copy of the model takes the step: nothing of the model itself moves, and it may lie on the meta
-device, or be a function that makes it. The copy's tensors are fake ones, which have shapes but no
-data; all of torch's operations run on them, forward, backward and recomputation, and allocate
-nothing. What a `Microbatcher` holds beside them is held here, too: gradients between microbatches,
-copies of buffers, the optimizer's state, the microbatch on the device.
+The step runs on a copy of the model, so the model itself does not change. It can be on the meta
+device, or be given as a function that builds it. The copy has fake tensors with shapes but no data.
+All operations of torch run on them (forward, backward and recomputation) without allocating
+memory. Memory that a `Microbatcher` holds in addition is counted as well: gradients between
+microbatches, copies of buffers, the optimizer's state, and the microbatch on the device.
 """
 
 import contextlib
@@ -44,42 +44,18 @@ from automicro.transaction.rng import NothingDrawn
 
 @dataclass(frozen=True, kw_only=True)
 class Conditions:
-    """How the step is run.
-
-    Attributes:
-        precision: as `Microbatcher`.
-        gradient_sums: as `Microbatcher`.
-        train: forward and backward; else the forward of an evaluation.
-        savers: that are switched on, as ``when_too_large`` names them.
-        finer: into how many each slice of a part is cut that has a size of its own, if that
-            adapts.
-    """
+    """Conditions of a step; ``precision`` and ``gradient_sums`` are those of `Microbatcher`."""
 
     precision: str = "fp32"
     gradient_sums: str = "fp32"
-    train: bool = True
-    savers: tuple[str, ...] = ()
-    finer: int = 1
+    train: bool = True  # forward and backward; otherwise the forward of an evaluation
+    savers: tuple[str, ...] = ()  # active memory savers, named as in when_too_large
+    finer: int = 1  # number of pieces for each slice of an adapting part with its own size
 
 
 @dataclass(kw_only=True)
 class DryRun:
     """Runs steps of a job on a copy of its model.
-
-    Attributes:
-        model: a module, or a function that makes one; then the copy.
-        batch: a batch of any number of rows.
-        layout: of the batch.
-        loss_fn: as `Microbatcher`, like the next two.
-        forward: see there.
-        modules: see there.
-        optimizer: one of the model's parameters, or a function (a class) from parameters to one.
-        on_accelerator: whether the step is to run on one.
-        before_ampere: whether that is an older one; see `Device`.
-        when_too_large: as `Microbatcher`, like the next.
-        nested: see there.
-        assumptions: about kernels, in sentences.
-        levels: those of the copy, whose savers `Conditions` name.
 
     Example:
         >>> model, batch = nn.Linear(256, 4), (torch.zeros(8, 256), torch.zeros(8, 4))
@@ -90,12 +66,13 @@ class DryRun:
         20480
     """
 
-    model: Any
-    batch: Any
+    model: Any  # a module, or a function that builds one; replaced by the copy
+    batch: Any  # with any number of rows
     layout: BatchLayout = field(default_factory=BatchLayout)
     loss_fn: Callable[..., Any] | None = None
     forward: Callable[..., Any] | None = None
     modules: Sequence[nn.Module] = ()
+    # An optimizer of the model's parameters, or a function (a class) from parameters to one.
     optimizer: torch.optim.Optimizer | Callable[[Any], torch.optim.Optimizer] | None = None
     on_accelerator: bool = True
     before_ampere: bool = False
@@ -103,7 +80,7 @@ class DryRun:
     nested: Mapping[str, Any] | None = None
 
     def __post_init__(self) -> None:
-        # A model's code may hold real tensors outside of its tables: in lists, or as globals.
+        # A model's code might hold real tensors outside its tables: in lists, or as globals.
         self._mode = FakeTensorMode(allow_non_fake_inputs=True)
         model = self.model if isinstance(self.model, nn.Module) else self._made(self.model)
         roots = [model, *self.modules]
@@ -119,8 +96,8 @@ class DryRun:
         self._nested = Nested(self.nested).attach_to(self.model, SizedParts(self._modules))
         self.assumptions: set[str] = set()
         self._without_gradient: set[int] | None = None
-        # By rows, whether they are some of a batch, and conditions: the step, and its largest
-        # slices.
+        # By rows, whether they are part of a larger batch, and conditions: the step and the sizes
+        # of its largest slices.
         self._steps: dict[tuple[int, bool, Conditions], tuple[Trace, dict[str, int]]] = {}
         self._savers: dict[str, Saver] = {}
         self.levels = self._levels_of(self.when_too_large)
@@ -129,8 +106,8 @@ class DryRun:
         levels = make_levels(when_too_large, self._modules, torch.device("cpu"))
         for saver in levels[-1].savers:  # the last level has all of them
             if isinstance(saver, Recompute):
-                # On tensors without data no generator draws, so recomputation has nothing to set
-                # back.
+                # Tensors without data draw no random numbers, so recomputation has no state to
+                # restore.
                 saver.random = functools.partial(NothingDrawn, ())
             if isinstance(saver, NestedTail):
                 self._nested.add(saver.tail)
@@ -138,7 +115,7 @@ class DryRun:
         return levels
 
     def saver(self, name: str) -> "Saver | None":
-        """That of ``when_too_large``; None where it has nothing to do for this model."""
+        """Return the named memory saver, or None if it does not apply to this model."""
         if name not in self._savers:
             with contextlib.suppress(ValueError):  # no repeated blocks, no language model
                 self._levels_of(name)
@@ -146,11 +123,11 @@ class DryRun:
 
     @property
     def has_adapting_parts(self) -> bool:
-        """Whether any part has a size of its own that may change."""
+        """Whether any part has its own size that can change."""
         return any(each.adapts for each in self._nested.all())
 
     def slices(self, rows: int, *, splits: bool, conditions: Conditions) -> dict[str, int]:
-        """Rows of the largest slice of each part with a size of its own, by its name, in a step."""
+        """Return the rows of the largest slice of each part with its own size, by name."""
         self.step(rows, splits=splits, conditions=conditions)
         return self._steps[rows, splits, conditions][1]
 
@@ -160,7 +137,7 @@ class DryRun:
                 with torch.device("meta"):
                     model = make()
             except Exception:
-                model = make()  # some models read their numbers while they are made
+                model = make()  # some models read values while they are built
         if not isinstance(model, nn.Module):
             raise TypeError(
                 f"the function that makes the model returned {model!r} of type "
@@ -169,8 +146,8 @@ class DryRun:
         return model
 
     def _copied(self, roots: Sequence[nn.Module], *functions: Any) -> Any:
-        # deepcopy() takes what is in its memo for the copy: each tensor becomes its stand-in
-        # wherever it is held, shared ones stay shared, and no data are copied.
+        # deepcopy() takes tensors in its memo as already copied. Each tensor is replaced by its
+        # stand-in wherever it is held, shared tensors stay shared, and no data are copied.
         memo: dict[int, Any] = {}
         for root in roots:
             for name, module in root.named_modules():
@@ -205,7 +182,7 @@ class DryRun:
                 "quantized, and the shards as ranks=…"
             )
         with self._mode:
-            # With its strides, which decide over the memory format of what is computed from it.
+            # With its strides, which determine the memory format of results computed from it.
             value = torch.empty_strided(
                 tensor.size(), tensor.stride(), dtype=tensor.dtype, device="cpu"
             )
@@ -221,7 +198,7 @@ class DryRun:
             return StepMemory()
         parameters = [p for p in self.parameters if p.requires_grad]
         if isinstance(given, torch.optim.Optimizer):
-            # It has the caller's parameters, and not those of the copy.
+            # It has the caller's parameters, not those of the copy.
             parameters = [p for group in given.param_groups for p in group["params"]]
             parameters = [p for p in parameters if p.requires_grad]
             optimizer = given
@@ -234,12 +211,7 @@ class DryRun:
     # One step
 
     def step(self, rows: int, *, splits: bool, conditions: Conditions | None = None) -> Trace:
-        """The memory of a step whose largest microbatch has this many rows. Each is run once.
-
-        Raises:
-            UntraceableModelError: it needs data. The message has the model's own line.
-            BatchError, LossError: as a `Microbatcher` raises them.
-        """
+        """Return the memory of a step whose largest microbatch has this many rows, run once."""
         asked = (rows, splits, conditions or Conditions())
         if asked not in self._steps:
             self._steps[asked] = self._run(*asked)
@@ -247,14 +219,14 @@ class DryRun:
 
     def _run(self, rows: int, splits: bool, conditions: Conditions) -> tuple[Trace, dict[str, int]]:
         if splits and self._without_gradient is None:
-            self.step(1, splits=False, conditions=conditions)  # shows what has a gradient
+            self.step(1, splits=False, conditions=conditions)  # shows which parameters get one
         microbatch = self._rows(rows)
-        # Found before the recorder is entered, which would count the optimizer's own dry run, too.
+        # Computed before the recorder is entered, which would count the optimizer's dry run, too.
         _ = self.step_memory
         for part in self._nested.all():
             part.sizes = []
             if part.adapts:
-                # Else it would go on with the sizes that an earlier step has found.
+                # Otherwise the part would continue with the sizes of an earlier step.
                 part.load_state_dict({})
                 part.finer = conditions.finer
         recorder = StepRecorder(
@@ -340,7 +312,7 @@ class DryRun:
                         parameter.grad = torch.zeros_like(parameter, dtype=dtype)
         output, loss = self._forward(recorder, rows, conditions)
         with recorder.owning(TAIL):
-            # backward() would make it by itself, as a temporary of the backward.
+            # backward() would create it itself, as a temporary of the backward.
             first = torch.ones_like(loss)
         loss.backward(first)  # type: ignore[no-untyped-call]
         del output, loss, first
@@ -361,7 +333,7 @@ class DryRun:
         dtype = PRECISIONS[conditions.precision]
         with contextlib.ExitStack() as stack:
             if dtype is not None:
-                # Stand-ins lie on the CPU, whatever device is planned for.
+                # Stand-ins are on the CPU, whatever the planned device is.
                 stack.enter_context(torch.autocast("cpu", dtype))
             if conditions.train:
                 output = self._convention.train(self.model, rows)
@@ -369,7 +341,7 @@ class DryRun:
             else:
                 output = self._convention.evaluate(self.model, rows)
                 loss = torch.empty(()) if output.loss is None else output.loss
-            # A Microbatcher weights each loss, which makes one more tensor.
+            # A Microbatcher weights each loss, which creates one more tensor.
             loss = loss * 1.0
         found = [tensor for _, tensor in tensor_leaves(output.outputs)]
         recorder.forward_ended([*found, *output.losses.values()])
@@ -377,13 +349,13 @@ class DryRun:
 
     @contextlib.contextmanager
     def _at_level(self, recorder: StepRecorder, conditions: Conditions) -> Iterator[None]:
-        """Around forward and backward."""
+        """Activate memory savers during forward and backward."""
         with contextlib.ExitStack() as stack:
             for name in conditions.savers:
                 saver = self.saver(name)
                 if isinstance(saver, Offload):
                     stack.callback(setattr, self._mode, "cache_enabled", self._mode.cache_enabled)
-                    self._mode.cache_enabled = False  # it keeps the storages of tensors.set_()
+                    self._mode.cache_enabled = False  # it keeps storages of tensors.set_()
                     saver.host = functools.partial(recorder.ledger.placing, on_host=True)
                 if saver is not None:
                     stack.enter_context(saver.applied())
@@ -395,8 +367,7 @@ class DryRun:
                 f"the batch holds a {type(tensor).__name__} of layout {tensor.layout}, which has "
                 "no stand-in without data"
             )
-        # The batch that was given counts for nothing: of a run's batches one microbatch is on the
-        # device.
+        # The given batch is not counted: during a run, only one microbatch of it is on the device.
         recorder.ledger.place(tensor, [], on_host=True)
         with recorder.ledger.placing(on_host=True):
             like = torch.empty_like(tensor, device="meta")
@@ -411,7 +382,7 @@ class DryRun:
 
 
 def _refuse_others(roots: Sequence[nn.Module], functions: Mapping[str, Any]) -> None:
-    """Refuse functions that hold on to a module by a name of their own."""
+    """Refuse functions that refer to a module by their own name."""
     own = {
         f"{type(module).__name__}.{name}": value
         for root in roots
@@ -436,9 +407,9 @@ _DEMOS = str(Path(__file__).parents[2] / "demo")
 
 
 def _where(error: BaseException) -> str:
-    """The innermost line of an error that is neither torch's nor ours: the model's own."""
+    """Return the innermost line of an error that belongs to neither torch nor automicro."""
     for frame in reversed(traceback.extract_tb(error.__traceback__)):
-        # The models of our demos are models.
+        # The demos contain models.
         is_demo = frame.filename.startswith(_DEMOS)
         if is_demo or not frame.filename.startswith((_OURS, _TORCHS, "<")):
             return f"in {frame.name} at {frame.filename}:{frame.lineno}: {frame.line}"

@@ -1,7 +1,7 @@
-"""The memory of kernels that operations on tensors without data do not show.
+"""Memory of kernels that operations on tensors without data do not show.
 
-A `StepRecorder` writes down a planned step, with what only its device knows: the workspaces of
-kernels, and which of them compute attention, dropout and normalisation.
+A `StepRecorder` records a planned step, including properties of its device: the workspaces of
+kernels, and the kernels that compute attention, dropout and normalization.
 """
 
 import contextlib
@@ -47,23 +47,18 @@ STAYING = frozenset((PARAMETERS, CASTS, GRADIENTS, OPTIMIZER, GATHERED, BUFFERS)
 
 
 class StepRecorder(Recorder):
-    """Writes down a step of a plan.
-
-    Attributes:
-        parameters: their ids; what they are cast to is told apart.
-        assumptions: about kernels, in sentences.
-    """
+    """Records a step of a plan."""
 
     def __init__(self, *, on_accelerator: bool = False, before_ampere: bool = False) -> None:
         super().__init__()
         self._on_accelerator = on_accelerator
         self._before_ampere = before_ampere
-        self.parameters: frozenset[int] = frozenset()
-        self.assumptions: set[str] = set()
-        self._after_last_part = 0  # storages that were there when the last submodule ended
+        self.parameters: frozenset[int] = frozenset()  # ids, so that casts of them are identified
+        self.assumptions: set[str] = set()  # sentences about kernels
+        self._after_last_part = 0  # number of storages when the last submodule ended
 
     def run(self, func: Any, types: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """Run one operation, and write down what its kernel keeps and takes, too."""
+        """Run one operation, and record the memory that its kernel keeps and temporarily uses."""
         output = super().run(func, types, args, kwargs)
         if func is _LSTM:
             output = _with_kept(output)
@@ -81,11 +76,11 @@ class StepRecorder(Recorder):
 
     @contextlib.contextmanager
     def choosing_kernels(self) -> Iterator[None]:
-        """Compute attention, dropout and normalisation as the device would."""
+        """Compute attention, dropout and normalization as the device would."""
         if not self._on_accelerator:
             yield
             return
-        # Stand-ins lie on the CPU, whose kernels torch would take, and whose memory is another.
+        # Stand-ins are on the CPU, so torch would choose CPU kernels, whose memory differs.
         norms = {name: _in_float32(name) for name in ("layer_norm", "group_norm")}
         with computing({"scaled_dot_product_attention": self._attend, "dropout": _drop, **norms}):
             yield
@@ -105,7 +100,7 @@ class StepRecorder(Recorder):
         if not isinstance(query, FakeTensor):
             return None
         if attn_mask is not None and attn_mask.dtype is torch.bool:
-            # Kernels add a mask to the scores, so a boolean one becomes numbers, which take more.
+            # Kernels add a mask to the scores, so a boolean mask becomes numbers, which are larger.
             attn_mask = torch.zeros_like(attn_mask, dtype=query.dtype)
         given = (query, key, value)
         may_flash = attn_mask is None and not self._before_ampere
@@ -126,12 +121,11 @@ class StepRecorder(Recorder):
 
     def _left(self, name: str) -> None:
         if name:
-            # Not where the model itself ends: what it computes behind its last part is told as the
-            # loss's.
+            # Not at the end of the model itself: operations after its last part count as the loss.
             self._after_last_part = len(self.ledger.owners)
 
     def forward_ended(self, outputs: Sequence[Tensor]) -> None:
-        """Count the bytes since the last submodule ended, and the outputs, as the loss's."""
+        """Attribute the outputs, and bytes since the last submodule ended, to the loss."""
         for number in range(self._after_last_part, len(self.ledger.owners)):
             if self.ledger.owners[number].kind == ACTIVATIONS:
                 self.ledger.owners[number] = Owner(TAIL)
@@ -139,13 +133,13 @@ class StepRecorder(Recorder):
             self.ledger.give(output, Owner(TAIL))
 
     def hold(self, num_bytes: int, owner: Owner) -> int:
-        """Count something of which there is no tensor; returns its number."""
+        """Count memory that has no tensor, and return its number."""
         number = self.ledger.new(owner)
         self.ledger.write(number, num_bytes)
         return number
 
     def take(self, num_bytes: int, owner: Owner) -> None:
-        """Count it for a moment, so that it shows in the peak."""
+        """Count memory only for a moment, so that it shows in the peak."""
         self.ledger.write(self.hold(num_bytes, owner), -num_bytes)
 
 
@@ -153,13 +147,13 @@ _FUSED = (
     "attention by a GPU's fused kernels (flash, memory-efficient), which keep no matrix of scores"
 )
 _NOT_FUSED = "attention with whole matrices of scores, as a GPU has no fused kernel for {}"
-_PADDED_TO = 8  # numbers of a head for flash attention, places of a mask
+_PADDED_TO = 8  # multiple for head sizes in flash attention, and for lengths of a mask
 _HALF = (torch.float16, torch.bfloat16)
 _Heads: TypeAlias = tuple[Tensor, Tensor, Tensor]  # queries, keys, values
 
 
 def _is_for_flash(given: _Heads, *, is_causal: bool, grouped: bool) -> bool:
-    """Whether CUDA, from Ampere on, takes flash attention where there is no mask."""
+    """Whether CUDA, from Ampere on, uses flash attention if there is no mask."""
     query, key, _ = given
     sizes = {each.shape[-1] for each in given}
     return (
@@ -174,7 +168,7 @@ def _is_for_flash(given: _Heads, *, is_causal: bool, grouped: bool) -> bool:
 
 
 def _lacks_efficient(given: _Heads, mask: Tensor | None) -> str:
-    """For what CUDA has no memory-efficient attention; empty where it has."""
+    """Return why CUDA has no memory-efficient attention, or an empty string if it does."""
     dtype = given[0].dtype
     if not torch.backends.cuda.mem_efficient_sdp_enabled():  # type: ignore[no-untyped-call]
         return "what sdpa_kernel leaves"
@@ -206,7 +200,7 @@ def _flash(given: _Heads, dropout_p: float, is_causal: bool, scale: float | None
 
 
 def _drop(x: Tensor, p: float, train: bool) -> Tensor | None:
-    """With a mask of a byte per number, where the CPU's has the type of its input."""
+    """Drop with a mask of one byte per number; on the CPU, masks have the type of the input."""
     if not (train and 0 < p < 1 and isinstance(x, FakeTensor)):
         return None
     dropped: Tensor = torch.native_dropout(x, p, train)[0]
@@ -214,7 +208,7 @@ def _drop(x: Tensor, p: float, train: bool) -> Tensor | None:
 
 
 def _in_float32(name: str) -> Callable[..., Tensor | None]:
-    """A normalisation under a GPU's autocast, where the CPU's stays in half precision."""
+    """Return a normalization as under a GPU's autocast; the CPU's stays in half precision."""
     normalize = getattr(torch, name)
 
     def run(x: Tensor, *args: Any, **options: Any) -> Tensor | None:
@@ -234,7 +228,7 @@ def _efficient(
         if size % _PADDED_TO:
             mask = pad(mask, (0, -size % _PADDED_TO))[..., :size]
         mask = mask.expand(*query.shape[:-1], key.shape[-2])
-    # Where a backward follows, the kernel keeps the logarithms of its sums.
+    # If a backward follows, the kernel keeps the logarithms of its sums.
     is_differentiated = torch.is_grad_enabled() and any(each.requires_grad for each in given)
     found: Tensor = EFFICIENT_ATTENTION(
         *given, mask, is_differentiated, dropout_p, is_causal, scale=scale
@@ -246,13 +240,13 @@ _CAST = torch.ops.aten._to_copy.default
 _CONVOLUTION = torch.ops.aten.convolution.default
 _CONVOLUTION_BACKWARD = torch.ops.aten.convolution_backward.default
 _SUM = torch.ops.aten.sum.dim_IntList
-_SUMMED_BY_BLOCKS = 2048  # so many numbers, and more, of a column
+_SUMMED_BY_BLOCKS = 2048  # smallest column length
 _LSTM = torch.ops.aten.mkldnn_rnn_layer.default
-_KEPT_STATES, _KEPT_STATES_OF_HALF = 16, 22  # over all times, that an LSTM keeps for its backward
+_KEPT_STATES, _KEPT_STATES_OF_HALF = 16, 22  # kept by an LSTM for its backward, over all times
 
 
 def _with_kept(output: Any) -> Any:
-    """An LSTM's output, with what its kernel keeps, where fake tensors do not tell."""
+    """Add to an LSTM's output the memory that its kernel keeps, if fake tensors omit it."""
     if output[3].numel():
         return output
     states = output[0]
@@ -263,8 +257,8 @@ def _with_kept(output: Any) -> Any:
 
 
 def _workspace_bytes(func: Any, args: tuple[Any, ...]) -> int:
-    """The workspace of a kernel while it runs, beside its arguments and results."""
-    # Fused attention sums up the queries' gradient in float32, padded to the tiles of its kernel.
+    """Return the workspace of a kernel while it runs, in addition to arguments and results."""
+    # Fused attention sums the queries' gradient in float32, padded to the tiles of its kernel.
     if func is FLASH_ATTENTION_BACKWARD:
         query: Tensor = args[1]
         return 4 * query.numel() + _padded_bytes(query, 128, -(-query.shape[-1] // 32) * 32)
@@ -274,19 +268,19 @@ def _workspace_bytes(func: Any, args: tuple[Any, ...]) -> int:
     if func is _SUM and args[0].itemsize == 2:
         summed = args[0].numel() // max(1, args[0][0].numel()) if args[0].dim() == 2 else 0
         return 8 * args[0].numel() if summed >= _SUMMED_BY_BLOCKS else 0
-    # A convolution may copy its inputs and its weight in another order.
+    # A convolution might copy its inputs and its weight into another memory format.
     if func is _CONVOLUTION:
         return int(args[0].nbytes + args[1].nbytes)
     if func is _CONVOLUTION_BACKWARD:
         of_y, x, weight = args[:3]
-        # The gradient of a weight in half precision is summed up in one more copy.
+        # The gradient of a half-precision weight is summed in an additional copy.
         copies = 2 if weight.itemsize == 2 else 1
         return int(of_y.nbytes + x.nbytes + copies * weight.nbytes)
-    # What other kernels take is left to the margin.
+    # The margin covers other kernels.
     return 0
 
 
 def _padded_bytes(query: Tensor, places: int, size: int) -> int:
-    """Of a float32 gradient of queries of ``(rows, heads, places, size)``, padded so."""
+    """Return the bytes of a padded float32 gradient of queries (rows, heads, places, size)."""
     rows, heads, length, _ = query.shape
     return 4 * rows * heads * -(-length // places) * places * size

@@ -1,4 +1,4 @@
-"""The largest microbatch that will fit, before anything is allocated."""
+"""Prediction of the largest microbatch that fits, before anything is allocated."""
 
 import bisect
 import contextlib
@@ -36,21 +36,21 @@ from automicro.tools.plan.dry_run import Conditions, DryRun
 from automicro.tools.plan.kernels import CASTS, GATHERED, STAYING, STEP, TAIL
 from automicro.tools.plan.report import LevelPlan, PlanReport
 
-# Of what comes and goes in a step, what a plan may be wrong by; then of all of it.
+# Margins: first, shares of the bytes that come and go in a step, then shares of the peak.
 _ERROR = 0.03
-_ERROR_OF_LEVELS = 0.06  # less comes and goes there, and what is not known stays the same
+_ERROR_OF_LEVELS = 0.06  # fewer bytes come and go there, but the uncertainty stays the same
 _FRAGMENTATION = 0.03  # of an accelerator
-_KERNELS_OF_CPU = 0.20  # an LSTM's takes most, 16.5 % of the real peak
+_KERNELS_OF_CPU = 0.20  # an LSTM's need the most, 16.5 % of the real peak
 _LEAST_BYTES = 256 << 10
 _SLICES = 8  # of a tail computed in slices
-_FINEST = 40  # doublings of a part's slices: one row each, however many rows there are
+_FINEST = 40  # doublings of the number of slices: one row each, however many rows there are
 _RANKS = (2, 8)  # for a model that is not sharded
 _SHARDED = frozenset((PARAMETERS, GRADIENTS, OPTIMIZER, STEP))
 
 
 @dataclass
 class Planner:
-    """Peaks by size, each found once."""
+    """Peaks by size, each computed once."""
 
     steps: DryRun
     conditions: Conditions
@@ -61,7 +61,7 @@ class Planner:
     """Peak and margin by size."""
 
     def otherwise(self, **changes: Any) -> "Planner":
-        """Of the same steps under other conditions."""
+        """Return a planner of the same steps under other conditions."""
         return dataclasses.replace(self, conditions=dataclasses.replace(self.conditions, **changes))
 
     @functools.cached_property
@@ -70,9 +70,9 @@ class Planner:
         model, dtype = self.steps.model, PRECISIONS[self.conditions.precision]
         blocks = [_bytes_of(block) for block in repeated_blocks(model).values()]
         block, rest = max(blocks, default=0), max(_bytes_of(model) - sum(blocks), 0)
-        # Repeated blocks are gathered one after the other, the next one while one computes; what
-        # is left of the model stays gathered. What is gathered lies there twice for a while, as it
-        # came and as parameters; so do gradients before they are reduced. Factors were measured.
+        # Repeated blocks are gathered one after the other, the next one while one computes. The
+        # rest of the model stays gathered. For a while, gathered data exist twice, as received and
+        # as parameters, and so do gradients before they are reduced. The factors were measured.
         if self.conditions.train:
             gathered = 2 * rest + 5 * block if block else 3 * rest
         else:
@@ -84,13 +84,13 @@ class Planner:
         return int(gathered * min(dtype.itemsize / widest, 1.0))
 
     def trace(self, size: int) -> Trace:
-        """A step whose microbatches have this many rows, as one rank holds it."""
+        """Return a step with microbatches of this many rows, as held by one rank."""
         trace = self.steps.step(size, splits=size < self.rows, conditions=self.conditions)
 
         def share(owner: Owner) -> float:
             if owner.kind == TAIL or owner == Owner(BACKWARD):
                 return 1 / self.tail_slices
-            if self.num_ranks > 1 and owner.kind == CASTS:  # gathered as such
+            if self.num_ranks > 1 and owner.kind == CASTS:  # gathered in this precision
                 return 0.0
             return 1 / self.num_ranks if owner.kind in _SHARDED else 1.0
 
@@ -100,12 +100,10 @@ class Planner:
         return trace.scaled(share).plus(held)
 
     def margin(self, trace: Trace) -> int:
-        """The margin of a peak, so that at most one plan in fifty promises too much.
-
-        Parameters, gradients and state are known to the byte. What comes and goes is not: kernels
-        take memory for themselves, on a CPU most. An accelerator's allocator loses some between its
-        blocks.
-        """
+        """Return the margin of a peak, so that at most one plan in fifty promises too much."""
+        # Parameters, gradients and state are known exactly. The rest is not: kernels allocate their
+        # own memory, most of all on a CPU, and an accelerator's allocator loses some between
+        # blocks.
         held = trace.breakdown()
         moving = sum(num_bytes for owner, num_bytes in held.items() if owner.kind not in STAYING)
         share = _ERROR_OF_LEVELS if self.conditions.savers else _ERROR
@@ -113,31 +111,29 @@ class Planner:
         return int(share * moving + lost * trace.peak_bytes) + _LEAST_BYTES
 
     def need(self, size: int) -> int:
-        """The peak with its margin."""
+        """Return the peak with its margin."""
         if size not in self.points:
             trace = self.trace(size)
             self.points[size] = trace.peak_bytes, self.margin(trace)
         return sum(self.points[size])
 
     def largest(self, limit_bytes: int) -> int:
-        """The most rows that fit of those that cuts into balanced microbatches have; 0 for none."""
+        """Return the most rows, among sizes of balanced microbatches, that fit; 0 if none."""
         if self.need(self.rows) <= limit_bytes:
             return self.rows
         sizes = sorted({canonical_size(self.rows, size) for size in range(1, self.rows)})
-        # What comes before the place that is found was looked at, and fitted.
+        # Sizes before the position found have been checked, and fit.
         return [0, *sizes][bisect.bisect_right(sizes, limit_bytes, key=self.need)]
 
     def with_coarsest_slices(self, size: int, limit_bytes: int | None) -> "Planner":
-        """The same with the largest slices of parts with which a microbatch fits.
-
-        They halve, as where memory runs out.
-        """
+        """Return a planner with the largest slices of parts with which a microbatch fits."""
+        # The slices are halved, as when memory runs out.
         if not self.steps.has_adapting_parts or not self.slices(size):
             return self
         finer = [self.otherwise(finer=1 << doublings) for doublings in range(_FINEST + 1)]
         if limit_bytes is None:
             return finer[0]
-        # The finest need not be looked at: there are no others then.
+        # The finest needs no check, because there is no alternative to it.
         return finer[
             bisect.bisect_left(
                 finer, True, hi=_FINEST, key=lambda each: each.need(size) <= limit_bytes
@@ -145,11 +141,11 @@ class Planner:
         ]
 
     def slices(self, size: int) -> Mapping[str, int]:
-        """Rows of the largest slice of each part with a size of its own, by its name."""
+        """Return the rows of the largest slice of each part with its own size, by name."""
         return self.steps.slices(size, splits=size < self.rows, conditions=self.conditions)
 
     def level(self, name: str, size: int, limit_bytes: int | None) -> LevelPlan:
-        """The plan of a level, for microbatches of a size."""
+        """Return the plan of a level, for microbatches of a size."""
         needed_bytes = self.need(size)
         peak_bytes, margin = self.points[size]
         return LevelPlan(
@@ -163,10 +159,10 @@ class Planner:
         )
 
     def remedies(self, size: int, limit_bytes: int | None) -> list[Remedy]:
-        """The needs of the same size with each remedy, the most helpful first."""
+        """Return the effect of each remedy at the same size, most helpful first."""
         found: list[Remedy] = []
         for text, planner in self._changed(size):
-            # A remedy that cannot be planned is no reason to plan nothing.
+            # A remedy that cannot be planned must not prevent the plan.
             with contextlib.suppress(UntraceableModelError):
                 needed = planner.need(size)
                 saved, fits = self.need(size) - needed, limit_bytes is None or needed <= limit_bytes
@@ -175,7 +171,7 @@ class Planner:
         return sorted(helping, key=lambda remedy: -remedy.saved_bytes)
 
     def _changed(self, size: int) -> Iterator[tuple[str, "Planner"]]:
-        """The changes that may help: how to make each, and the planner with it."""
+        """Yield the changes that might help: a description, and the planner with the change."""
         savers = self.conditions.savers
         if self.conditions.train:
             for name in (RECOMPUTE, OFFLOAD):
@@ -187,9 +183,9 @@ class Planner:
                 yield "bf16: precision='bf16'", self.otherwise(precision="bf16")
             how = f"tail: compute the outputs and their loss in {_SLICES} slices"
             if self.slices(size):
-                pass  # some part is in slices already
+                pass  # a part is computed in slices already
             elif self.steps.saver(NESTED) is not None:
-                # By tokens: there may be fewer rows than slices.
+                # By tokens, because there might be fewer rows than slices.
                 options = {"microbatch_size": "auto", "microbatch_unit": "tokens"}
                 how = f"{how} (nested={ {'tail': options} })"
                 yield how, self.otherwise(savers=(*savers, NESTED), finer=_SLICES)
@@ -227,47 +223,49 @@ def plan(
     batch_layout: int | Mapping[str, Any] = 0,
     remedies: bool = True,
 ) -> PlanReport:
-    """The largest microbatch that will fit a device, without the device.
+    """Predict the largest microbatch that fits a device, without the device.
 
-    A copy of the model takes a step on tensors that have shapes but no data, forward and backward
-    as a `Microbatcher` runs them, and every tensor's coming and going is counted. Nothing is
-    allocated: a model of seven billion parameters is planned on a laptop.
+    A copy of the model takes a step on tensors that have shapes but no data. Forward and backward
+    run as in a `Microbatcher`, and each tensor is counted from creation to release. No memory is
+    allocated: a model with seven billion parameters can be planned on a laptop.
 
-    The forward runs some ten times, on a copy: what it prints or counts outside of the model shows
-    (`is_extra_pass` tells it). The model, the batch and random generators stay as they are.
+    The forward runs about ten times on the copy, so printing and counting outside the model are
+    visible (`is_extra_pass` identifies these passes). The model, the batch and random states stay
+    unchanged.
 
     Args:
-        model: the model, on any device, also on ``"meta"``; or a function that makes it, which is
+        model: the model on any device, including ``"meta"``, or a function that builds it, which is
             called on the meta device.
-        batch: one batch of it, of any number of rows.
-        loss_fn: as in `Microbatcher`, and so ``forward``, ``modules``, ``batch_layout``.
-        forward: see there.
-        optimizer: one of the model's parameters, or a function from parameters to one, such as
-            ``torch.optim.AdamW``. Its state is counted; None for none.
-        memory: what tensors may take, such as ``"24GiB"``; of a device of the table, that much.
-        device: a name from `DEVICES` such as ``"a100-80gb"``, whose memory is then known;
-            ``"cuda"`` for any other accelerator; ``"cpu"``.
-        rows: of the optimization batch, on each rank; those of ``batch`` unless given.
-        microbatch_size: tell of this size, in rows, in place of the largest that fits.
-        ranks: on which parameters, gradients and optimizer state are sharded (``fully_shard``,
-            reduced with each microbatch); all figures are then of one of them.
-        precision: as in `Microbatcher`, and so ``gradient_sums``.
-        gradient_sums: see there.
-        when_too_large: as in `Microbatcher`: the report has the largest microbatch of each level,
-            and tells of the first at which one fits.
-        nested: sizes of parts, as a mapping in `Microbatcher`. Where they adapt, a microbatch fits
-            that does with slices of one row; told are the largest slices that fit then.
-        train: a training step; False for the forward of an evaluation.
-        modules: see there.
-        batch_layout: see there.
-        remedies: whether to predict what would help most, which takes a few runs more.
+        batch: one batch, with any number of rows.
+        loss_fn: as in `Microbatcher`.
+        forward: as in `Microbatcher`.
+        optimizer: an optimizer of the model's parameters, or a function from parameters to one,
+            such as ``torch.optim.AdamW``. Its state is counted; None for no optimizer.
+        memory: memory available to tensors, such as ``"24GiB"``. By default that of ``device``, if
+            it is known by name.
+        device: a name in `DEVICES` such as ``"a100-80gb"``, which determines the memory; ``"cuda"``
+            for any other accelerator; or ``"cpu"``.
+        rows: rows of the optimization batch on each rank; by default those of ``batch``.
+        microbatch_size: size to report on, in rows, instead of the largest that fits.
+        ranks: number of ranks that share parameters, gradients and optimizer state as shards
+            (``fully_shard``, reduced in each microbatch). All figures are then for one rank.
+        precision: as in `Microbatcher`.
+        gradient_sums: as in `Microbatcher`.
+        when_too_large: as in `Microbatcher`. The report has the largest microbatch of each level,
+            and describes the first level at which one fits.
+        nested: sizes of parts, as a mapping in `Microbatcher`. If they adapt, a microbatch fits if
+            it does with slices of one row; the report has the largest slices that fit.
+        train: whether to plan a training step, or the forward of an evaluation.
+        modules: as in `Microbatcher`.
+        batch_layout: as in `Microbatcher`.
+        remedies: whether to predict the most helpful changes, which takes a few more runs.
 
     Raises:
         UntraceableModelError: the model reads its data while it runs (``.item()``, boolean masks);
-            the message has its line.
-        BatchError: the batch cannot be cut, or is not what ``loss_fn`` takes.
-        LossError: nothing says how to compute the loss, or it is none.
-        TypeError, ValueError: arguments that make no sense, each with its remedy.
+            the message has the line.
+        BatchError: the batch cannot be split, or ``loss_fn`` does not accept it.
+        LossError: the loss is undefined or invalid.
+        TypeError, ValueError: invalid arguments; the message has the remedy.
 
     Example:
         >>> import torch, automicro
@@ -290,7 +288,7 @@ def plan(
         precision=check_choice("precision", precision, PRECISIONS),
         gradient_sums=check_choice("gradient_sums", gradient_sums, GRADIENT_SUMS),
         train=train,
-        # A microbatch fits if it does with the finest slices; coarser ones are looked for
+        # A microbatch fits if it does with the finest slices; the coarsest that fit are found
         # afterwards.
         finer=1 << _FINEST,
     )
@@ -308,7 +306,7 @@ def plan(
         optimizer=optimizer,
         on_accelerator=on_accelerator,
         before_ampere=device in BEFORE_AMPERE,
-        # Levels save memory of the backward, and an evaluation has none.
+        # Memory savers help the backward, and an evaluation has none.
         when_too_large=when_too_large if train else "error",
         nested=nested,
     )
@@ -326,9 +324,9 @@ def plan(
             size = planner.largest(limit_bytes) or 1
         planner = planner.with_coarsest_slices(size, limit_bytes)
         found.append((planner, planner.level(level.name, size, limit_bytes)))
-    # Of the first level that fits.
+    # The report is about the first level that fits.
     planner, level_plan = next((each for each in found if each[1].fits), found[0])
-    assumptions = tuple(sorted(steps.assumptions))  # remedies may need others
+    assumptions = tuple(sorted(steps.assumptions))  # remedies might add others
     size = level_plan.microbatch_size
     return PlanReport(
         **vars(level_plan),

@@ -1,4 +1,4 @@
-"""The report of a plan: for a program, for a person, and as a picture."""
+"""Report of a plan: as data, as text, and as a picture."""
 
 import dataclasses
 import re
@@ -28,13 +28,13 @@ class LevelPlan:
     """The largest microbatch of one level of ``when_too_large``.
 
     Attributes:
-        name: as `StepResult.level` has it.
-        microbatch_size: rows of the largest microbatch; 1 where not even one row fits.
-        num_microbatches: into which the batch is cut.
-        fits: whether that microbatch fits, with the margin.
-        peak_bytes: the most that its step holds.
-        margin_bytes: what is left free above the peak.
-        nested_sizes: of the largest slice of each part with a size of its own, by its name.
+        name: name of the level, as in `StepResult.level`.
+        microbatch_size: rows of the largest microbatch; 1 if not even one row fits.
+        num_microbatches: number of microbatches in the batch.
+        fits: whether that microbatch fits, including the margin.
+        peak_bytes: peak memory of the step.
+        margin_bytes: bytes to leave free above the peak.
+        nested_sizes: rows of the largest slice of each part with its own size, by name.
     """
 
     name: str
@@ -47,11 +47,11 @@ class LevelPlan:
 
     @property
     def needed_bytes(self) -> int:
-        """The peak with the margin."""
+        """The peak plus the margin."""
         return self.peak_bytes + self.margin_bytes
 
     def cut(self, num_rows: int, rows: str = "rows") -> str:
-        """The microbatches of a batch and their need, in words."""
+        """Return a description of the microbatches of a batch and their memory."""
         need = format_bytes(self.needed_bytes)
         if not self.fits and self.microbatch_size == 1:
             return f"not even one row fits, it needs {need}"
@@ -61,26 +61,26 @@ class LevelPlan:
 
 @dataclass(frozen=True, kw_only=True)
 class PlanReport(LevelPlan):
-    """The result of `plan`. ``print(report)`` shows it, `to_dict` is for JSON.
+    """The result of `plan`. ``print(report)`` shows it, and `to_dict` returns JSON values.
 
-    It is the plan of the first level of ``when_too_large`` at which a microbatch fits, or of the
-    plain one.
+    It describes the first level of ``when_too_large`` at which a microbatch fits, or the plain
+    level if none fits.
 
     Attributes:
-        model: its class.
-        device: as given.
-        limit_bytes: what tensors may take; None if not given.
-        num_rows: of the optimization batch, on each rank.
-        points: sizes that were looked at, and their peaks.
-        remedies: what would help, the most helpful first.
-        num_parameters: of the model.
-        ranks: on which it is sharded.
-        precision: of autocast.
+        model: class name of the model.
+        device: the device, as given.
+        limit_bytes: memory available to tensors, or None if not given.
+        num_rows: rows of the optimization batch on each rank.
+        points: sizes that were checked, with their peaks.
+        remedies: changes that would help, most helpful first.
+        num_parameters: number of parameters of the model.
+        ranks: number of ranks that share the model as shards.
+        precision: precision of autocast.
         train: whether it is a training step.
-        levels: all of them, the plain one first.
-        assumptions: about the device's kernels, in sentences.
+        levels: plans of all levels, the plain one first.
+        assumptions: assumptions about the device's kernels, as sentences.
         state_unknown: why the optimizer's state could not be predicted and is not counted.
-        trace: what came and went in the step.
+        trace: allocations and releases in the step.
     """
 
     model: str
@@ -100,36 +100,36 @@ class PlanReport(LevelPlan):
 
     @property
     def level(self) -> str:
-        """The name of the level that all of this is told of."""
+        """Name of the level that this report describes."""
         return self.name
 
     @property
     def exit_code(self) -> int:
-        """0 where it fits, 1 where not even one row does, or not the size that was asked for."""
+        """0 if the plan fits; 1 if not even one row, or not the requested size, fits."""
         return 0 if self.fits else 1
 
     @property
     def breakdown(self) -> dict[str, int]:
-        """Bytes at the peak, by what they are."""
+        """Bytes at the peak, by kind."""
         found = added_up(self.trace.breakdown(), lambda owner: owner.kind)
         return {kind: found[kind] for kind in KINDS if found.get(kind)}
 
     @property
     def modules(self) -> dict[str, int]:
-        """Bytes of activations at the peak by module, most first; repeated blocks added up."""
+        """Bytes of activations at the peak by module, largest first; repeated blocks are summed."""
         held = self.trace.breakdown().items()
         made = added_up({each: n for each, n in held if each.kind == ACTIVATIONS}, _name_of)
         return dict(sorted(made.items(), key=lambda item: -item[1]))
 
     def policy(self) -> Halving:
-        """The policy ``"auto"``, starting from the planned size in place of the whole batch.
+        """Return the policy ``"auto"``, starting from the planned size instead of the whole batch.
 
-        ``microbatch_size=report.policy()`` for a `Microbatcher` or a `Trainer`.
+        Pass it as ``microbatch_size=report.policy()`` to a `Microbatcher` or a `Trainer`.
         """
         return Halving(initial=self.microbatch_size)
 
     def to_dict(self) -> dict[str, Any]:
-        """All of it as plain values, for JSON."""
+        """Return all fields except the trace as JSON values."""
         levels = [vars(each) | {"needed_bytes": each.needed_bytes} for each in self.levels]
         remedies = list(map(vars, self.remedies))
         found = vars(self) | {"levels": levels, "remedies": remedies, "level": self.level}
@@ -138,7 +138,7 @@ class PlanReport(LevelPlan):
         return found | {"modules": self.modules}
 
     def picture(self) -> "Figure":
-        """Draw what a step holds from its beginning to its end, and the peak against the size.
+        """Draw the memory of a step over time, and its peak against the size.
 
         Raises:
             ImportError: matplotlib is not installed.
@@ -202,12 +202,12 @@ class PlanReport(LevelPlan):
 
 
 def grouped(module: str) -> str:
-    """The name of a module, the same for all that stand in a row.
+    """Return the name of a module with a wildcard for its position in a row of blocks.
 
     >>> grouped("transformer.h.11.mlp.act"), grouped("layers.0.2"), grouped("0"), grouped("")
     ('transformer.h.*.mlp.act', 'layers.*.2', '0', 'the model itself')
     """
-    # The first number alone: blocks are put together, and the layers in one are told apart.
+    # Only the first number, so that blocks are combined but layers within one stay distinct.
     return _NUMBER.sub("*", module, count=1) or "the model itself"
 
 
