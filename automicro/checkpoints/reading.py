@@ -29,10 +29,9 @@ _MOST_NAMED = 3
 def differences(saved: Mapping[str, Any], current: Mapping[str, Any]) -> str:
     """Describe how the tensors of two states differ; empty if they fit.
 
-    Example:
-        >>> saved = {"model": {"w": torch.empty(2, 3), "old": torch.empty(1)}}
-        >>> differences(saved, {"model": {"w": torch.empty(2, 4), "new": torch.empty(1)}})
-        'it lacks: model.new; only it has: model.old; shapes differ: model.w (2×3, here 2×4)'
+    >>> saved = {"model": {"w": torch.empty(2, 3), "old": torch.empty(1)}}
+    >>> differences(saved, {"model": {"w": torch.empty(2, 4), "new": torch.empty(1)}})
+    'it lacks: model.new; only it has: model.old; shapes differ: model.w (2×3, here 2×4)'
     """
     there, here = tensors_of(saved), tensors_of(current)
     # A lazy module takes the saved shape.

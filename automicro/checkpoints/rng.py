@@ -36,7 +36,12 @@ def rng_state() -> dict[str, Any]:
 
 
 def derived_rng_state(state: Mapping[str, Any], *, rank: int, world_size: int) -> dict[str, Any]:
-    """Derive a random number state for a rank when the world size differs from the saved one."""
+    """Derive a random number state for a rank when the world size differs from the saved one.
+
+    >>> one, two = (derived_rng_state(rng_state(), rank=r, world_size=2) for r in (0, 1))
+    >>> torch.equal(one["torch"], two["torch"])
+    False
+    """
     # Deterministic, so that a run can be repeated, and different on each rank.
     seed = derived_seed(state["torch"], rank=rank, world_size=world_size)
     return {
