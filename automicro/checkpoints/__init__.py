@@ -1,4 +1,4 @@
-"""Checkpoints: written whole or not at all, loaded as data."""
+"""Checkpoints that are written completely or not at all, and loaded as data."""
 
 from automicro.checkpoints.peers import open_peers
 from automicro.checkpoints.reading import load_checkpoint

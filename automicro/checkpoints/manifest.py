@@ -1,4 +1,4 @@
-"""The folder of a checkpoint while it is filled, and the manifest of its files with their sums."""
+"""The folder of a checkpoint during a save, and the manifest with the checksums of its files."""
 
 import io
 import json
@@ -28,9 +28,9 @@ class FileSum:
 
     @classmethod
     def of(cls, path: Path) -> "FileSum":
-        """Read a file from its beginning to its end."""
+        """Compute the size and the checksum of a file."""
         size = crc32 = 0
-        # Into one buffer again and again: a file may be larger than the memory.
+        # One buffer is reused, because a file can be larger than the memory.
         with path.open("rb", buffering=0) as file:
             buffer = memoryview(bytearray(_BUFFER_BYTES))
             while count := file.readinto(buffer):
@@ -40,14 +40,13 @@ class FileSum:
 
 
 class _SummedFile(io.FileIO):
-    """A new file that sums up what is written into it.
+    """A new file that computes the checksum of the data written to it."""
 
-    The first error is kept for the end, and what follows it goes nowhere: torch writes from C++,
-    where an exception in the middle of an archive comes out as another, or ends the process.
-    """
+    # The first error is stored and later writes are discarded. torch writes from C++, where an
+    # exception in the middle of an archive turns into another one or ends the process.
 
     def __init__(self, path: Path) -> None:
-        # A new file in any case: two processes must not write into one.
+        # "x" fails if the file exists: two processes must not write into the same file.
         super().__init__(path, "x", opener=files.open_new)
         self.error: OSError | None = None
         self._crc32 = 0
@@ -59,7 +58,7 @@ class _SummedFile(io.FileIO):
         try:
             count = files.write(self.fileno(), view)
         except OSError as error:
-            # Kept, since who writes here (torch's own code) may swallow it or tell another.
+            # Stored, because torch's code, which calls this, might swallow or replace the error.
             self.error = error
             return len(view)
         self._crc32 = zlib.crc32(view[:count], self._crc32)
@@ -70,7 +69,7 @@ class _SummedFile(io.FileIO):
 
 
 class NewFolder:
-    """A folder that is being filled with files."""
+    """A folder that a save fills with files."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -78,9 +77,9 @@ class NewFolder:
 
     @contextmanager
     def create(self, name: str) -> Iterator[IO[bytes]]:
-        """Open a new file. At the end of the block it is on the disk and its sum is known."""
+        """Open a new file; at the end of the block, sync it to disk and record its checksum."""
         with _SummedFile(self.path / name) as raw:
-            # Large blocks pass by the buffer, so they are not copied.
+            # Large blocks bypass the buffer, so they are not copied.
             stream = io.BufferedWriter(raw, _BUFFER_BYTES)
             try:
                 yield stream
@@ -91,13 +90,13 @@ class NewFolder:
                 raise
             if raw.error is not None:
                 raise raw.error
-            # On the disk before the folder gets its name, or a power cut could leave a checkpoint
-            # of empty files.
+            # Sync before the folder gets its final name, or a power failure could leave a
+            # checkpoint of empty files.
             files.sync(raw.fileno())
             self.sums[name] = raw.sum()
 
     def rename(self, old: str, new: str) -> None:
-        """Give a file that was written another name."""
+        """Rename a file and keep its checksum."""
         files.replace(self.path / old, self.path / new)
         self.sums[new] = self.sums.pop(old)
 
@@ -132,7 +131,7 @@ def write_manifest(
         "files": {name: asdict(each) for name, each in new.sums.items()},
     }
     with new.create(MANIFEST) as stream:
-        # With a sum of its own, as it is what all others are checked by.
+        # The manifest has its own checksum, because all other files are checked against it.
         stream.write(json.dumps({"crc32": _crc32(content)} | content, indent=1).encode())
 
 
@@ -143,14 +142,14 @@ def _read_manifest(folder: Path) -> Manifest:
         content = json.loads(path.read_bytes())
         if content.pop("crc32") != _crc32(content):
             raise DamagedCheckpointError(f"{path} does not match its own checksum: {_REMEDY}")
-        # No damage: an older automicro must not skip what a newer one wrote.
+        # Not reported as damage, because find_newest would skip a checkpoint of a newer version.
         if (version := content.pop("format")) != FORMAT:
             raise CheckpointError(
                 f"{path} has the format {version}, and this automicro reads {FORMAT}: go on with "
                 "the version that wrote it"
             )
         sums = {name: FileSum(**each) for name, each in content.pop("files").items()}
-        # A checkpoint may come from elsewhere, and must not lead out of its folder.
+        # A checkpoint from an untrusted source must not name files outside its folder.
         if outside := [name for name in sums if Path(name).name != name]:
             raise DamagedCheckpointError(f"{path} names {outside[0]!r}, outside of it: {_REMEDY}")
         return Manifest(files=sums, **content)
@@ -163,20 +162,15 @@ def _read_manifest(folder: Path) -> Manifest:
 
 
 def verify(folder: Path, *, contents: bool = True, share: slice = _ALL) -> Manifest:
-    """Read the manifest of a checkpoint and compare the files with it.
-
-    Args:
-        folder: of the checkpoint.
-        contents: read every file to the end. Without, only their sizes are compared.
-        share: of which files to read, where other ranks read the others.
-    """
+    """Read the manifest of a checkpoint and compare its files with it."""
     manifest = _read_manifest(folder)
+    # Several ranks each read one share of the files; sizes alone are compared without reading.
     read = set(list(manifest.files)[share]) if contents else ()
     for name, expected in manifest.files.items():
         path = folder / name
         try:
             size = path.stat().st_size
-            # Most damage is a file that was cut short, which shows without reading it.
+            # Most damaged files are truncated, which their size shows without reading them.
             if size != expected.size:
                 raise DamagedCheckpointError(
                     f"{path} has {size:,} bytes of {expected.size:,}: {_REMEDY}"

@@ -1,7 +1,7 @@
-"""The ranks that save and load together: what fails on one of them fails on all.
+"""The ranks that save and load together: an error on one rank fails on all ranks.
 
-Every rank does its part and hands it to all others. An error is handed over in place of a part, so
-no rank waits for one that failed, and all come to the same end.
+Every rank does its part and sends the result to all others. A rank that fails sends its error
+instead, so no rank waits for a failed one and all ranks end the same way.
 """
 
 import datetime
@@ -27,17 +27,13 @@ T = TypeVar("T")
 
 
 class Peers:
-    """All ranks that save and load together; this class stands for a process that is alone.
-
-    >>> Peers().gather(3)
-    [3]
-    """
+    """All ranks that save and load together; the base class is a single process."""
 
     rank = 0
     world_size = 1
 
     def gather(self, value: Any) -> list[Any]:
-        """The values of all ranks in their order. All ranks call it."""
+        """Gather the values of all ranks in rank order; all ranks must call this."""
         return [value]
 
 
@@ -45,23 +41,15 @@ ALONE = Peers()
 
 
 def together(peers: Peers, work: Callable[[], T]) -> T:
-    """Do some work on every rank; what it gave here, once it succeeded everywhere.
-
-    >>> together(ALONE, lambda: "done")
-    'done'
-    """
-    found: list[T] = []  # and not handed over: it may be the whole state of a run
+    """Run a function on every rank and return this rank's result once all have succeeded."""
+    found: list[T] = []  # stays on this rank: it can be the whole state of a run
     exchange(peers, lambda: found.append(work()))
     return found[0]
 
 
 def exchange(peers: Peers, work: Callable[[], T]) -> list[T]:
-    """Do some work on every rank; what it gave on each, once it succeeded everywhere.
-
-    >>> exchange(ALONE, lambda: 3)
-    [3]
-    """
-    # Errors keep their class and traceback where no other rank has to learn of them.
+    """Run a function on every rank and return the results of all ranks once all have succeeded."""
+    # On a single rank, errors keep their class and traceback.
     if peers.world_size == 1:
         return [work()]
     failure: BaseException | None = None
@@ -69,7 +57,7 @@ def exchange(peers: Peers, work: Callable[[], T]) -> list[T]:
     try:
         part = work()
     except RankError:
-        raise  # no rank is left to tell
+        raise  # the other ranks cannot be reached, or have already stopped
     except BaseException as error:
         failure = error
         part = _as_told(error, peers.rank)
@@ -78,34 +66,30 @@ def exchange(peers: Peers, work: Callable[[], T]) -> list[T]:
     if not troubles:
         return [each for each in parts if not isinstance(each, Exception)]
     worst = max(map(_badness, troubles))
-    # The rank's own error, with its traceback, says more than what others heard.
+    # The rank's own error has its traceback; the copy sent to other ranks does not.
     if failure is not None and isinstance(part, Exception) and _badness(part) == worst:
         raise failure
-    # All of the worst, as a full disk of one host is mended on each.
+    # Name all of the worst errors: a disk that is full on several hosts has to be fixed on each.
     first, *others = [each for each in troubles if _badness(each) == worst]
     text = "; ".join(getattr(each, "strerror", None) or str(each) for each in (first, *others))
     raise type(first)(*first.args[:-1], text) from failure
 
 
 def from_first(peers: Peers, work: Callable[[], T]) -> T:
-    """The result of some work that rank 0 alone does.
-
-    >>> from_first(ALONE, lambda: 3)
-    3
-    """
+    """Run a function on rank 0 only and return its result on all ranks."""
     found: T | None = exchange(peers, lambda: work() if peers.rank == 0 else None)[0]
     return cast(T, found)
 
 
 def _as_told(error: BaseException, rank: int) -> Exception:
-    """An error as other ranks learn of it: of a class that can be pickled, and naming the rank."""
+    """Convert an error to a class that can be pickled, with the rank in its message."""
     if isinstance(error, OSError):
         return OSError(error.errno or errno.EIO, f"rank {rank}: {error.strerror or text_of(error)}")
     if isinstance(error, DamagedCheckpointError):
         return DamagedCheckpointError(f"rank {rank}: {text_of(error)}")
     if isinstance(error, CheckpointError):
         return CheckpointError(f"rank {rank}: {text_of(error)}")
-    # No RankError: all ranks fail here, so a rank that tells the others of an error finds them.
+    # Not a RankError: all ranks fail here together, so every rank can still be reached.
     return CheckpointError(
         f"rank {rank}: {describe_error(error)}\nAll ranks stop because of it; mend the cause on "
         "that rank, whose log has the traceback"
@@ -113,7 +97,7 @@ def _as_told(error: BaseException, rank: int) -> Exception:
 
 
 def _badness(error: Exception) -> int:
-    """The order in which errors of several ranks count: a disk, damage, then all else."""
+    """Rank the errors of several ranks: disk errors first, then damage, then all others."""
     return 0 if isinstance(error, OSError) else 1 + (not isinstance(error, DamagedCheckpointError))
 
 
@@ -121,10 +105,13 @@ TIMEOUT_SECONDS = 600.0
 
 
 def open_peers(*, timeout_seconds: float = TIMEOUT_SECONDS) -> Peers:
-    """All ranks, as checkpoints need them. All ranks call it; one process is alone.
+    """Open the process group that checkpoints use; all ranks must call this.
 
     Args:
-        timeout_seconds: how long one waits for the slowest rank to write its part.
+        timeout_seconds: how long a rank waits for the slowest rank to write its part.
+
+    Returns:
+        All ranks of the default process group, or the single process.
 
     >>> open_peers().world_size
     1
@@ -133,7 +120,7 @@ def open_peers(*, timeout_seconds: float = TIMEOUT_SECONDS) -> Peers:
 
 
 class _GroupPeers(Peers):
-    """All ranks, over gloo, in a group of their own with a timeout of its own."""
+    """All ranks, in a separate gloo group with its own timeout."""
 
     def __init__(self, *, timeout_seconds: float = TIMEOUT_SECONDS) -> None:
         self.rank = dist.get_rank()
@@ -147,10 +134,10 @@ class _GroupPeers(Peers):
         if self._broken is not None:
             raise self._broken
         try:
-            # A mode that counts memory would count what is exchanged as the run's.
+            # A mode that counts memory would count the exchanged data as memory of the run.
             with without_modes():
                 dist.all_gather_object(values, value, group=self._group)
-        except PeerLostError as error:  # it says who and why
+        except PeerLostError as error:  # names the lost rank and the reason
             self._broken = error
             add_note(error, "no checkpoint was written here; the older ones are as they were")
             raise

@@ -1,4 +1,4 @@
-"""Finding the newest good checkpoint, and loading one as data."""
+"""Finding the newest intact checkpoint, and loading a checkpoint as data."""
 
 import functools
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -27,16 +27,14 @@ _MOST_NAMED = 3
 
 
 def differences(saved: Mapping[str, Any], current: Mapping[str, Any]) -> str:
-    """Where the tensors of two states do not fit, by their places and in words; empty if they do.
+    """Describe how the tensors of two states differ; empty if they fit.
 
-    Example:
-        >>> import torch
-        >>> saved = {"model": {"w": torch.empty(2, 3), "old": torch.empty(1)}}
-        >>> differences(saved, {"model": {"w": torch.empty(2, 4), "new": torch.empty(1)}})
-        'it lacks: model.new; only it has: model.old; shapes differ: model.w (2×3, here 2×4)'
+    >>> saved = {"model": {"w": torch.empty(2, 3), "old": torch.empty(1)}}
+    >>> differences(saved, {"model": {"w": torch.empty(2, 4), "new": torch.empty(1)}})
+    'it lacks: model.new; only it has: model.old; shapes differ: model.w (2×3, here 2×4)'
     """
     there, here = tensors_of(saved), tensors_of(current)
-    # A lazy module takes on whatever shape there was.
+    # A lazy module takes the saved shape.
     both = [name for name in there if name in here and not is_uninitialized(here[name])]
 
     def differing(describe: Callable[[torch.Tensor], str]) -> list[str]:
@@ -53,25 +51,21 @@ def differences(saved: Mapping[str, Any], current: Mapping[str, Any]) -> str:
 
 
 def _first(names: Sequence[str]) -> str:
-    """The first few, and how many more there are.
-
-    >>> _first(["a", "b", "c", "d", "e"])
-    'a, b, c and 2 more'
-    """
+    """Join the first few names, and count the remaining ones."""
     more = f" and {len(names) - _MOST_NAMED} more" if len(names) > _MOST_NAMED else ""
     return ", ".join(names[:_MOST_NAMED]) + more
 
 
 @dataclass(frozen=True, kw_only=True)
 class FoundCheckpoint:
-    """A checkpoint whose files were all read and match their checksums.
+    """A verified checkpoint: all files match their checksums.
 
     Attributes:
-        path: its folder.
-        step: optimization batches done.
-        metrics: values by name, as they were given when it was saved.
-        world_size: how many ranks saved it.
-        state: as it was given when it was saved; empty until it is loaded.
+        path: folder of the checkpoint.
+        step: number of optimization batches done.
+        metrics: metric values by name, as saved.
+        world_size: number of ranks that saved it.
+        state: the saved state; empty until it is loaded.
     """
 
     path: Path
@@ -82,8 +76,8 @@ class FoundCheckpoint:
 
     @classmethod
     def at(cls, path: Path, *, peers: Peers = ALONE) -> "FoundCheckpoint":
-        """The checkpoint in a folder, once it was verified."""
-        # Each rank reads a part, as a shared disk would otherwise be read once for each of them.
+        """Verify the checkpoint in a folder and return it."""
+        # Each rank reads a share of the files, so a shared disk is read once in total.
         share = slice(peers.rank, None, peers.world_size)
         manifest = together(peers, lambda: verify(path, share=share))
         return cls(
@@ -92,20 +86,20 @@ class FoundCheckpoint:
 
     @functools.cached_property
     def structure(self) -> dict[str, Any]:
-        """The state as it was given, with its tensors on the meta device."""
+        """The saved state with its tensors on the meta device."""
         return _structure_of(self.path / structure_file(0))
 
     def read(
         self, into: Mapping[str, torch.Tensor], *, keys: Collection[str] | None = None
     ) -> dict[str, Any]:
-        """Read the state with the data of its tensors."""
+        """Read the state, including the data of its tensors."""
         structure = {
             key: value for key, value in self.structure.items() if keys is None or key in keys
         }
         return _filled(self.path, structure, into)
 
     def read_own(self, rank: int) -> dict[str, Any]:
-        """Read what was one rank's own, of those that saved; of rank 0 nothing."""
+        """Read the state that only this rank had saved; empty for rank 0."""
         if rank == 0:
             return {}
         structure = _structure_of(self.path / structure_file(rank))
@@ -115,28 +109,21 @@ class FoundCheckpoint:
 def open_checkpoint(
     checkpoint: FoundCheckpoint | Path | str, *, peers: Peers = ALONE
 ) -> FoundCheckpoint:
-    """Find a checkpoint and read its structure, without its data, to see whether it fits."""
+    """Find a checkpoint and read its structure without the data of its tensors."""
     found = _find(checkpoint, peers)
     together(peers, lambda: found.structure)
     return found
 
 
 def find_newest(folder: Path | str, *, peers: Peers = ALONE) -> FoundCheckpoint | None:
-    """The newest checkpoint that is good; None where there is none at all.
-
-    Of several ranks the first chooses, and each reads some of the files: what one of them finds
-    damaged is passed over by all.
-
-    Example:
-        >>> find_newest("no-such-folder") is None
-        True
-    """
+    """Find the newest intact checkpoint; None if the folder has no checkpoints."""
     damages = []
+    # Rank 0 lists the folder. If any rank finds a damaged file, all ranks skip that checkpoint.
     for path in from_first(peers, lambda: list_checkpoints(Path(folder))):
         try:
             found = FoundCheckpoint.at(path, peers=peers)
         except DamagedCheckpointError as error:
-            # Told only when it is known which one is taken instead.
+            # The warning comes later, because it names the checkpoint that is used instead.
             damages.append(str(error))
             continue
         for damage in damages if peers.rank == 0 else ():
@@ -156,24 +143,28 @@ def load_checkpoint(
     into: Mapping[str, Any] | None = None,
     peers: Peers = ALONE,
 ) -> FoundCheckpoint:
-    """Load a checkpoint as data: nothing that is in it is run.
+    """Load a checkpoint as data; no code in it is run.
 
     Args:
-        checkpoint: what was found, the folder of a checkpoint, or a folder of several, of which
-            the newest good one is loaded.
-        into: parts of the current state, such as ``{"model": model.state_dict()}``. The tensors
-            of these parts are overwritten and not allocated a second time; they must have the
-            same names, shapes and dtypes. All others are new ones on the CPU.
-        peers: all ranks, each of which calls this, and reads its part of sharded tensors.
+        checkpoint: a found checkpoint, the folder of a checkpoint, or a folder of several, whose
+            newest intact checkpoint is loaded.
+        into: parts of the current state, such as ``{"model": model.state_dict()}``. Their tensors
+            are overwritten in place and must have the saved names, shapes and dtypes. All other
+            tensors are allocated on the CPU.
+        peers: all ranks (`open_peers`). Each rank calls this and reads its part of sharded
+            tensors.
+
+    Returns:
+        The checkpoint with its ``state``.
 
     Raises:
-        CheckpointError: there is none, it is damaged, it holds something else than data, it has
-            another format, or it does not fit ``into``. Nothing was overwritten then,
-            unless the disk failed after the files had been verified.
+        CheckpointError: the checkpoint is missing, damaged, not plain data, of another format, or
+            does not fit ``into``. Nothing is overwritten unless the disk fails after the files
+            were verified.
     """
     found = open_checkpoint(checkpoint, peers=peers)
     current = dict(into or {})
-    # Only what is asked for: a checkpoint may hold more, such as an optimizer.
+    # Compare only the requested parts: a checkpoint can hold more, such as an optimizer.
     saved = {name: found.structure.get(name) for name in current}
     together(peers, lambda: refuse_differences(found, saved, current))
     state = together(peers, lambda: found.read(tensors_of(current)))
@@ -183,7 +174,7 @@ def load_checkpoint(
 def refuse_differences(
     found: FoundCheckpoint, saved: Mapping[str, Any], current: Mapping[str, Any]
 ) -> None:
-    """Refuse a checkpoint whose tensors do not fit."""
+    """Raise an error if the saved tensors do not fit the current ones."""
     if differing := differences(saved, current):
         raise CheckpointError(
             f"{found.path} does not fit: {differing}. Load it into what it was saved from, or "
@@ -195,7 +186,7 @@ def _find(checkpoint: FoundCheckpoint | Path | str, peers: Peers) -> FoundCheckp
     if isinstance(checkpoint, FoundCheckpoint):
         return checkpoint
     path = Path(checkpoint)
-    # One rank looks: on a network disk others may see a folder later.
+    # Only rank 0 checks, because a network disk can show a folder to other ranks later.
     if from_first(peers, (path / MANIFEST).exists):
         return FoundCheckpoint.at(path, peers=peers)
     newest = find_newest(path, peers=peers)
@@ -208,9 +199,9 @@ def _find(checkpoint: FoundCheckpoint | Path | str, peers: Peers) -> FoundCheckp
 
 def _structure_of(path: Path) -> dict[str, Any]:
     try:
-        # torch.save wrote tensors without data, so this reads no more than their shapes.
+        # The tensors were saved on the meta device, so only their shapes are read.
         structure = torch.load(path, weights_only=True)
-        # It is loaded as data, but may be anybody's file.
+        # The file may come from an untrusted source.
         if type(structure) is not dict:
             raise TypeError(f"a {type(structure).__name__} in place of a dict")
     except Exception as error:
@@ -224,8 +215,8 @@ def _filled(
     into: Mapping[str, torch.Tensor],
     name: Callable[[str], str] = str,
 ) -> dict[str, Any]:
-    """A state with its tensors read, each into the one that is given for its place."""
-    # Importing it takes half a second, which who never loads does not pay.
+    """Read the tensors of a state, into the given tensors where they exist."""
+    # Imported here because the import takes half a second, which only loading should cost.
     from automicro.checkpoints.tensors import read_tensors
 
     tensors = {
@@ -237,7 +228,7 @@ def _filled(
     except CheckpointError:
         raise
     except Exception as error:
-        # Memory that is full is no damage of the file.
+        # Running out of memory does not mean that the file is damaged.
         if is_out_of_memory(error):
             raise
         raise _refusal(path, error) from error

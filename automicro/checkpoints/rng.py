@@ -1,4 +1,4 @@
-"""The random number generators of a process, as tensors and plain values."""
+"""State of the random number generators of a process, as tensors and plain values."""
 
 import contextlib
 import hashlib
@@ -14,7 +14,7 @@ from automicro.memory.budget import active_budget
 
 
 def rng_state() -> dict[str, Any]:
-    """Where Python's, NumPy's and torch's generators stand, and those of all accelerators.
+    """Return the random number state of Python, NumPy, torch and all accelerators.
 
     Example:
         >>> state = rng_state()
@@ -36,15 +36,13 @@ def rng_state() -> dict[str, Any]:
 
 
 def derived_rng_state(state: Mapping[str, Any], *, rank: int, world_size: int) -> dict[str, Any]:
-    """Random numbers for a rank of a world of another size than the one that saved.
+    """Derive a random number state for a rank when the world size differs from the saved one.
 
-    The same every time, and others on each rank.
-
-    Example:
-        >>> one, two = (derived_rng_state(rng_state(), rank=r, world_size=2) for r in (0, 1))
-        >>> torch.equal(one["torch"], two["torch"])
-        False
+    >>> one, two = (derived_rng_state(rng_state(), rank=r, world_size=2) for r in (0, 1))
+    >>> torch.equal(one["torch"], two["torch"])
+    False
     """
+    # Deterministic, so that a run can be repeated, and different on each rank.
     seed = derived_seed(state["torch"], rank=rank, world_size=world_size)
     return {
         "python": random.Random(seed).getstate(),
@@ -57,7 +55,7 @@ def derived_rng_state(state: Mapping[str, Any], *, rank: int, world_size: int) -
 
 
 def derived_seed(state: torch.Tensor, *, rank: int, world_size: int) -> int:
-    """A seed for a rank, from where a generator stood.
+    """Derive a seed for a rank from the state of a generator.
 
     >>> where = torch.Generator().manual_seed(3).get_state()
     >>> derived_seed(where, rank=0, world_size=2) == derived_seed(where, rank=1, world_size=2)
@@ -69,13 +67,13 @@ def derived_seed(state: torch.Tensor, *, rank: int, world_size: int) -> int:
 
 
 def restore_rng_state(state: Mapping[str, Any]) -> None:
-    """Put the generators back where `rng_state` found them.
+    """Restore the random number generators.
 
     Args:
-        state: what `rng_state` gave.
+        state: the return value of `rng_state`.
 
     Raises:
-        CheckpointError: it is no such state.
+        CheckpointError: the state cannot be read.
     """
     try:
         python, numpy = state["python"], state["numpy"]

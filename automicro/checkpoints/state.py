@@ -1,11 +1,10 @@
-"""The state of a run, taken apart into structure and tensors, and each rank's share of it.
+"""The state of a run, split into structure and tensors, and each rank's share of it.
 
-The structure is the state with every tensor on the meta device: where the tensor stood, its shape,
-its dtype, its strides, without its data.
+The structure is the state with every tensor on the meta device: its place, shape, dtype and
+strides, without its data.
 
-The state of the whole run is rank 0's: what is equal on all ranks, and what is its own. Of sharded
-tensors every rank brings its part. The other ranks bring, besides, a state of their own: random
-numbers, say.
+Rank 0 saves the state of the run. Every rank saves its part of sharded tensors, and every other
+rank also saves its own state, such as random numbers.
 """
 
 import zlib
@@ -22,25 +21,24 @@ from automicro.errors import CheckpointError
 from automicro.sharding import is_pending, is_sharded
 from automicro.torch_private import is_uninitialized
 
-# What `torch.load` reads with weights_only=True and without being told of any class.
+# Types that `torch.load` reads with weights_only=True and without registered classes.
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size)
-_ARRAY = "array of numpy"  # the key under which its dtype stands, beside its shape and its bytes
+_ARRAY = "array of numpy"  # the key of the array's dtype, next to its shape and its bytes
 
 
 def take_apart(state: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """The structure of a state, and its tensors by their place, like ``model.0.weight``.
+    """Split a state into its structure and its tensors by place, such as ``model.0.weight``.
 
-    Example:
-        >>> structure, tensors = take_apart({"model": {"w": torch.ones(2)}, "epoch": 3})
-        >>> structure["model"]["w"].device, structure["epoch"], tensors
-        (device(type='meta'), 3, {'model.w': tensor([1., 1.])})
+    >>> structure, tensors = take_apart({"model": {"w": torch.ones(2)}, "epoch": 3})
+    >>> structure["model"]["w"].device, structure["epoch"], tensors
+    (device(type='meta'), 3, {'model.w': tensor([1., 1.])})
     """
     tensors: dict[str, Tensor] = {}
 
     def keep(place: str, leaf: Any) -> Any:
         if not isinstance(leaf, Tensor):
             return _plain(place, leaf)
-        # Only these have a place in files of torch.distributed.checkpoint.
+        # torch.distributed.checkpoint can store dense tensors only.
         tensors[place] = _dense(place, leaf)
         return _without_data(tensors[place])
 
@@ -48,7 +46,7 @@ def take_apart(state: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Tens
 
 
 def put_together(structure: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> dict[str, Any]:
-    """The state of which `take_apart` gave the structure and the tensors.
+    """Rebuild a state from the structure and the tensors of `take_apart`.
 
     >>> put_together({"w": torch.empty(1, device="meta"), "n": 3}, {"w": torch.ones(1)})
     {'w': tensor([1.]), 'n': 3}
@@ -61,7 +59,7 @@ def put_together(structure: Mapping[str, Any], tensors: Mapping[str, Tensor]) ->
 
 
 def _array_of(found: dict[Any, Any]) -> Any:
-    """The array that a dict stands for; any other dict itself."""
+    """Rebuild the array that `_packed` stored as a dict; return any other dict unchanged."""
     if _ARRAY not in found:
         return found
     data = found["data"].numpy(force=True).tobytes()
@@ -69,13 +67,13 @@ def _array_of(found: dict[Any, Any]) -> Any:
 
 
 def _packed(array: np.ndarray) -> dict[str, Any]:
-    # As bytes, since not all types of numpy have one of torch.
+    # Stored as bytes, because torch does not have all dtypes of NumPy.
     data = torch.from_numpy(np.frombuffer(array.tobytes(), np.uint8).copy())
     return {_ARRAY: array.dtype.str, "shape": array.shape, "data": data}
 
 
 def tensors_of(state: Mapping[str, Any]) -> dict[str, Tensor]:
-    """The tensors of a state by their place, whatever else is in it.
+    """Collect the tensors of a state by place; other values can be of any type.
 
     >>> tensors_of({"model": {"w": torch.ones(1)}, "anything": object()})
     {'model.w': tensor([1.])}
@@ -95,13 +93,13 @@ def _map(
     change: Callable[[str, Any], Any],
     close: Callable[[dict[Any, Any]], Any] = lambda found: found,
 ) -> dict[str, Any]:
-    """A state in new containers, with leaves replaced and dicts closed."""
+    """Copy the containers of a state, replacing each leaf and each closed dict."""
     taken: set[str] = set()
 
     def walk(parts: tuple[str, ...], value: Any) -> Any:
         if type(value) is OrderedDict:
             copy = OrderedDict(items(parts, value))
-            # `Module.state_dict` keeps the versions of the modules here.
+            # `Module.state_dict` stores the versions of the modules as an attribute.
             for name, attribute in vars(value).items():
                 setattr(copy, name, walk((*parts, name), attribute))
             return copy
@@ -110,7 +108,7 @@ def _map(
         if isinstance(value, np.ndarray) and not value.dtype.hasobject:
             return walk(parts, _packed(value))
         if type(value) in (list, tuple):
-            if all(type(each) is int for each in value):  # an order of rows, say: no place for each
+            if all(type(each) is int for each in value):  # can be long, such as an order of rows
                 return type(value)(value)
             return type(value)(walk((*parts, str(i)), each) for i, each in enumerate(value))
         return change(_unique(".".join(parts), taken), value)
@@ -125,7 +123,7 @@ def _map(
 
 
 def _unique(place: str, taken: set[str]) -> str:
-    """A place that was not taken: {"a.b": 1, "a": {"b": 2}} has two of the same name."""
+    """Make a place unique: {"a.b": 1, "a": {"b": 2}} has the place "a.b" twice."""
     candidate, count = place, 1
     while candidate in taken:
         count += 1
@@ -153,7 +151,7 @@ def _plain(place: str, value: Any) -> Any:
 
 
 def _without_data(tensor: Tensor) -> Tensor:
-    """A tensor of the same shape on the meta device; of a sharded one, of its whole shape."""
+    """Create a tensor of the same global shape on the meta device."""
     if is_sharded(tensor):
         return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
     return torch.empty_like(tensor, device="meta")
@@ -175,23 +173,17 @@ def _dense(place: str, leaf: Tensor) -> Tensor:
 
 @dataclass(frozen=True, kw_only=True)
 class Share:
-    """A rank's part of a checkpoint.
+    """A rank's part of a checkpoint."""
 
-    Attributes:
-        structure: of the whole state on rank 0, of its own state on any other.
-        tensors: by the name under which they are stored.
-        names: a checksum of the places and shapes of all sharded tensors; equal on all ranks.
-    """
-
-    structure: Mapping[str, Any]
-    tensors: Mapping[str, Tensor]
-    names: int
+    structure: Mapping[str, Any]  # of the run's state on rank 0, of the rank's own on others
+    tensors: Mapping[str, Tensor]  # by the names under which they are stored
+    names: int  # checksum of the places and shapes of all sharded tensors, equal on all ranks
 
     @classmethod
     def of(
         cls, state: Mapping[str, Any], *, own: Mapping[str, Any] | None = None, rank: int = 0
     ) -> "Share":
-        """The share of a rank."""
+        """Compute the share of a rank."""
         structure, tensors = take_apart(state)
         sharded = {name: each for name, each in tensors.items() if is_sharded(each)}
         names = zlib.crc32(repr([(name, *each.shape) for name, each in sharded.items()]).encode())
@@ -202,7 +194,7 @@ class Share:
 
 
 def name_of_own(rank: int, place: str) -> str:
-    """Under which name a tensor of a rank's own state is stored.
+    """Name under which a tensor of a rank's own state is stored.
 
     >>> name_of_own(1, "rng.torch")
     'rank-1.rng.torch'

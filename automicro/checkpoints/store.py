@@ -1,4 +1,4 @@
-"""A folder of checkpoints: saving, finding, loading, keeping the last and the best."""
+"""A folder of checkpoints: saving, finding, loading, and pruning them."""
 
 import logging
 import math
@@ -24,23 +24,24 @@ RESUME = ("auto", "never")
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointConfig:
-    """Where checkpoints go, how often they are saved, which stay, and whether a run goes on.
+    """Where and how often checkpoints are saved, which are kept, and whether a run resumes.
 
     Args:
-        folder: in which they lie; made by the first save.
-        interval: a duration, such as ``"1ep"`` or ``"500ba"``; None for the end only.
-        keep_last: how many of the newest stay; None keeps all.
-        keep_best: how many stay besides, by the best value of a metric.
-        best_metric: its name.
-        best_mode: ``"min"`` where less is better, ``"max"`` where more is.
-        resume: ``"auto"`` goes on from the newest good one in the folder where there is one,
-            ``"never"`` starts anew, and a path does the same as ``"auto"`` but begins from that
-            checkpoint, or from the newest good one in that folder. A path of a checkpoint in
-            ``folder`` itself is taken in any case.
+        folder: folder of the checkpoints; the first save creates it.
+        interval: duration between saves, such as ``"1ep"`` or ``"500ba"``; None saves only at
+            the end.
+        keep_last: number of newest checkpoints to keep; None keeps all.
+        keep_best: number of checkpoints to keep in addition, by the best values of a metric.
+        best_metric: name of the metric.
+        best_mode: ``"min"`` if lower values are better, ``"max"`` if higher values are.
+        resume: ``"auto"`` resumes from the newest intact checkpoint in ``folder``, if any;
+            ``"never"`` starts from scratch. A path is used if ``folder`` has no checkpoint: it
+            names a checkpoint or a folder of several. A checkpoint inside ``folder`` is always
+            used.
 
     Raises:
         TypeError: the interval is a bare number.
-        ValueError: an option is not known, or a number is too small.
+        ValueError: an option is unknown, or a number is too small.
 
     >>> CheckpointConfig(folder="runs/a/checkpoints", interval="500ba").keep_last
     3
@@ -65,7 +66,7 @@ class CheckpointConfig:
             read_count("keep_last", self.keep_last)
         read_count("keep_best", self.keep_best, least=0)
         check_choice("best_mode", self.best_mode, MODES)
-        # A word that is no folder is a mistyped one; whether a path exists is seen when it is read.
+        # A single word that is not a folder is a mistyped mode. Paths are checked when read.
         path = Path(self.resume)
         if isinstance(self.resume, str) and path.name == self.resume and not path.exists():
             check_choice("resume", self.resume, RESUME)
@@ -75,20 +76,20 @@ logger = logging.getLogger(__name__)
 
 
 class CheckpointStore:
-    """The checkpoints of a run, in a folder.
+    """The checkpoints of a run in a folder.
 
-    A checkpoint is written whole or not at all, and loaded as data, never as code. A failed save
-    leaves the older ones as they were.
+    A checkpoint is written completely or not at all, and loaded as data, never as code. A failed
+    save leaves older checkpoints unchanged.
 
     Args:
-        folder: in which they lie; made by the first save.
-        peers: all ranks, where several save together (`open_peers`). Each of them has a store on
-            the same folder, and calls the same methods in the same order.
-        options: which stay: ``keep_last``, ``keep_best``, ``best_metric`` and ``best_mode`` of
-            `CheckpointConfig`.
+        folder: folder of the checkpoints; the first save creates it.
+        peers: all ranks that save together (`open_peers`). Each rank has a store on the same
+            folder and calls the same methods in the same order.
+        options: which checkpoints to keep: ``keep_last``, ``keep_best``, ``best_metric`` and
+            ``best_mode`` of `CheckpointConfig`.
 
     Raises:
-        ValueError: a number is too small, or a mode is not known.
+        ValueError: a number is too small, or a mode is unknown.
 
     Example:
         >>> import tempfile, torch
@@ -115,20 +116,23 @@ class CheckpointStore:
         metrics: Mapping[str, SupportsFloat] | None = None,
         own: Mapping[str, Any] | None = None,
     ) -> Path:
-        """Save a state, and remove what need not stay. Its folder.
+        """Save a state and remove checkpoints that need not be kept.
 
         Args:
-            state: nested dicts, lists and tuples of tensors and plain values. Of several ranks,
-                rank 0's is saved, and every rank's part of sharded tensors.
-            step: optimization batches done.
-            metrics: values by name.
-            own: a state besides, of which every rank but 0 saves its own.
+            state: nested dicts, lists and tuples of tensors and plain values. On several ranks,
+                rank 0's state is saved, with every rank's part of sharded tensors.
+            step: number of optimization batches done.
+            metrics: metric values by name.
+            own: additional state that each rank except rank 0 saves for itself.
+
+        Returns:
+            The folder of the new checkpoint.
 
         Raises:
-            CheckpointError: it could not be written, or the state holds what only code could
-                load. The older checkpoints are as they were.
-            PeerLostError: a rank is gone.
-            ValueError: the step is no number from 0.
+            CheckpointError: the checkpoint cannot be written, or the state has values that cannot
+                be loaded without running code. Older checkpoints are unchanged.
+            PeerLostError: another rank is gone.
+            ValueError: the step is not a non-negative integer.
         """
         if type(step) is not int or step < 0:
             raise ValueError(f"step={step!r} counts no batches; give a whole number from 0")
@@ -161,15 +165,18 @@ class CheckpointStore:
         return path
 
     def newest(self) -> FoundCheckpoint | None:
-        """The newest checkpoint that is good; None where there is none at all.
+        """Find the newest intact checkpoint.
+
+        Returns:
+            The checkpoint, or None if the folder has none.
 
         Raises:
-            CheckpointError: all are damaged, or the newest has another format.
+            CheckpointError: all checkpoints are damaged, or the newest has another format.
         """
         return find_newest(self.folder, peers=self._peers)
 
     def best(self) -> FoundCheckpoint | None:
-        """The good checkpoint with the best value of the metric; None where none has it.
+        """Find the intact checkpoint with the best value of the metric; None if none has it.
 
         >>> CheckpointStore("no-such-folder", best_metric="eval/accuracy", best_mode="max").best()
         """
@@ -177,7 +184,7 @@ class CheckpointStore:
             try:
                 return FoundCheckpoint.at(path, peers=self._peers)
             except DamagedCheckpointError as error:
-                # One warning is enough, and rank 0 gives it.
+                # Only rank 0 warns.
                 if self._peers.rank:
                     continue
                 warn(f"{error}. It was the best one; taking the next best", CheckpointWarning)
@@ -192,11 +199,12 @@ class CheckpointStore:
         """Load a checkpoint as data, see `load_checkpoint`.
 
         Args:
-            checkpoint: what `newest` or `best` found, or a folder; None for the newest good one.
+            checkpoint: the result of `newest` or `best`, or a folder; None loads the newest
+                intact checkpoint.
             into: parts of the current state whose tensors are overwritten.
 
         Raises:
-            CheckpointError: there is none, or it cannot be loaded, or does not fit.
+            CheckpointError: the checkpoint is missing, cannot be loaded, or does not fit.
         """
         chosen = self.folder if checkpoint is None else checkpoint
         return load_checkpoint(chosen, into=into, peers=self._peers)
@@ -205,7 +213,7 @@ class CheckpointStore:
         return self._best_of(self._survey()[0])
 
     def _best_of(self, good: Mapping[Path, Manifest]) -> list[Path]:
-        """Those that have the metric, the best first; of equal ones the newer."""
+        """Sort the checkpoints that have the metric, best first, newer first if equal."""
         name = self._config.best_metric
         values = {path: each.metrics.get(name, math.nan) for path, each in good.items()}
         sign = 1 if self._config.best_mode == "min" else -1
@@ -218,17 +226,15 @@ class CheckpointStore:
         kept = {*list(good)[: self._config.keep_last], *best}
         if not kept:
             return
-        # A damaged one may be all that is left of a step, until newer good ones are enough.
+        # A damaged checkpoint newer than all kept ones stays: it may be all that is left of its
+        # step.
         oldest = min(map(number_of, kept))
         for path in [*good, *damaged]:
             if path not in kept and (path in good or number_of(path) < oldest):
                 self._attempt(partial(leftovers.remove, path), str(path))
 
     def _survey(self) -> tuple[dict[Path, Manifest], list[Path]]:
-        """The manifests of those that look good, the newest first, and the damaged ones.
-
-        Those of another format are neither.
-        """
+        """List the intact checkpoints with their manifests, newest first, and the damaged ones."""
         good: dict[Path, Manifest] = {}
         damaged = []
         for path in list_checkpoints(self.folder):
@@ -241,7 +247,8 @@ class CheckpointStore:
         return good, damaged
 
     def _attempt(self, remove: Callable[[], None], what: str) -> None:
-        """Remove something. What cannot be removed costs space, and no checkpoint."""
+        """Remove something, and only warn on failure."""
+        # What remains costs disk space, but the new checkpoint is complete.
         try:
             remove()
         except OSError as error:
@@ -252,7 +259,7 @@ class CheckpointStore:
 
     def _check_metric(self, metrics: Mapping[str, float]) -> None:
         name = self._config.best_metric
-        # Between evaluations there are none at all, which is as it should be.
+        # Checkpoints between evaluations have no metrics at all, which is expected.
         if not self._config.keep_best or not metrics or name in metrics or self._missed_metric:
             return
         self._missed_metric = True

@@ -1,11 +1,11 @@
-"""Tensors on the disk, by ``torch.distributed.checkpoint``, read back without running anything.
+"""Tensors on disk in the format of ``torch.distributed.checkpoint``, read without running code.
 
-The format's own table of contents, ``.metadata``, is a pickle: reading it runs what it says.
-It is written, so that other tools can read the folder, and never read here. ``tensors.json`` says
-the same as plain text. The tensors themselves are read with ``weights_only=True``.
+The format's own table of contents, ``.metadata``, is a pickle, which runs code when it is read.
+It is written so that other tools can read the folder, but never read here. ``tensors.json`` has
+the same content as plain text. The tensors are read with ``weights_only=True``.
 
-Each rank writes a file of its own. Reading asks no other rank: each reads what it needs, wherever
-that was written, so the number of ranks may be another one.
+Each rank writes its own file. Reading needs no communication: each rank reads the tensors that it
+needs from any file, so the number of ranks can change.
 """
 
 import io
@@ -41,10 +41,10 @@ INDEX = "tensors.json"
 
 
 class TensorsToWrite(DefaultSavePlanner):
-    """Tensors of this rank on their way into a new folder, together with those of other ranks."""
+    """Writes the tensors of this rank to a new folder that all ranks share."""
 
-    # What `torch.distributed.checkpoint.save` does, without what cannot run in a thread: it warns
-    # each time that a process is alone, and a filter for that would hold everywhere.
+    # Replaces `torch.distributed.checkpoint.save`, which warns on every save of a single process.
+    # Filtering that warning would change the filters of the whole process.
 
     def __init__(self, share: Share, *, is_first: bool) -> None:
         super().__init__(dedup_save_to_lowest_rank=True)
@@ -52,31 +52,31 @@ class TensorsToWrite(DefaultSavePlanner):
         self.set_up_planner(dict(share.tensors), StorageMeta(), is_coordinator=is_first)
 
     def lookup_object(self, index: MetadataIndex) -> Any:
-        """The data of a tensor, from where the share has it."""
+        """Return the local data of a tensor."""
         return local(self._share.tensors[index.fqn])
 
     def plan_all(self, plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
-        """The parts that each rank writes, and the table of contents. On rank 0."""
+        """Plan, on rank 0, the parts that each rank writes and the table of contents."""
         plans, metadata = self.create_global_plan(plans)
-        # The name of a file begins with the number of the rank that writes it.
+        # File names begin with the number of the rank that writes them.
         return FileSystemWriter("").prepare_global_plan(plans), metadata
 
     def write(self, new: NewFolder, plan: SavePlan) -> list[WriteResult]:
-        """Write what this rank is to write; where it lies."""
+        """Write the parts of this rank and return their positions."""
         writer = _Writer(new)
         writer.set_up_storage_writer(is_coordinator=self.is_coordinator)
         return list(writer.write_data(self.finish_plan(plan), self).value())
 
 
 def write_contents(new: NewFolder, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-    """Write the table of contents, once all ranks have written. On rank 0."""
+    """Write the table of contents, on rank 0, after all ranks have written their parts."""
     _Writer(new).finish(metadata, results)
     with new.create(INDEX) as stream:
         stream.write(json.dumps(_index_of(metadata, results), indent=1).encode())
 
 
 def read_tensors(folder: Path, into: Mapping[str, Tensor]) -> None:
-    """Read tensors from a folder into tensors that exist, on whatever device they lie."""
+    """Read tensors from a folder into existing tensors on any device."""
     path = folder / INDEX
     try:
         metadata = _metadata_of(json.loads(path.read_bytes()))
@@ -93,7 +93,7 @@ def read_tensors(folder: Path, into: Mapping[str, Tensor]) -> None:
 
 
 class _DurableFiles(FileSystem):
-    """The files of a folder, through what sums them up and waits for the disk."""
+    """Creates the files of a folder with a checksum and a sync to disk."""
 
     def __init__(self, new: NewFolder) -> None:
         self._new = new
@@ -111,7 +111,7 @@ class _DurableFiles(FileSystem):
 
 
 class _KeptOpen(io.BufferedIOBase):
-    """A stream that is flushed and closed by the block that opened it, not after each tensor."""
+    """A stream that ignores the flush after each tensor; the block that opened it flushes."""
 
     def __init__(self, stream: IO[bytes]) -> None:
         self.write, self.tell = stream.write, stream.tell  # type: ignore[method-assign]
@@ -126,12 +126,12 @@ class _Writer(FileSystemWriter):
         self.fs = _DurableFiles(new)
 
     def storage_meta(self) -> StorageMeta:
-        # Without the name of the folder, which is about to change.
+        # Leave out the name of the folder, because it will be renamed.
         return StorageMeta(save_id=self.save_id)
 
 
 def _index_of(metadata: Metadata, results: list[list[WriteResult]]) -> dict[str, Any]:
-    # Not from `storage_data` of the metadata: older versions of torch set it in a copy.
+    # `storage_data` of the metadata is not used: older versions of torch set it only in a copy.
     places = {each.index: each.storage_data for of_rank in results for each in of_rank}
     index = {}
     for name, tensor in metadata.state_dict_metadata.items():
@@ -166,7 +166,7 @@ def _metadata_of(index: Any) -> Metadata:
                 raise ValueError(f"{name} lies in {chunk['file']!r}, outside of the folder")
             offsets = torch.Size(chunk["offsets"])
             chunks.append(ChunkStorageMetadata(offsets=offsets, sizes=torch.Size(chunk["shape"])))
-            # Where it lies, under the names that the reader asks for.
+            # The reader of torch expects these attribute names.
             places[MetadataIndex(name, offsets)] = SimpleNamespace(
                 relative_path=chunk["file"],
                 offset=chunk["start"],

@@ -1,4 +1,4 @@
-"""Writing a checkpoint: whole, or not at all."""
+"""Writing a checkpoint completely or not at all."""
 
 import errno
 import logging
@@ -27,42 +27,42 @@ logger = logging.getLogger(__name__)
 
 PREFIX = ".tmp-"
 
-# Two machines may share a disk, so a process number alone says nothing. A folder of another
-# machine, or of a number that was given to another process since, is taken for dead by its age.
+# Machines can share a disk, so a process id alone does not show whether a save is running. A
+# folder of another machine, or with a reused process id, counts as abandoned after this time.
 _SECONDS_TO_LIVE = 24 * 3600
 _in_flight: set[str] = set()
 
 
 @contextmanager
 def temporary_folder(parent: Path) -> Iterator[Path]:
-    """Make a folder that is gone after the block, unless it was renamed."""
+    """Create a folder and remove it after the block unless it was renamed."""
     with _named_as_in_flight() as name:
         try:
             files.make_folder(parent / name)
             yield parent / name
         finally:
-            # What cannot be removed now is left to the next save.
+            # If it cannot be removed now, the next save removes it.
             with suppress(OSError):
                 if (parent / name).exists():
                     files.remove_folder(parent / name)
 
 
 def remove(path: Path) -> None:
-    """Remove a folder so that at no moment it can be taken for a complete one."""
+    """Remove a checkpoint so that it never looks complete while it is being removed."""
     with _named_as_in_flight() as name:
-        # Renamed first, which happens at once: half a folder would look like a damaged checkpoint.
+        # Rename it first, which is atomic: half a folder would look like a damaged checkpoint.
         trash = path.parent / name
         files.replace(path, trash)
         files.remove_folder(trash)
 
 
 def clear(parent: Path) -> None:
-    """Remove the temporary folders of processes that are gone."""
+    """Remove the temporary folders of processes that have ended."""
     for path in sorted(parent.glob(f"{PREFIX}*")):
-        # A save may run in another process, or on another machine with the same disk.
+        # A save can be running in another process, or on another machine that shares the disk.
         if not _is_alive(path):
             logger.info("removing %s, left by a save that did not end", path)
-            with suppress(FileNotFoundError):  # Another process was quicker.
+            with suppress(FileNotFoundError):  # another process removed it first
                 files.remove_folder(path)
 
 
@@ -85,26 +85,26 @@ def _is_alive(path: Path) -> bool:
         return True
     try:
         age = time.time() - path.stat().st_mtime
-    except FileNotFoundError:  # Another process was quicker.
+    except FileNotFoundError:  # another process removed it first
         return True
     host, _, rest = path.name.removeprefix(PREFIX).partition("-")
     number = rest.partition("-")[0]
-    # Whether a process of another machine runs cannot be asked.
+    # The processes of another machine cannot be checked.
     if host != _host() or not number.isdigit():
         return age < _SECONDS_TO_LIVE
-    if int(number) == os.getpid():  # Not in flight: its removal failed.
+    if int(number) == os.getpid():  # not in flight, so its removal failed
         return False
     return _runs(int(number)) and age < _SECONDS_TO_LIVE
 
 
 def _runs(number: int) -> bool:
-    if os.name == "nt":  # There, asking by a signal would end the process.
+    if os.name == "nt":  # on Windows, os.kill would end the process
         return True
     try:
         os.kill(number, 0)
     except ProcessLookupError:
         return False
-    except (OSError, OverflowError):  # It belongs to another user.
+    except (OSError, OverflowError):  # the process belongs to another user
         return True
     return True
 
@@ -113,7 +113,7 @@ _NAME = re.compile(r"(\d{5,})-step-(\d+)")
 
 
 def list_checkpoints(folder: Path) -> list[Path]:
-    """Folders named like checkpoints, the latest first."""
+    """List the folders that are named like checkpoints, newest first."""
     if not folder.is_dir():
         return []
     found = [path for path in folder.iterdir() if _NAME.fullmatch(path.name) and path.is_dir()]
@@ -121,7 +121,7 @@ def list_checkpoints(folder: Path) -> list[Path]:
 
 
 def number_of(checkpoint: Path) -> int:
-    """The number that the name of a checkpoint begins with: higher is later.
+    """Parse the number at the start of a checkpoint's name; newer checkpoints have higher ones.
 
     >>> number_of(Path("00012-step-3400"))
     12
@@ -132,15 +132,9 @@ def number_of(checkpoint: Path) -> int:
 def write_checkpoint(
     folder: Path, *, share: Share, step: int, metrics: Mapping[str, float], peers: Peers = ALONE
 ) -> Path:
-    """Write a checkpoint beside the others in a folder.
-
-    Its name begins with a number that counts up, so the latest is found even where a run goes on
-    from an older one and comes by the same step again.
-
-    Of several ranks each writes its share. Rank 0 makes the folder, and gives it its name after
-    all have written and told the sums of their files.
-    """
-    # Importing it takes half a second, which who never saves does not pay.
+    """Write a checkpoint with the shares of all ranks and return its path."""
+    # Rank 0 creates the folder, and renames it after all ranks have sent the checksums of their
+    # files. Imported here because the import takes half a second, which only saving should cost.
     from automicro.checkpoints.tensors import TensorsToWrite, write_contents
 
     tensors = TensorsToWrite(share, is_first=peers.rank == 0)
@@ -159,7 +153,7 @@ def write_checkpoint(
 
         def write() -> tuple[Any, dict[str, FileSum]]:
             results = tensors.write(new, all_plans[peers.rank])
-            # Rank 0's is written last, with the manifest, as all others begin from it.
+            # Rank 0 writes its structure last, with the manifest, because loading starts from it.
             if peers.rank:
                 _write_structure(new, structure_file(peers.rank), share)
             return results, new.sums
@@ -173,7 +167,7 @@ def write_checkpoint(
             for _, sums in written[1:]:
                 new.sums.update(sums)
             write_manifest(new, step=step, metrics=metrics, world_size=peers.world_size)
-            # The names in a folder are on the disk only after this.
+            # File names are not on disk until their folder is synced.
             files.sync_folder(temporary)
             final = _place(temporary, folder, step)
             files.sync_folder(folder)
@@ -183,11 +177,7 @@ def write_checkpoint(
 
 
 def structure_file(rank: int) -> str:
-    """File name of a rank's structure of state; rank 0's is that of the whole run.
-
-    >>> structure_file(0), structure_file(3)
-    ('state.pt', 'state-of-rank-3.pt')
-    """
+    """Name the file with the structure of a rank's state; rank 0's describes the whole run."""
     return f"state-of-rank-{rank}.pt" if rank else "state.pt"
 
 
@@ -198,7 +188,8 @@ def _write_structure(new: NewFolder, name: str, share: Share) -> None:
 
 def _place(temporary: Path, folder: Path, step: int) -> Path:
     """Rename a complete folder to the next free name."""
-    # Behind all that are there, of whichever run: the highest number is the newest.
+    # Numbers count up over all runs in the folder, so the highest is the newest, even if a run
+    # resumes from an older checkpoint and reaches the same step again.
     number = max(map(number_of, list_checkpoints(folder)), default=0) + 1
     while True:
         final = folder / f"{number:05d}-step-{step}"
@@ -207,6 +198,6 @@ def _place(temporary: Path, folder: Path, step: int) -> Path:
         except OSError as error:
             if error.errno not in (errno.EEXIST, errno.ENOTEMPTY):
                 raise
-            number += 1  # Another process took it.
+            number += 1  # another process took this number
         else:
             return final

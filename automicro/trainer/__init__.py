@@ -1,1 +1,1 @@
-"""The training loop: a thin layer on top of `Microbatcher`."""
+"""The training loop, a thin layer on top of `Microbatcher`."""

@@ -1,4 +1,4 @@
-"""The context of a run, one object for each concern; and the numbers that it logs."""
+"""The context of a run, with one object for each concern, and the values that it logs."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -24,12 +24,12 @@ class TrainedBatch:
 
     result: StepResult
     losses: Mapping[str, float]
-    grad_norm: float | None  # before clipping; None where it is not clipped
+    grad_norm: float | None  # before clipping; None without clipping
     learning_rates: tuple[float, ...]
 
 
 def values_of_batch(trained: TrainedBatch, run: Run, speed: Speed) -> dict[str, Any]:
-    """The numbers of one optimization batch, as they are logged; None where there is none."""
+    """Collect the values to log for one optimization batch; None for values that it lacks."""
     state, result = run.state, trained.result
     return {
         "train/loss": state.loss,
@@ -76,12 +76,12 @@ class RunContext:
     loggers: LoggerGroup
     ranks: Ranks
     failures: Failures
-    mode: OptimizerMode  # which weights the model has, where its optimizer keeps two
+    mode: OptimizerMode  # which weights the model has, for an optimizer that keeps two sets
     progress: Progress = field(default_factory=Progress)
 
     @property
     def device(self) -> torch.device:
-        """Where the model computes."""
+        """Device of the model."""
         return self.run.device
 
     @property
@@ -90,28 +90,28 @@ class RunContext:
         return self.ranks.world_size > 1
 
     def tell(self, event: str, *subject: Any) -> None:
-        """Tell callbacks of an event."""
+        """Send an event to the callbacks."""
         self.callbacks.fire(event, self.run, *subject)
 
     @property
     def is_read(self) -> bool:
-        """Whether a logger or a callback takes numbers; else they need not be gathered."""
+        """Whether any logger or callback reads values; if not, they need not be computed."""
         return len(self.loggers) > 0 or len(self.callbacks) > 0
 
     def log(self, values: Mapping[str, Any]) -> None:
-        """Hand numbers to the loggers, and to callbacks as ``run.values``."""
+        """Pass values to the loggers, and to callbacks as ``run.values``."""
         if self.is_read:
             known = {name: value for name, value in values.items() if value is not None}
             self.run.log({name: float(value) for name, value in known.items()})
 
     def flush(self) -> None:
-        """Hand on what was logged since."""
+        """Send the values and pictures logged since the last flush to the loggers."""
         if values := self.run.requests.take("unlogged"):
             self.loggers.log(values, step=self.state.batch)
         for name, picture in self.run.requests.take("unshown").items():
             self.loggers.show(name, picture, step=self.state.batch)
 
     def forget(self) -> None:
-        """Leave out what was logged since."""
+        """Discard the values and pictures logged since the last flush."""
         self.run.requests.take("unlogged")
         self.run.requests.take("unshown")

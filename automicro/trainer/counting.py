@@ -1,4 +1,4 @@
-"""Counting what whole batches hold beside their rows: tokens, or seconds of data."""
+"""Counting the tokens, or the seconds of data, of whole batches."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -30,21 +30,18 @@ _WORDS = {Unit.TOKENS: "tokens", Unit.SECONDS: "seconds of data"}
 class Counter:
     """Counts the tokens of whole batches, or their seconds of data, such as speech.
 
-    By the callable, if there is one. Else seconds are those that the loader knows, and tokens the
-    sum of ``attention_mask``, or the elements of ``input_ids``: the batch is a mapping that has
-    these, or a pair whose first part is one. A mask counts where it has one number per token, and
-    not where it is added to attention scores.
-
-    A batch that lies on a device is counted there, and the host waits for the sum once per batch.
-
-    Example:
-        >>> import torch
-        >>> batch = {"input_ids": torch.zeros(2, 3), "attention_mask": torch.tensor([[1, 1, 0]])}
-        >>> Counter(Unit.TOKENS).count_all([batch])
-        2
-        >>> Counter(Unit.SECONDS, lambda batch: sum(batch)).count_all([[1.5, 2.0], [0.5]])
-        4.0
+    >>> import torch
+    >>> batch = {"input_ids": torch.zeros(2, 3), "attention_mask": torch.tensor([[1, 1, 0]])}
+    >>> Counter(Unit.TOKENS).count_all([batch])
+    2
+    >>> Counter(Unit.SECONDS, lambda batch: sum(batch)).count_all([[1.5, 2.0], [0.5]])
+    4.0
     """
+
+    # Without a callable, seconds come from the loader, and tokens are the sum of `attention_mask`
+    # or the number of elements of `input_ids`, in a mapping or in the first part of a pair. A
+    # mask that is added to attention scores does not count. A batch on a device is counted
+    # there, so the host waits for the sum once per batch.
 
     def __init__(
         self,
@@ -58,22 +55,22 @@ class Counter:
         self._name = f"count_{unit.name.lower()}"
         if count is not None and not callable(count):
             raise TypeError(f"{self._name}={count!r} cannot be called; {_HOW[unit]}")
-        # Whether batches tell their tokens shows when they come.
+        # Whether batches have token counts is known only when the first one arrives.
         self._may_be_known = is_known or count is not None or unit is Unit.TOKENS
-        self._wanted: str | None = None  # by an argument, if any
+        self._wanted: str | None = None  # the argument that needs the count, if any
         for name, duration in durations.items():
             if duration is not None:
                 self.require_for(name, duration)
 
     def require_for(self, name: str, duration: Duration) -> None:
-        """Let every batch tell its amount from now on, where a duration counts it."""
+        """Require a count for every batch from now on, if a duration is measured in it."""
         if duration.unit is self._unit:
             self._wanted = self._wanted or f"{name}='{duration}'"
             if not self._may_be_known:
                 raise self._refusal("nothing says how many a batch has")
 
     def count_all(self, batches: Sequence[Any], *, known: float | None = None) -> Any:
-        """The amount of several batches; None where nothing says what it is."""
+        """Count several batches; None if the count is unknown."""
         if self._count is None and self._unit is Unit.SECONDS:
             return known
         amounts = [self._amount(batch) for batch in batches]
@@ -128,7 +125,7 @@ def _is_per_token(mask: Any) -> bool:
 
 
 def _size(ids: Any) -> int | None:
-    """The elements of a tensor or an array, or of all in a list of these."""
+    """Count the elements of a tensor or an array, or of all of them in a list."""
     if isinstance(ids, Tensor | np.ndarray):
         return math.prod(ids.shape)
     if isinstance(ids, list | tuple) and ids:

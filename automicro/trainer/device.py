@@ -1,4 +1,4 @@
-"""Which device to train on, how it is described, and its random numbers."""
+"""The choice of the device, its description, and its random seed."""
 
 import random
 
@@ -12,9 +12,7 @@ from automicro.units import format_bytes
 
 
 def choose_device(device: torch.device | str) -> torch.device:
-    """The device, with its index where there are several of its type.
-
-    ``"auto"`` is the accelerator that is there (CUDA or ROCm, XPU, MPS …), else the CPU.
+    """Resolve a device with its index; ``"auto"`` chooses the accelerator if any, else the CPU.
 
     >>> choose_device("cpu")
     device(type='cpu')
@@ -22,7 +20,7 @@ def choose_device(device: torch.device | str) -> torch.device:
     if isinstance(device, str) and device == "auto":
         device = _best_device()
     try:
-        # A tensor knows which device "cuda" is now.
+        # A new tensor shows which index "cuda" currently has.
         found = torch.empty(0, device=device).device
     except (AssertionError, NotImplementedError, RuntimeError, TypeError) as error:
         raise ValueError(
@@ -49,7 +47,7 @@ def _best_device() -> str:
 
 
 def describe_device(device: torch.device, memory_limit: str | int | float | None) -> str:
-    """Name the device and its limit, as it is now: inside a budget, the simulated one.
+    """Describe the device and its memory limit, simulated or real.
 
     >>> describe_device(torch.device("cpu"), None)
     'the CPU'
@@ -73,10 +71,7 @@ def describe_device(device: torch.device, memory_limit: str | int | float | None
 
 
 def check_seed(seed: object) -> None:
-    """Refuse what NumPy does not take.
-
-    >>> check_seed(7)
-    """
+    """Raise an error for a seed that NumPy does not accept."""
     if isinstance(seed, bool) or not isinstance(seed, int):
         raise TypeError(f"seed is {seed!r}, not a whole number; pass an int such as 0, or None")
     if not 0 <= seed < 2**32:
@@ -84,7 +79,7 @@ def check_seed(seed: object) -> None:
 
 
 def seed_everything(seed: int) -> None:
-    """Seed Python, NumPy, and torch on every device.
+    """Seed Python, NumPy, and torch on all devices.
 
     >>> seed_everything(7)
     >>> random.random() == random.Random(7).random()

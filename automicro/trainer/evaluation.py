@@ -1,4 +1,4 @@
-"""Evaluating: when, one pass over the data, and outputs for all of it."""
+"""Evaluation: its schedule, one pass over the data, and the prediction of all outputs."""
 
 import itertools
 import time
@@ -35,9 +35,7 @@ from automicro.units import Duration, Unit, read_duration
 
 
 class Interval:
-    """Says when something is due that happens every so many epochs, batches, samples or tokens.
-
-    A batch is never cut to hit a number of samples: it is due after the batch that reaches it.
+    """Tracks when an event is due that repeats after a number of epochs, batches or samples.
 
     >>> interval, state = Interval(Duration.parse("100sp")), LoopState()
     >>> due = []
@@ -47,37 +45,40 @@ class Interval:
     [False, True, False, True, True]
     """
 
+    # A batch is never cut to reach a number of samples exactly: the event is due after the batch
+    # that reaches it.
+
     def __init__(self, every: Duration | None) -> None:
         self.every = every
         self._passed = 0
 
     @property
     def is_of_epochs(self) -> bool:
-        """Whether it comes with the end of an epoch."""
+        """Whether the event is due only at the end of an epoch."""
         return self.every is not None and self.every.unit is Unit.EPOCHS
 
     def catch_up(self, state: LoopState, *, is_pending: bool = False) -> None:
-        """Take all that is done for handled, as in a run that is taken up again."""
+        """Treat all multiples reached so far as handled, such as in a resumed run."""
         self._passed = self._count(state) - is_pending
 
     def is_pending(self, state: LoopState) -> bool:
-        """Whether a multiple was reached that is not handled yet."""
+        """Whether a multiple has been reached but not handled."""
         return self.every is not None and self._count(state) > self._passed
 
     def is_due(self, state: LoopState) -> bool:
-        """Whether a multiple was reached since this was last asked. Asked after every batch."""
+        """Whether a multiple has been reached since the last call; called after every batch."""
         is_due = self.is_pending(state)
         self.catch_up(state)
         return is_due
 
     def _count(self, state: LoopState) -> int:
-        """How many multiples were reached."""
+        """Count the multiples reached so far."""
         return 0 if self.every is None else state.done(self.every.unit) // self.every.value
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Evaluation:
-    """Evaluates whole batches, at a size of its own."""
+    """Evaluates whole batches with its own microbatch size."""
 
     name: str
     dataloader: Iterable[Any]
@@ -89,7 +90,7 @@ class Evaluation:
 
     @property
     def happens_at_end(self) -> bool:
-        """Whether it is a part of training."""
+        """Whether training includes this evaluation."""
         return self.interval.every is not None
 
     @property
@@ -97,9 +98,9 @@ class Evaluation:
         return f"{self.name}/" if self.name else ""
 
     def check_passes(self, max_duration: Duration) -> None:
-        """Refuse an iterator where training may pass over it several times."""
+        """Raise an error for an iterator if training might need several passes over it."""
         loader, every = self.dataloader, self.interval.every
-        is_endless = self.max_batches is not None  # each pass takes the next ones
+        is_endless = self.max_batches is not None  # each pass takes the next batches
         if every is None or is_endless or not isinstance(loader, Iterator):
             return
         if every.unit is max_duration.unit and every.value >= max_duration.value:
@@ -112,11 +113,11 @@ class Evaluation:
         )
 
     def gives(self, name: str) -> bool:
-        """Whether a value that is logged under this name is one of its own."""
+        """Whether this evaluation gives the value that is logged under a name."""
         return name.startswith(f"eval/{self._prefix}")
 
     def values_in(self, phase: PhaseState) -> dict[str, float]:
-        """Its latest values, by the names under which they are logged."""
+        """Collect its latest values by the names under which they are logged."""
         return {
             f"eval/{name}": value
             for name, value in phase.metrics.items()
@@ -132,11 +133,9 @@ class Evaluation:
         is_stopped: Callable[[Ranks], bool] | None = None,
         max_batches: int | None = None,
     ) -> dict[str, float] | None:
-        """Pass over the data once; the values go into the phase, too.
-
-        A pass that is broken off, by an error or by ``is_stopped``, leaves the phase as it was.
-        Like after an error, callbacks are not told of an end then.
-        """
+        """Pass over the data once, record the values in the phase, and return them."""
+        # A pass that is interrupted, by an error or by `is_stopped`, leaves the phase unchanged,
+        # and callbacks get no `eval_end`.
         with context.mode.evaluating():
             start = time.perf_counter()
             here = PhaseState()
@@ -145,7 +144,7 @@ class Evaluation:
                 with announcing_once(self.microbatcher.ranks), self.microbatcher.evaluating():
                     found = self._pass(here, context, is_stopped, max_batches)
             finally:
-                self.metrics.reset()  # what was counted would take memory from training
+                self.metrics.reset()  # its counts would take memory from training
             if found is None:
                 context.forget()
                 return None
@@ -175,7 +174,7 @@ class Evaluation:
         is_stopped: Callable[[Ranks], bool] | None,
         max_batches: int | None,
     ) -> tuple[dict[str, float], int, int] | None:
-        """Values, rows, the size for the last batch; None if it was broken off."""
+        """Return the values, the rows and the last microbatch size; None if interrupted."""
         self.metrics.reset()
         losses, ranks = LossMean(), self.microbatcher.ranks
         samples = batches = 0
@@ -193,7 +192,7 @@ class Evaluation:
                     this = self.microbatcher.evaluate(batch, self.metrics.metrics)
                 del given
                 if batch is None and this.num_global_samples == 0:
-                    break  # no rank has rows left
+                    break  # all ranks are out of rows
                 result = this
                 for line in size_lines("eval", result, here.cut):
                     context.progress.line(line)
@@ -211,7 +210,7 @@ class Evaluation:
         return values, samples, result.microbatch_size
 
     def _describe(self, batches: int, cut: Sizes | None, max_batches: int | None) -> StatusLine:
-        """How far the pass is."""
+        """Describe the progress of the pass."""
         what = f"evaluating {self.name!r}" if self.name else "evaluating"
         known = num_batches(self.dataloader), self.max_batches, max_batches
         total = min((each for each in known if each is not None), default=None)
@@ -234,13 +233,13 @@ class Evaluation:
         batches = fetch(loader, self.loader_name, may_be_empty=has_peers)
         limits = [each for each in (max_batches, self.max_batches) if each is not None]
         own = itertools.islice(batches, min(limits, default=None))
-        # A rank without rows takes part until all have none.
+        # A rank that is out of rows takes part until all ranks are.
         return itertools.chain(own, itertools.repeat(None)) if has_peers else own
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class EvaluationFactory:
-    """Makes evaluations: each with metrics and, where it asks for them, a size of its own."""
+    """Creates evaluations, each with its own metrics and, if requested, its own size."""
 
     microbatcher: Microbatcher
     make_microbatcher: Callable[..., Microbatcher]
@@ -251,7 +250,7 @@ class EvaluationFactory:
     share: Callable[..., Any]
 
     def make_given(self, dataloader: Any) -> list[Evaluation]:
-        """The evaluations that `Trainer.eval` was asked for. All ranks call it."""
+        """Create the evaluations of a call of `Trainer.eval`; all ranks must call this."""
         given = read_evaluators("dataloader", dataloader)
         self.microbatcher.ranks.ready("evaluating on a loader of its own")
         require_same(partial(outline_evaluations, "dataloader", dataloader))
@@ -260,7 +259,7 @@ class EvaluationFactory:
     def make_all(
         self, evaluators: Mapping[str, Evaluator], *, loader_name: str = "eval_dataloader"
     ) -> list[Evaluation]:
-        """The evaluations of these evaluators."""
+        """Create the evaluation of each evaluator."""
         return [
             self._make(name, evaluator, f"{loader_name}[{name!r}]" if name else loader_name)
             for name, evaluator in evaluators.items()
@@ -290,7 +289,7 @@ class EvaluationFactory:
 def expected_values(
     training: MetricSet, evaluations: Sequence[Evaluation], *, loss_fn: object
 ) -> ExpectedValues:
-    """Which values a run will log, as far as that is known."""
+    """Predict which values a run will log, as far as is known."""
     return ExpectedValues(
         evaluations={each.name: each.metrics.names for each in evaluations if each.happens_at_end},
         training=training.names,
@@ -303,11 +302,10 @@ def _is_inherited(value: object) -> bool:
 
 
 class EvaluationPlan:
-    """Evaluates in the middle of training, which goes on as if nothing had been.
+    """Runs evaluations during training without changing the training that follows."""
 
-    An evaluation that is broken off, by a signal or an error, counts for nothing and stays due:
-    it comes first when training goes on, in a run that is taken up again, too.
-    """
+    # An evaluation that is interrupted, by a signal or an error, stays due: it runs first when
+    # training continues, also in a resumed run.
 
     def __init__(self, evaluations: Sequence[Evaluation], context: RunContext) -> None:
         for evaluation in evaluations:
@@ -323,66 +321,65 @@ class EvaluationPlan:
 
     @property
     def is_complete_at_end(self) -> bool:
-        """Whether all that evaluate at the end have seen the model as it is."""
+        """Whether all evaluations at the end have evaluated the current model."""
         return all(map(self._is_done, self._at_end))
 
     def values(self) -> dict[str, float]:
-        """The values for the model as it is, by the names under which they are logged.
-
-        Values of an earlier evaluation are those of other weights and are left out.
-        """
+        """Collect the values of the current model by the names under which they are logged."""
         found: dict[str, float] = {}
+        # Values of earlier evaluations belong to other weights.
         for evaluation in filter(self._is_done, self._evaluations):
             found |= evaluation.values_in(self._state.eval)
         return found
 
     def is_awaited(self, name: str) -> bool:
-        """Whether a value is of an evaluation that has not seen the model as it is."""
+        """Whether a value comes from an evaluation that has not evaluated the current model."""
         return any(each.gives(name) and not self._is_done(each) for each in self._evaluations)
 
     def run_due(self, is_stopped: Callable[[Ranks], bool]) -> None:
-        """Evaluate where an interval was reached."""
-        # At the end of an epoch, those of its last batch come before those of the epoch.
+        """Run the evaluations whose interval has been reached."""
+        # At the end of an epoch, evaluations due after its last batch come before those of the
+        # epoch.
         for evaluation in sorted(self._evaluations, key=lambda each: each.interval.is_of_epochs):
             if evaluation.interval.is_pending(self._state):
                 self._evaluate(evaluation, is_stopped)
 
     def run_at_end(self, is_stopped: Callable[[Ranks], bool]) -> None:
-        """Evaluate at the end of training, with all that do so in the middle of it."""
+        """Run all evaluations of training at its end."""
         for evaluation in self._at_end:
             self._evaluate(evaluation, is_stopped)
 
     def refuse_empty(self) -> None:
-        """Refuse loaders without a batch now, and not after an epoch."""
+        """Raise an error for an empty loader now, not after an epoch."""
         for each in self._at_end:
-            # Other ranks may have batches where this one has none.
+            # Other ranks can have batches if this one has none.
             if not self._context.has_peers and num_batches(each.dataloader) == 0:
                 raise empty(each.dataloader, each.loader_name)
 
     def catch_up(self) -> None:
-        """Take what is done for handled, in a run that is taken up again."""
+        """Treat all evaluations as done in a resumed run, except the interrupted ones."""
         for evaluation in self._evaluations:
             is_pending = evaluation.name in self._loaded
             evaluation.interval.catch_up(self._state, is_pending=is_pending)
 
     def state_dict(self) -> dict[str, Any]:
-        """The evaluations that are due, which were broken off."""
+        """Return the evaluations that are due because they were interrupted."""
         pending = (each for each in self._evaluations if each.interval.is_pending(self._state))
         return {"pending": [each.name for each in pending]}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take these for due with the next `catch_up`."""
+        """Mark these evaluations as due at the next `catch_up`."""
         self._loaded = state["pending"]
 
     def _is_done(self, evaluation: Evaluation) -> bool:
         return self._state.evaluated_at.get(evaluation.name) == self._state.batch
 
     def _evaluate(self, evaluation: Evaluation, is_stopped: Callable[[Ranks], bool]) -> None:
-        """Evaluate, unless that was done for this very batch."""
+        """Run an evaluation unless it has run after this batch."""
         if not self._is_done(evaluation):
             if is_stopped(evaluation.microbatcher.ranks):
                 return
-            here = rng_state()  # a loader draws some, and training must not depend on that
+            here = rng_state()  # a loader draws random numbers, which must not affect training
             values = evaluation.run(
                 self._state.eval,
                 self._context,
@@ -403,7 +400,7 @@ _SHUFFLING = (RandomSampler, SubsetRandomSampler, WeightedRandomSampler)
 def predict_all(
     microbatcher: Microbatcher, loader: Iterable[Any], context: RunContext
 ) -> list[Any]:
-    """The outputs of each batch, in order."""
+    """Predict the outputs of each batch, in order."""
     check_loader("dataloader", loader)
     for sampler in samplers_of(loader):
         if isinstance(sampler, _SHUFFLING):

@@ -1,4 +1,4 @@
-"""Evaluations: one data set or several, each with a name, metrics and a size of its own."""
+"""Evaluators: one data set or several, each with a name, metrics and a microbatch size."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -18,15 +18,17 @@ class Evaluator:
     """One of several evaluations of a `Trainer`: ``eval_dataloader={"name": Evaluator(…)}``.
 
     Attributes:
-        dataloader: an iterable of whole batches that can be passed over again.
-        metrics: as for the `Trainer`; its own unless given, None for none.
-        microbatch_size: rows: an int, ``"auto"``, None (the whole batch), or a policy; found on
-            its own. The trainer's ``eval_microbatch_size`` unless given.
-        max_batches: how many batches of the loader to evaluate on; None for all.
-        interval: how often; the trainer's ``eval_interval`` unless given, None for never.
+        dataloader: an iterable of whole batches that can be iterated over repeatedly.
+        metrics: metrics as for the `Trainer`, by default the trainer's; None for no metrics.
+        microbatch_size: rows per microbatch: an int, ``"auto"``, None (the whole batch), or a
+            policy; by default the trainer's ``eval_microbatch_size``. Sizes are found separately
+            for each evaluator.
+        max_batches: number of batches to evaluate; None for all.
+        interval: duration between evaluations, by default the trainer's ``eval_interval``; None
+            to evaluate only on request.
 
     Raises:
-        TypeError, ValueError: values that make no sense, each with its remedy.
+        TypeError, ValueError: a value is invalid.
 
     >>> Evaluator(dataloader=[1, 2, 3], max_batches=2).max_batches
     2
@@ -49,11 +51,7 @@ class Evaluator:
 
 
 def read_evaluators(name: str, given: Any) -> dict[str, Evaluator]:
-    """The evaluators by name; one that has none is ``""``.
-
-    Args:
-        name: of the argument, for errors.
-        given: a loader, an `Evaluator`, a mapping from names to these, or None.
+    """Read a loader, an `Evaluator`, or a mapping of these; a single one has the name ``""``.
 
     >>> list(read_evaluators("eval_dataloader", {"seen": [1], "new": [2]}))
     ['seen', 'new']

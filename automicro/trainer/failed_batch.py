@@ -1,4 +1,4 @@
-"""A batch that did not fit, kept in a file."""
+"""Files with batches that did not fit into memory."""
 
 import contextlib
 import dataclasses
@@ -42,24 +42,24 @@ _PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.
 
 
 class UnreadableBatchError(BatchError):
-    """A file that holds no batch, or one that needs more to be put together."""
+    """The file has no batch, or its batch cannot be rebuilt."""
 
 
 class UnknownClassError(UnreadableBatchError):
-    """A batch of a class that the file only names; a batch of the same kind has to be given."""
+    """The batch has a class that the file only names, so a batch of that class is needed."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class FailedBatch:
-    """A batch that did not fit, as it was kept.
+    """A batch that did not fit into memory.
 
     Attributes:
-        batches: what the loader gave for it: one, or several that made up an optimization batch.
+        batches: the batches of the loader that made up the optimization batch.
         phase: ``"train"`` or ``"eval"``.
-        message: of the error.
-        where: it happened, in words.
-        device: that was too small.
-        limit_bytes: of it; None where it is not known.
+        message: message of the error.
+        where: place in the run where the error happened.
+        device: device that ran out of memory.
+        limit_bytes: memory limit of the device; None if unknown.
     """
 
     batches: list[Any]
@@ -71,7 +71,15 @@ class FailedBatch:
 
 
 def save_batch(path: str | os.PathLike[str], failed: FailedBatch) -> None:
-    """Keep a batch in a file: tensors on the host, and plain values, without any code.
+    """Write a batch to a file as tensors on the host and plain values, without any code.
+
+    Args:
+        path: the new file.
+        failed: the batch and the circumstances of its failure.
+
+    Raises:
+        UnreadableBatchError: the batch is too large, or has values that only their own code can
+            write.
 
     Example:
         >>> import tempfile
@@ -101,7 +109,7 @@ def save_batch(path: str | os.PathLike[str], failed: FailedBatch) -> None:
 
 
 def load_batch(path: str | os.PathLike[str], *, like: Any = None) -> FailedBatch:
-    """Read a batch that `save_batch` kept. Nothing in the file is run."""
+    """Read a batch that `save_batch` wrote, without running code from the file."""
     try:
         with on_host():
             content = torch.load(path, map_location="cpu", weights_only=True)
@@ -123,9 +131,9 @@ def load_batch(path: str | os.PathLike[str], *, like: Any = None) -> FailedBatch
 
 
 def _plain(value: Any) -> Any:
-    """The same in tensors, plain values and containers of these."""
+    """Convert a batch to tensors, plain values and containers of these."""
     if isinstance(value, Tensor):
-        # A view would be kept with all that it is a view of.
+        # Copied, because torch would save a view with the whole tensor that it belongs to.
         return value.detach().to("cpu", copy=True).contiguous()
     if isinstance(value, _PLAIN):
         return value
@@ -144,7 +152,7 @@ def _plain(value: Any) -> Any:
 
 
 def _rebuilt(value: Any, like: Any) -> Any:
-    """Rebuild what `_plain` took apart, with the classes of a batch of the same kind."""
+    """Rebuild a batch from `_plain` with the classes of another batch of the same kind."""
     if type(value) not in (list, tuple, dict):
         return value
     if type(value) is dict and _ARRAY in value:
@@ -158,7 +166,7 @@ def _rebuilt(value: Any, like: Any) -> Any:
     if value[_KIND] == _name_of(like):
         return builder(like, keys)(parts)
     if value["is_mapping"]:
-        return dict(zip(keys, parts, strict=True))  # called and read in the same way
+        return dict(zip(keys, parts, strict=True))  # models read a mapping of any class alike
     raise UnknownClassError(
         f"the batch holds a {value[_KIND]}, and a file is not asked for code: give a batch of the "
         "same kind, like=next(iter(loader))"
@@ -175,7 +183,7 @@ def _name_of(value: Any) -> str:
 
 @dataclass(kw_only=True)
 class Failures:
-    """Keeps a batch that does not fit even in the smallest microbatches."""
+    """Saves a batch that does not fit even in the smallest microbatches."""
 
     device: torch.device
     rank: int = 0
@@ -183,16 +191,13 @@ class Failures:
 
     @contextlib.contextmanager
     def kept(self, batches: Sequence[Any], *, phase: str, where: str) -> Iterator[None]:
-        """Keep these batches if what is done meanwhile runs out of memory for good.
-
-        The error gets a note that says where they are. Of several ranks those keep theirs on
-        which memory ran out.
-        """
+        """Save these batches if the block runs out of memory, and name the file in a note."""
+        # On several ranks, only the ranks that ran out of memory save their batches.
         try:
             yield
         except Exception as error:
             is_own = isinstance(error, SampleTooLargeError) or is_out_of_memory(error)
-            is_own &= facts_of(error).bystander is None  # else it is not the batch
+            is_own &= facts_of(error).bystander is None  # otherwise the batch is not the cause
             if is_own and batches and not isinstance(error.__cause__, PeerStoppedError):
                 self._keep(error, batches, phase=phase, where=where)
             raise
@@ -209,7 +214,7 @@ class Failures:
             )
             path = self._path()
             save_batch(path, failed)
-        except Exception as failure:  # whatever it is, the run has failed already
+        except Exception as failure:  # any error: the run has already failed
             add_note(error, f"automicro: the batch could not be kept ({describe_error(failure)})")
             return
         beside = path.parent / CONFIG
@@ -231,5 +236,5 @@ class Failures:
 
 
 def new_folder() -> Path:
-    """A new one among the system's temporary files, for its owner alone."""
+    """Create a temporary folder that only its owner can access."""
     return Path(tempfile.mkdtemp(prefix="automicro-"))

@@ -1,4 +1,4 @@
-"""One call of `Trainer.fit`: going on from a checkpoint, the loop, and a proper end."""
+"""One call of `Trainer.fit`: resuming from a checkpoint, the loop, and an orderly end."""
 
 import contextlib
 import itertools
@@ -35,17 +35,7 @@ from automicro.units import Duration, TimeLimit
 
 @dataclass(kw_only=True, eq=False)
 class Fit:
-    """Trains batch after batch from where training stands, and evaluates and saves in between.
-
-    Attributes:
-        step: trains on one optimization batch.
-        feed: gives the batches, pass after pass.
-        context: of the run; its state is written here.
-        evaluations: in between.
-        checkpointer: saves; None for no checkpoints.
-        rehearsal: of the costliest batches, before the first step; None for none.
-        settings: what runs, for the first line and for the loggers.
-    """
+    """Trains batch by batch from the current state, with evaluations and checkpoints between."""
 
     step: TrainingStep
     feed: Feed
@@ -53,18 +43,18 @@ class Fit:
     evaluations: EvaluationPlan
     checkpointer: Checkpointer | None
     rehearsal: Rehearsal | None
-    settings: RunSettings
+    settings: RunSettings  # for the first line and for the loggers
     _is_running: bool = False
     _is_taken_up: bool = False
     _has_begun: bool = False
-    _has_looked_at_state: bool = False  # once, after the first batch
-    _left: Iterator[list[Any]] | None = None  # the rest of a pass, after an orderly stop
-    _agreed_batches: int | None = None  # of this epoch, where there are peers
+    _has_looked_at_state: bool = False  # done once, after the first batch
+    _left: Iterator[list[Any]] | None = None  # rest of the pass after an orderly stop
+    _agreed_batches: int | None = None  # most batches on any rank in this epoch, with peers
     _recent: RecentSpeed = field(default_factory=RecentSpeed)
     _time_left: TimeLeft = field(default_factory=TimeLeft)
     _interruption: Interruption = field(default_factory=Interruption)
     _time_limit: TimeLimit = field(default_factory=lambda: TimeLimit(None))
-    _first_batch: int = 0  # of this call
+    _first_batch: int = 0  # number of batches done before this call
     _has_agreed_to_stop: bool = False
 
     @property
@@ -77,7 +67,7 @@ class Fit:
 
     @contextlib.contextmanager
     def alone(self) -> Iterator[None]:
-        """One call at a time: two would write the same state."""
+        """Refuse a second call of `fit` at the same time, because both would write one state."""
         if self._is_running:
             raise ValueError(
                 "fit() was called while fit() of the same Trainer is running, as in one of its "
@@ -90,7 +80,7 @@ class Fit:
             self._is_running = False
 
     def extend(self, duration: Duration) -> None:
-        """Train for that much more than is done."""
+        """Extend training by a duration from the current state."""
         if self.checkpointer is not None:
             raise ValueError(
                 f"fit(duration='{duration}') would train for longer where a run is killed and "
@@ -104,7 +94,7 @@ class Fit:
         self.step.tokens.require_for("duration", until)
 
     def require_more(self) -> None:
-        """Refuse to train where all is done."""
+        """Raise an error if nothing is left to train."""
         if self._has_reached_duration and self._is_complete:
             raise ValueError(
                 f"fit() has trained for max_duration='{self._run.max_duration}' already "
@@ -114,11 +104,11 @@ class Fit:
             )
 
     def run(self, max_seconds: float | None = None) -> FitSummary:
-        """Begin, or go on; train until the duration is reached, or the time; end in order."""
+        """Train, from the start or a checkpoint, until the duration or the time limit."""
         context, saver = self.context, self.checkpointer
         reset_peak(self._run.device)
         self._run.requests.stop_reason = None
-        self.step.update.clear()  # an interrupted fit leaves those of its last batch
+        self.step.update.clear()  # an interrupted fit leaves the gradients of its last batch
         context.progress.line(self.settings.line(self._num_batches))
         resume_step = self._resume()
         if not self._run.model.training:
@@ -127,7 +117,7 @@ class Fit:
         self._time_limit, self._first_batch = TimeLimit(max_seconds), self._state.batch
         self._has_agreed_to_stop = False
         try:
-            context.forget()  # what was said outside of training is of no step of it
+            context.forget()  # values logged outside of training belong to no step
             context.loggers.start(self.settings.values(), resume_step=resume_step)
             with catching_signals(
                 saves=saver is not None,
@@ -136,7 +126,7 @@ class Fit:
             ) as self._interruption:
                 self._train()
                 self._interruption.take_note_of_peers(context.ranks)
-        except (KeyboardInterrupt, SystemExit) as error:  # a second one
+        except (KeyboardInterrupt, SystemExit) as error:  # a second interruption
             if saver is not None and not is_end_told():
                 add_note(
                     error,
@@ -155,14 +145,14 @@ class Fit:
         return self._sum_up()
 
     def where(self) -> str:
-        """Where training stands, for errors."""
+        """Describe the place in training, for errors."""
         if self.rehearsal is not None and self.rehearsal.at is not None:
             return self.rehearsal.at
         return f"in training, {place_of(self._state)}"
 
     def _train(self) -> None:
         context, evaluations = self.context, self.evaluations
-        # As after each evaluation, so that a run that was taken up again has as much memory.
+        # Reset as after each evaluation, so that a resumed run has the same memory.
         for evaluation in evaluations:
             evaluation.metrics.reset()
         context.tell("fit_start")
@@ -172,7 +162,7 @@ class Fit:
         if self.rehearsal is not None and self._state.batch == 0:
             self.rehearsal.run()
             self.step.update.clear()
-        evaluations.run_due(self._stops)  # what was broken off
+        evaluations.run_due(self._stops)  # interrupted evaluations
         self._agree()
         while not self._is_over:
             self._train_epoch()
@@ -196,13 +186,13 @@ class Fit:
             if trained is None:
                 if state.epoch_batch == 0:
                     raise self.feed.emptiness()
-                break  # no rank has rows left
+                break  # all ranks are out of rows
             if self.checkpointer is not None and batches and not self._has_looked_at_state:
                 self._has_looked_at_state = True
                 self.step.warn_of_unsaved_state(batches[0])
             self._conclude(trained)
-            del batches, trained  # before the next are fetched
-            # What is logged at a step comes before its checkpoint, or a resume would log it
+            del batches, trained  # free them before the next batch is fetched
+            # Values of a step are logged before its checkpoint, or a resumed run would log them
             # twice. So the last batch is evaluated and saved at the end of the epoch.
             total = self._agreed_batches if context.has_peers else self._num_batches
             is_last = state.epoch_batch == total
@@ -213,12 +203,12 @@ class Fit:
                 if is_last:
                     break
                 self._left = groups
-                if state.epoch == 0:  # metrics of a part of it are better than none
+                if state.epoch == 0:  # metrics of part of an epoch are better than none
                     self._compute_metrics("a part of an epoch")
                 return
             if not is_last:
                 self._save_if_due()
-        # If the last batch was not known to be it, it was saved before the end of the epoch.
+        # If the loader has no length, the last batch was saved before the end of the epoch.
         saver = self.checkpointer
         was_saved = saver is not None and saver.saved_in is not None
         self._end_epoch()
@@ -228,7 +218,7 @@ class Fit:
             self._save_if_due(is_due=was_saved)
 
     def _timed(self, groups: Iterator[list[Any]]) -> Iterator[list[Any]]:
-        """The same, with the wait for data counted as time of training."""
+        """Yield the groups, and count the wait for data as training time."""
         while True:
             start = time.perf_counter()
             group = next(groups, None)
@@ -238,7 +228,7 @@ class Fit:
             yield group
 
     def _begin_epoch(self) -> Iterator[list[Any]]:
-        """Begin a pass, or go on in the middle of one that was left or saved."""
+        """Begin a pass, or continue one that was stopped or saved in the middle."""
         groups, self._left = self._left, None
         if groups is None:
             if not self._is_taken_up:
@@ -254,7 +244,7 @@ class Fit:
                 self._state.epoch_batch = 0
                 self.step.metrics.reset()
             groups = self.feed.groups(self._state.epoch)
-            if self.context.has_peers:  # a rank without rows takes part until all have none
+            if self.context.has_peers:  # a rank that is out of rows takes part until all are
                 groups = itertools.chain(groups, itertools.repeat([]))
         if self.context.has_peers:
             most = self.context.ranks.most(float(self._num_batches or 0))
@@ -264,7 +254,7 @@ class Fit:
         return groups
 
     def _prepare(self, loaded: Sequence[Any]) -> list[Any]:
-        """An optimization batch as callbacks want it."""
+        """Let callbacks transform the batches of an optimization batch."""
         context = self.context
         if not self._has_begun:
             context.progress.doing("the first batch: looking at a few rows, then finding what fits")
@@ -275,7 +265,7 @@ class Fit:
         return batches
 
     def _conclude(self, trained: TrainedBatch) -> None:
-        """Tell of a batch that was trained on."""
+        """Report a trained batch to callbacks, loggers and progress."""
         context, speed = self.context, self._recent.now(self._state)
         if context.is_read:
             context.log(values_of_batch(trained, self._run, speed))
@@ -296,7 +286,7 @@ class Fit:
         )
 
     def _end_epoch(self) -> None:
-        """Sum a complete pass up."""
+        """Conclude a complete pass."""
         state, context = self._state, self.context
         self._compute_metrics("an epoch")
         self.step.update.end("epoch")
@@ -320,24 +310,25 @@ class Fit:
         saver.save_if_due(values)
 
     def _measured(self) -> dict[str, float]:
-        """The values for the model as it is."""
+        """Collect the evaluation values of the current model."""
         best = self.checkpointer.best_metric if self.checkpointer is not None else None
-        # Where it is another evaluation's turn to give it, its absence is no mistake to warn of.
+        # While the evaluation of the best metric has not run, its absence is expected. No values at
+        # all means that the checkpoint store does not warn of it.
         return {} if best and self.evaluations.is_awaited(best) else self.evaluations.values()
 
     @property
     def _wants_to_stop(self) -> bool:
-        """Whether this rank wants to."""
-        has_trained = self._state.batch > self._first_batch  # one at least, however late it is
+        """Whether this rank wants to stop."""
+        has_trained = self._state.batch > self._first_batch  # at least one batch per call
         return self._interruption.name is not None or (has_trained and self._time_limit.is_over)
 
     def _stops(self, ranks: Ranks) -> bool:
-        """Whether any rank wants to stop. All of them call it, with the ranks that fail there."""
+        """Whether any rank wants to stop; all ranks must call this."""
         self._has_agreed_to_stop |= any_rank(ranks, self._wants_to_stop)[0]
         return self._has_agreed_to_stop
 
     def _agree(self) -> None:
-        """Let all ranks do what any of them, or a callback there, asked for."""
+        """Apply the requests of any rank, or of its callbacks, on all ranks."""
         run = self._run
         has_reason = run.stop_reason is not None
         wants_checkpoint = run.requests.take("wants_checkpoint")
@@ -350,12 +341,12 @@ class Fit:
 
     @property
     def _is_over(self) -> bool:
-        """Whether this call trains no more."""
+        """Whether this call has finished training."""
         return self._is_finished or self._has_agreed_to_stop
 
     @property
     def _is_finished(self) -> bool:
-        """Whether the duration is reached, or a callback asked to stop."""
+        """Whether the duration is reached or a callback has asked to stop."""
         return self._has_reached_duration or self._run.stop_reason is not None
 
     @property
@@ -364,16 +355,16 @@ class Fit:
 
     @property
     def _is_complete(self) -> bool:
-        """Whether all is trained and evaluated, or a callback asked to stop before."""
+        """Whether training has finished and all evaluations at the end are done."""
         return self._is_finished and self.evaluations.is_complete_at_end
 
     @property
     def _num_batches(self) -> int | None:
-        """Optimization batches of an epoch, where the loader knows."""
+        """Number of optimization batches in an epoch, if the loader has a length."""
         return self.feed.num_groups(self._state.epoch)
 
     def _sum_up(self) -> FitSummary:
-        """The summary of the run, shown and returned."""
+        """Print and return the summary of the run."""
         reason, progress = self._run.stop_reason, self.context.progress
         if not self._is_complete:
             reason = TIME_IS_OVER
@@ -392,13 +383,13 @@ class Fit:
         return summary
 
     def _resume(self) -> int | None:
-        """Go on from a checkpoint where training has not begun; the batches done before."""
+        """Resume from a checkpoint if training has not begun; return the batches done before."""
         if self.checkpointer is None or self._state.batch:
             return self._state.batch or None
         saved = self.checkpointer.resume()
         if saved is None:
             return None
-        if (reason := saved["stop_reason"]) is not None:  # the caller may ask again
+        if (reason := saved["stop_reason"]) is not None:  # the run continues regardless
             self.context.progress.line(f"training had stopped there: {reason}")
         self._is_taken_up = self._state.epoch_batch > 0
         self.evaluations.catch_up()

@@ -1,4 +1,4 @@
-"""Metrics by name, of training and of evaluation, as plain numbers; what each has counted."""
+"""Metrics of training and evaluation by name, as plain numbers, and the state of their counts."""
 
 import copy
 import functools
@@ -22,10 +22,7 @@ if TYPE_CHECKING:
 
 
 def _match_peers(metrics: Sequence["Metric"]) -> None:
-    """Give what has counted nothing here the types and shapes that it has elsewhere.
-
-    >>> _match_peers([])
-    """
+    """Give metrics without counts on this rank the dtypes and shapes that they have on others."""
     if not metrics or num_ranks() == 1:
         return
     blanks: list[Any] = [None] * num_ranks()
@@ -35,11 +32,11 @@ def _match_peers(metrics: Sequence["Metric"]) -> None:
         if metric.update_count == 0 and elsewhere is not None:
             for name, value in elsewhere.items():
                 setattr(metric, name, _on_device_of(metric, value))
-            metric._update_count = 1  # none at all would be warned of, and others have some
+            metric._update_count = 1  # torchmetrics would warn of 0, but other ranks have counts
 
 
 def _blank(metric: "Metric") -> dict[str, Any] | None:
-    """States without counts, formed like those here; None where nothing was counted."""
+    """Create empty states of the form that they have here; None if nothing was counted."""
     if metric.update_count == 0:
         return None
     found: dict[str, Any] = {}
@@ -53,26 +50,21 @@ def _blank(metric: "Metric") -> dict[str, Any] | None:
 
 
 def _on_device_of(metric: Any, value: Any) -> Any:
-    """A state, copied to where a metric counts."""
+    """Copy a state to the device of a metric."""
     if isinstance(value, list):
         return [each.to(metric.device) for each in value]
     return value.to(metric.device, copy=True) if isinstance(value, Tensor) else value
 
 
 def model_metrics(model: Any, *, is_train: bool) -> dict[str, Any] | None:
-    """The metrics by name that a model with Composer's interface has.
-
-    Example:
-        >>> model_metrics(nn.Linear(2, 1), is_train=True) is None
-        True
-    """
+    """Return the metrics by name of a model with Composer's interface, if any."""
     interface = ("loss", "eval_forward", "get_metrics")
     if not all(callable(getattr(model, name, None)) for name in interface):
         return None
     metrics = model.get_metrics(is_train=is_train)
     if metrics is None:
         return None
-    if isinstance(metrics, Mapping | nn.ModuleDict):  # a MetricCollection is one, too
+    if isinstance(metrics, Mapping | nn.ModuleDict):  # includes a MetricCollection
         return dict(metrics.items()) or None
     if isinstance(metrics, list | tuple):
         return {type(metric).__name__: metric for metric in metrics} or None
@@ -85,7 +77,7 @@ def model_metrics(model: Any, *, is_train: bool) -> dict[str, Any] | None:
 
 
 class MetricSet:
-    """Clones of metrics, on the device.
+    """Clones of metrics on the device.
 
     >>> from torchmetrics import MeanMetric
     >>> metrics = MetricSet({"size": MeanMetric()}, torch.device("cpu"))
@@ -113,7 +105,8 @@ class MetricSet:
                     f"{metric!r} is not a torchmetrics.Metric, and nothing adds up what it counts "
                     f"on each of {num_ranks()} ranks; make it a torchmetrics.Metric, with add_state"
                 )
-        # A collection is a module and hands its arguments on; a mapping is updated one by one.
+        # A collection is a module that updates its metrics itself; those of a mapping are updated
+        # one by one.
         is_mapping = isinstance(metrics, Mapping) and not isinstance(metrics, nn.Module)
         by_name = dict(metrics) if is_mapping else {"": metrics} if metrics is not None else {}
         if "loss" in by_name or (not is_mapping and "loss" in getattr(metrics, "keys", dict)()):
@@ -131,24 +124,20 @@ class MetricSet:
 
     @property
     def names(self) -> list[str] | None:
-        """The names of all values, or what these begin with; None where only values tell.
-
-        >>> MetricSet(None, torch.device("cpu")).names
-        []
-        """
+        """Names of all values or their prefixes; None if unknown before the values."""
         return None if "" in self._by_name else list(self._by_name)
 
     def reset(self) -> None:
-        """Count from zero."""
+        """Reset all counts."""
         for metric in self._by_name.values():
             metric.reset()
 
     def state_dict(self) -> dict[str, Any]:
-        """The counts so far, by the name and the class of each metric."""
+        """Return the counts so far by the name of each metric."""
         return {name: each.state_dict() for name, each in self._states.items()}
 
     def differences(self, state: Mapping[str, Any]) -> tuple[list[str], list[str]]:
-        """Metrics that a state lacks, and those that only it has, in words."""
+        """List the metrics that a state lacks, and those that only the state has, in words."""
         lacks = [name for name in self._states if name not in state]
         for name, each in self._states.items():
             if name in state and (reason := each.refusal(state[name])):
@@ -156,25 +145,22 @@ class MetricSet:
         return lacks, [name for name in state if name not in self._states]
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on counting from what `state_dict` gave; what it lacks counts from zero."""
+        """Restore the counts from `state_dict`; metrics that it lacks count from zero."""
         self.reset()
         for name, each in self._states.items():
             if self._is_of(name, state):
                 each.load_state_dict(state[name])
 
     def between_epochs(self, state: Mapping[str, Any]) -> dict[str, Any]:
-        """A state of which nothing was counted."""
+        """Return a state without counts."""
         return {}
 
     def reshard(self, states: Sequence[Mapping[str, Any]], *, rank: int) -> dict[str, Any]:
-        """The state for a rank, where another number of ranks has counted.
-
-        The first goes on with what all have counted, the others with nothing.
-        """
+        """Convert the state for another number of ranks: rank 0 gets the counts of all ranks."""
         merged = {}
         for name, each in self._states.items():
             if not all(self._is_of(name, state) for state in states):
-                continue  # it was said what of that is dropped
+                continue  # a warning has named the dropped counts
             try:
                 merged[name] = each.reshard([state[name] for state in states], rank=rank)
             except CheckpointError as error:
@@ -188,10 +174,7 @@ class MetricSet:
         return name in state and self._states[name].refusal(state[name]) is None
 
     def compute(self) -> dict[str, float]:
-        """The values by name; of a metric with several values, each as ``name/index``.
-
-        Those of all ranks together, which all call it.
-        """
+        """Compute the values over all ranks by name (or ``name/index``); all must call this."""
         _match_peers(self._known)
         found: dict[str, float] = {}
         for name, metric in self._by_name.items():
@@ -202,9 +185,9 @@ class MetricSet:
         return found
 
     def _compute(self, name: str, metric: Any) -> Any:
-        """One metric's value: computing changes no counts, so that it may be done again."""
+        """Compute the value of a metric, again if memory runs out: it changes no counts."""
         try:
-            if num_ranks() > 1:  # who would wait for it
+            if num_ranks() > 1:  # the other ranks would wait for a second attempt
                 return metric.compute()
             return once_more(metric.compute, self._device, doing="computing a metric")
         except Exception as error:
@@ -215,7 +198,7 @@ class MetricSet:
 
 
 def _each_by_name(metrics: Any, name: str = "") -> dict[str, Any]:
-    """Every metric, also those within others, by its place."""
+    """Collect every metric, including those inside others, by its place."""
     if isinstance(metrics, nn.Module):
         return {
             f"{name}.{place}".strip(".") or type(metrics).__name__: module
@@ -252,13 +235,13 @@ def _numbers(name: str, value: Any) -> Iterator[tuple[str, float]]:
         yield name, float(value)
 
 
-# What one metric has counted, as tensors and plain values
+# The counts of one metric as tensors and plain values
 
 _TELLING = (type(None), bool, str, torch.dtype, torch.device)
 
 
 def _merge_attributes(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Attributes that tell what is counted, and so are the same wherever they are."""
+    """Merge the attributes that describe the counts, which must be equal on all ranks."""
     merged: dict[str, Any] = {}
     for state in states:
         for name, value in state["attributes"].items():
@@ -283,7 +266,7 @@ def _merge_state(metric: "Metric", name: str, values: Sequence[Any], is_first: b
         if reduce is not dim_zero_cat:
             raise CheckpointError(f"has a list {name} that torchmetrics does not join over ranks")
         entries = [each for value in values for each in value]
-        # Of their type: torchmetrics takes it to be the same on all ranks.
+        # An empty entry keeps the dtype, which torchmetrics assumes to be equal on all ranks.
         return entries if is_first or not entries else [dim_zero_cat(entries[:1])[:0]]
     if reduce is dim_zero_cat and default.numel() == 0:
         return torch.cat(list(values)) if is_first else default.clone()
@@ -292,7 +275,7 @@ def _merge_state(metric: "Metric", name: str, values: Sequence[Any], is_first: b
         put_together = elementwise[reduce]
         merged: Tensor = functools.reduce(put_together, values)
         nothing = default.expand_as(merged).clone()
-        # What began elsewhere would count once more on each further rank.
+        # A default that is not neutral would count once more on each additional rank.
         if torch.equal(put_together(merged, nothing), merged):
             return merged if is_first else nothing
     how = getattr(reduce, "__name__", reduce)
@@ -326,7 +309,7 @@ class _MetricState:
         self._saves_itself = not self._is_known and all(
             callable(getattr(metric, name, None)) for name in ("state_dict", "load_state_dict")
         )
-        # A module saves its tensors itself, and no other attribute.
+        # A module's own state dict has its tensors, but no other attributes.
         is_module = isinstance(metric, nn.Module)
         self._has_attributes = is_module or not self._saves_itself
         of_all = _of_every_metric() if self._is_known else vars(nn.Module())
@@ -336,11 +319,11 @@ class _MetricState:
 
     @property
     def class_name(self) -> str:
-        """Of the metric."""
+        """Class name of the metric."""
         return type(self._metric).__qualname__
 
     def state_dict(self) -> dict[str, Any]:
-        """The counts."""
+        """Return the counts."""
         self._warn_of_other_attributes()
         changed = {
             name: value
@@ -356,7 +339,7 @@ class _MetricState:
         }
 
     def refusal(self, state: Mapping[str, Any]) -> str | None:
-        """Why a state is not one of this metric, in words; None where it is."""
+        """Explain why a state does not belong to this metric; None if it does."""
         here, saved = self._counts(), state["states"]
         if state["class"] != self.class_name:
             return f"there a {state['class']}"
@@ -366,14 +349,14 @@ class _MetricState:
             is_list, was_list = isinstance(value, list), isinstance(saved[name], list)
             if is_list != was_list:
                 return f"its state {name} is a {type(saved[name]).__name__}"
-            # What begins as one number or as nothing may take on a shape as it counts.
+            # A state that starts as a scalar or empty can change its shape as it counts.
             is_shaped = not is_list and value.dim() > 0 and value.numel() > 0
             if is_shaped and value.shape != saved[name].shape:
                 return f"its state {name} has the shape {tuple(saved[name].shape)}"
         return None
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on counting from what `state_dict` gave. The metric was reset before."""
+        """Restore the counts from `state_dict` after a reset of the metric."""
         if self._saves_itself:
             self._metric.load_state_dict(state["own"])
         for name, value in state["attributes"].items():
@@ -381,11 +364,11 @@ class _MetricState:
         for name, value in state["states"].items():
             setattr(self._metric, name, _on_device_of(self._metric, value))
         if self._is_known:
-            # torchmetrics counts updates itself, and warns where one without any is computed.
+            # torchmetrics counts the updates, and warns if a metric without any is computed.
             self._metric._update_count = state["updates"]
 
     def reshard(self, states: Sequence[Mapping[str, Any]], *, rank: int) -> dict[str, Any]:
-        """The counts of a rank where another number of ranks saved: the first has all of them.
+        """Convert the counts for another number of ranks: rank 0 gets the counts of all ranks.
 
         >>> from torchmetrics import SumMetric
         >>> metric = SumMetric()
@@ -407,7 +390,7 @@ class _MetricState:
             **states[0],
             "attributes": _merge_attributes(states),
             "states": counts,
-            # On all: who computes before any update of its own would be warned.
+            # Set on all ranks, or torchmetrics would warn on a rank that computes before an update.
             "updates": sum(each["updates"] for each in states),
         }
 
@@ -428,7 +411,7 @@ class _MetricState:
         if self._has_warned:
             return
         self._has_warned = True
-        # Those of torchmetrics keep what they count in states; they may hold anything besides.
+        # Metrics of torchmetrics keep their counts in states, so other attributes do not matter.
         lost = [
             f"{name} (a {type(value).__name__})"
             for name, value in self._attributes().items()
@@ -446,7 +429,7 @@ class _MetricState:
 
 
 def _of_every_metric() -> Mapping[str, Any]:
-    """The attributes of a metric that counts nothing: every metric of torchmetrics has them."""
+    """Collect the attributes that every metric of torchmetrics has."""
     from torchmetrics import Metric
 
     class Bare(Metric):
@@ -458,7 +441,7 @@ def _of_every_metric() -> Mapping[str, Any]:
 
 
 def _is_data(value: Any) -> bool:
-    """Whether a checkpoint holds it."""
+    """Whether a checkpoint can hold a value."""
     try:
         take_apart({"": value})
     except CheckpointError:
@@ -467,7 +450,8 @@ def _is_data(value: Any) -> bool:
 
 
 def _put(metric: Any, name: str, value: Any) -> None:
-    """Containers stay the objects that they are: others may share them, or they have defaults."""
+    """Set an attribute, in place for containers."""
+    # Other objects can share a container, and a defaultdict has its factory.
     old = getattr(metric, name, None)
     if isinstance(old, dict) and isinstance(value, dict):
         old.clear()

@@ -1,4 +1,4 @@
-"""Optimizers, parameter groups and schedulers: given, or built with the model on its device."""
+"""Optimizers, parameter groups and schedulers, given or built from the model on its device."""
 
 import contextlib
 import fnmatch
@@ -22,15 +22,16 @@ FORM = "write mappings such as {'params': ['*.bias'], 'weight_decay': 0.0}"
 
 
 class ParameterGroups:
-    """An optimizer to be built with options of their own for some parameters, by their names.
+    """Builds an optimizer with separate options for some parameters, selected by name.
 
     Args:
-        optimizer: a callable that makes one, as for the `Trainer`.
+        optimizer: a callable that builds the optimizer, as for the `Trainer`.
         groups: mappings such as ``{"params": ["*.bias", "*norm*"], "weight_decay": 0.0}``, with
-            ``*``, ``?`` and ``[…]`` as in `fnmatch`. The first that matches counts.
+            ``*``, ``?`` and ``[…]`` as in `fnmatch`. A parameter is in the first group that
+            matches its name.
 
     Raises:
-        TypeError, ValueError: groups that say nothing, or an optimizer that is built already.
+        TypeError, ValueError: the groups are invalid, or the optimizer is already built.
 
     >>> groups = [{"params": "bias", "weight_decay": 0.0}]
     >>> built = ParameterGroups(torch.optim.AdamW, groups).build(nn.Linear(2, 2))
@@ -52,7 +53,7 @@ class ParameterGroups:
         return f"ParameterGroups({as_text(self._optimizer)}, {as_text(self._groups)})"
 
     def build(self, model: nn.Module) -> Any:
-        """The optimizer of a model's parameters."""
+        """Build the optimizer for a model's parameters."""
         made = self._optimizer(group_parameters(model, self._groups))
         if isinstance(made, Optimizer):
             check_group_options(made, self._groups)
@@ -60,17 +61,15 @@ class ParameterGroups:
 
 
 def group_parameters(model: nn.Module, groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Sort a model's parameters into groups, in the form that optimizers of torch take.
-
-    Each parameter is in one group: the first that names it. Those that none names make a group of
-    their own, without options, in front of the others. A parameter that a model has under several
-    names (tied weights) goes by any of them.
+    """Sort a model's parameters into groups for an optimizer of torch.
 
     >>> model = nn.Sequential(nn.Linear(4, 8), nn.LayerNorm(8))
     >>> rest, undecayed = group_parameters(model, [{"params": "1.*", "weight_decay": 0.0}])
     >>> len(rest["params"]), len(undecayed["params"]), undecayed["weight_decay"]
     (2, 2, 0.0)
     """
+    # Each parameter is in the first group that matches one of its names (tied weights have
+    # several). Unmatched parameters form a group without options, in front of the others.
     patterns = read_patterns(groups)
     named = list(model.named_parameters(remove_duplicate=False))
     left = {id(parameter): parameter for _, parameter in named}
@@ -96,13 +95,7 @@ def group_parameters(model: nn.Module, groups: Sequence[Mapping[str, Any]]) -> l
 
 
 def check_group_options(optimizer: Optimizer, groups: Sequence[Mapping[str, Any]]) -> None:
-    """Refuse options that the optimizer does not have: torch keeps them and never looks at them.
-
-    >>> import torch
-    >>> model = nn.Linear(2, 2)
-    >>> groups = [{"params": "bias", "weight_decay": 0.0}]
-    >>> check_group_options(torch.optim.AdamW(group_parameters(model, groups)), groups)
-    """
+    """Raise an error for options that the optimizer lacks, which torch stores but never reads."""
     known = [name for name in optimizer.defaults if name != "params"]
     for index, group in enumerate(groups):
         for name in group:
@@ -116,7 +109,7 @@ def check_group_options(optimizer: Optimizer, groups: Sequence[Mapping[str, Any]
 
 
 def read_patterns(groups: object) -> list[list[str]]:
-    """The names that each group has. Refuses what is no list of groups.
+    """Read the name patterns of each group.
 
     >>> read_patterns([{"params": "*.bias", "weight_decay": 0.0}])
     [['*.bias']]
@@ -153,7 +146,7 @@ SchedulerOrFactory: TypeAlias = torch.optim.lr_scheduler.LRScheduler | Callable[
 def gather_modules(
     model: nn.Module, modules: Iterable[nn.Module], loss_fn: object
 ) -> list[nn.Module]:
-    """The model, then further modules, then the loss where it is a module that holds something.
+    """List the model, additional modules, and the loss if it is a module with tensors.
 
     >>> len(gather_modules(nn.Linear(2, 2), [], nn.CrossEntropyLoss(weight=torch.ones(2))))
     2
@@ -171,7 +164,7 @@ def build_optimizer(
     modules: list[nn.Module],
     loss_fn: object = None,
 ) -> Optimizer | None:
-    """The optimizer, built from the model's parameters where a callable was given.
+    """Return the optimizer, built from the model's parameters if a callable was given.
 
     >>> model = nn.Linear(2, 2)
     >>> type(build_optimizer(torch.optim.AdamW, model, [model])).__name__
@@ -205,7 +198,7 @@ def build_optimizer(
 
 
 def _only_hands_on(optimizer: object) -> bool:
-    """Whether it is a wrapper for another trainer's loop, whose step adds nothing in this one."""
+    """Whether an optimizer is another trainer's wrapper, whose step adds nothing in this loop."""
     return comes_from(
         optimizer,
         "accelerate.AcceleratedOptimizer",
@@ -232,7 +225,7 @@ def _warn_of_untrained(loss_fn: nn.Module, optimizer: Optimizer) -> None:
 
 
 def build_scheduler(scheduler: SchedulerOrFactory | None, optimizer: Optimizer | None) -> Any:
-    """The scheduler, built from the optimizer where a callable was given.
+    """Return the scheduler, built from the optimizer if a callable was given.
 
     >>> optimizer = torch.optim.SGD(nn.Linear(2, 2).parameters())
     >>> build_scheduler(torch.optim.lr_scheduler.ConstantLR, optimizer).get_last_lr()
@@ -256,7 +249,7 @@ def build_scheduler(scheduler: SchedulerOrFactory | None, optimizer: Optimizer |
             f"scheduler is a {type(scheduler).__name__} without a step method; pass one of "
             "torch.optim.lr_scheduler, or a callable that makes one of the optimizer"
         )
-    # A wrapper, such as accelerate's, holds the scheduler, and several optimizers.
+    # A wrapper, such as accelerate's, holds the scheduler and several optimizers.
     inner = getattr(scheduler, "scheduler", scheduler)
     scheduled = getattr(inner, "optimizer", optimizer)
     if innermost_optimizer(scheduled) is not innermost_optimizer(optimizer):
@@ -272,11 +265,7 @@ SCHEDULER_INTERVALS = ("batch", "epoch")
 
 
 def read_scheduler_interval(scheduler: object, given: str | None) -> str:
-    """After what the scheduler is stepped.
-
-    >>> read_scheduler_interval(object(), "epoch")
-    'epoch'
-    """
+    """Read the interval of the scheduler, ``"batch"`` or ``"epoch"``."""
     if given is not None:
         check_choice("scheduler_interval", given, SCHEDULER_INTERVALS)
     name, own = type(scheduler).__name__, getattr(scheduler, "scheduler_interval", None)
@@ -295,13 +284,10 @@ def read_scheduler_interval(scheduler: object, given: str | None) -> str:
 
 
 class OptimizerMode:
-    """Calls ``train()`` and ``eval()`` of an optimizer that has both, as schedule-free ones do.
+    """Calls ``train()`` and ``eval()`` of an optimizer that has both (schedule-free ones)."""
 
-    Such an optimizer has the model train at other weights than it is to be used with. Between two
-    fits the model has those that it is used with.
-
-    >>> OptimizerMode(torch.optim.SGD([torch.zeros(1, requires_grad=True)])).train()
-    """
+    # Such an optimizer trains at other weights than the ones for inference. Between two fits, the
+    # model has the weights for inference.
 
     def __init__(self, optimizer: Optimizer | None) -> None:
         has_both = all(callable(getattr(optimizer, name, None)) for name in ("train", "eval"))
@@ -309,20 +295,20 @@ class OptimizerMode:
         self._is_training = False
 
     def train(self) -> None:
-        """Let the model have the weights to train at."""
+        """Switch to the weights for training."""
         self._is_training = True
         if self._optimizer is not None:
             self._optimizer.train()
 
     def eval(self) -> None:
-        """Let the model have the weights to be used and saved with."""
+        """Switch to the weights for inference and checkpoints."""
         self._is_training = False
         if self._optimizer is not None:
             self._optimizer.eval()
 
     @contextlib.contextmanager
     def evaluating(self) -> Iterator[None]:
-        """The weights to be used with, and those to train at again where training goes on."""
+        """Use the weights for inference in the block, then those for training if it continues."""
         was_training = self._is_training
         self.eval()
         try:
@@ -334,7 +320,7 @@ class OptimizerMode:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Update:
-    """The update from a gradient: unscale, clip, step, clear; then the scheduler."""
+    """Updates the parameters: unscale, clip, step, clear the gradients, step the scheduler."""
 
     optimizer: Optimizer
     modules: Sequence[nn.Module]
@@ -347,48 +333,46 @@ class Update:
 
     @property
     def learning_rates(self) -> tuple[float, ...]:
-        """That the next step takes, for each group of parameters."""
+        """Learning rates of the next step, one for each parameter group."""
         return tuple(float(g["lr"]) for g in self.optimizer.param_groups if "lr" in g)
 
     @property
     def is_scaled(self) -> bool:
-        """Whether gradients may overflow now and then, which the scaler itself answers."""
+        """Whether the loss is scaled, so that gradients can overflow and steps be skipped."""
         return self.scaler is not None
 
     def unscale(self) -> None:
-        """Let ``.grad`` hold the gradient itself."""
+        """Unscale the gradients, if the loss is scaled."""
         if self.scaler is not None:
             self.scaler.unscale(self.optimizer)
 
     def clip(self) -> Tensor | None:
-        """Unscale and clip; the norm before clipping, where there is a largest one."""
+        """Unscale and clip the gradients; return their norm before clipping, None without."""
         if self.grad_clip_norm is None:
             return None
         self.unscale()
         return clip_gradients(self.optimizer, self.grad_clip_norm, self.device, ranks=self.ranks)
 
     def read(self, numbers: Sequence[Tensor]) -> list[float]:
-        """Numbers that lie on the device, in one go: each reading waits for it."""
+        """Read numbers from the device at once, because each read waits for it."""
         if self.scaler is None:
             return read_scalars(numbers)
         return self.scaler.read(self.optimizer, numbers)
 
     def step(self) -> bool:
-        """Step once; whether gradients did not overflow."""
+        """Step the optimizer; return False if gradients overflowed."""
         return step_optimizer(self.optimizer, self.device, scaler=self.scaler)
 
     def clear(self) -> None:
-        """Forget gradients, also those of parameters that the optimizer does not have.
-
-        Nothing else clears those, and they would pile up.
-        """
+        """Clear all gradients."""
+        # Also those of parameters without an optimizer, which would otherwise accumulate.
         self.optimizer.zero_grad(set_to_none=True)
         for module in self.modules:
             module.zero_grad(set_to_none=True)
         if self.scaler is not None:
-            self.scaler.forget()  # of a batch that was left out, or interrupted
+            self.scaler.forget()  # the state of a skipped or interrupted batch
 
     def end(self, interval: str) -> None:
-        """Step a scheduler that is stepped after this: a ``"batch"`` or an ``"epoch"``."""
+        """Step the scheduler if its interval, ``"batch"`` or ``"epoch"``, has ended."""
         if self.scheduler is not None and self.scheduler_interval == interval:
             self.scheduler.step()

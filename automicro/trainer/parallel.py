@@ -1,4 +1,4 @@
-"""Models over several devices: put into DDP or FSDP2 here, or wrapped by the user already."""
+"""Models on several devices, wrapped in DDP or FSDP2 here or by the user."""
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -19,7 +19,7 @@ PARALLEL_MODES = ("ddp", "fsdp")
 
 
 def read_parallel(parallel: str | None) -> str | None:
-    """A valid way to be parallel, or None.
+    """Check the ``parallel`` argument of the `Trainer`.
 
     >>> read_parallel("ddp"), read_parallel(None)
     ('ddp', None)
@@ -36,10 +36,7 @@ def check_parallel(
     loss_fn: object = None,
     optimizer: object = None,
 ) -> None:
-    """Refuse what several processes cannot train together.
-
-    >>> check_parallel(None, [nn.Linear(2, 2)], Process())
-    """
+    """Raise an error for options with which several processes cannot train one model."""
     if parallel is None:
         if place.world_size > 1 and not is_parallel(modules):
             raise ValueError(
@@ -85,17 +82,15 @@ def check_parallel(
 def wrap(
     parallel: str, modules: Sequence[nn.Module], device: torch.device, place: Process
 ) -> nn.Module:
-    """The module that steps call: DDP around the model, or the model with its shards.
-
-    All ranks go on from rank 0's values. Do it before the optimizer is made. All ranks call it.
-    """
+    """Wrap the model in DDP or shard it, with the values of rank 0; all ranks must call this."""
+    # FSDP replaces the parameters, so the optimizer must be built after this.
     model = modules[0]
-    # DDP does it for the model.
+    # DDP copies the values of the model itself.
     copied = modules[1:] if parallel == "ddp" else modules
     copy_from_first(tensor for module in copied for tensor in _tensors(module))
     if parallel == "ddp":
         return DistributedDataParallel(model)
-    # Slow to import, and not needed by others.
+    # Imported here because the import is slow.
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
@@ -107,32 +102,30 @@ def wrap(
 
 
 def find_blocks(model: nn.Module) -> list[nn.Module]:
-    """The repeated blocks of a model, such as the layers of a transformer, inner ones first.
-
-    Those are the members of a ``ModuleList`` or ``Sequential`` that are made of further modules,
-    hold parameters, and have a class that comes there more than once. A block is gathered and
-    freed as a whole, so blocks inside of blocks are not looked for, and one that shares parameters
-    with another (tied weights) is left to the whole model, which alone can hold both.
+    """Find the repeated blocks of a model, such as the layers of a transformer.
 
     >>> layers = [nn.TransformerEncoderLayer(4, 2, 8) for _ in range(3)]
     >>> model = nn.Sequential(nn.Linear(4, 4), nn.ModuleList(layers))
     >>> find_blocks(model) == layers
     True
     """
+    # Blocks are members of a ModuleList or Sequential with children, parameters, and a class that
+    # occurs there more than once. A block is gathered and freed as a whole, so blocks inside a
+    # block are not sought. One that shares parameters (tied weights) is left to the whole model.
     found: dict[int, nn.Module] = {}
     inside: set[int] = set()
-    for module in model.modules():  # an outer one before those in it
+    for module in model.modules():  # outer modules come before inner ones
         if id(module) not in inside:
             blocks = [each for each in _repeated(module) if id(each) not in inside]
             found.update((id(block), block) for block in blocks)
             inside |= {id(each) for block in blocks for each in block.modules()}
     owners = _owners(model)
-    # One that shares a parameter has fewer of its owners than the model.
+    # A block that shares a parameter has fewer of its owners than the model.
     return [each for each in found.values() if _owners(each).items() <= owners.items()]
 
 
 def _owners(module: nn.Module) -> dict[int, int]:
-    """How many modules have each parameter as their own, by its identity."""
+    """Count the modules that own each parameter, by its id."""
     each = (one for owner in module.modules() for one in owner.parameters(recurse=False))
     return dict(Counter(map(id, each)))
 
@@ -145,7 +138,7 @@ def _repeated(module: nn.Module) -> Iterator[nn.Module]:
         for each in module
         if next(each.parameters(), None) is not None
         and next(each.children(), None) is not None
-        # A list has no forward that could gather it.
+        # Containers have no forward, so FSDP could not gather them.
         and not isinstance(each, nn.ModuleList | nn.ModuleDict)
     ]
     classes = Counter(map(type, members))
@@ -153,22 +146,14 @@ def _repeated(module: nn.Module) -> Iterator[nn.Module]:
 
 
 def splits_layers(modules: Sequence[nn.Module]) -> bool:
-    """Whether ranks hold parts of one layer, as in tensor parallelism.
-
-    >>> splits_layers([nn.Linear(2, 2)])
-    False
-    """
+    """Whether ranks hold parts of one layer, as in tensor parallelism."""
     if any(isinstance(each, nn.SyncBatchNorm) for root in modules for each in root.modules()):
         return False
     return runs_collectives(modules)
 
 
 def whole_state_dict(model: nn.Module) -> dict[str, Any]:
-    """A model's state dict without shards and without a wrapper's names. All ranks call it.
-
-    >>> list(whole_state_dict(nn.Linear(2, 2)))
-    ['weight', 'bias']
-    """
+    """Gather a model's state dict without shards or wrapper names; all ranks must call this."""
     model = unwrapped(model)
     if not any(map(is_fsdp_module, model.modules())):
         return model.state_dict()

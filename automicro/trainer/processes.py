@@ -1,4 +1,4 @@
-"""The processes of a run, as torchrun starts them: who this one is, and how they meet."""
+"""The processes of a run as torchrun starts them: their ranks, and their process group."""
 
 import atexit
 import functools
@@ -25,26 +25,20 @@ _POLL_SECONDS = 0.02
 
 @dataclass(frozen=True, kw_only=True)
 class Process:
-    """Where a process stands among those of its run.
-
-    Attributes:
-        rank: its number, from 0.
-        world_size: how many there are.
-        local_rank: its number on its machine, which chooses its device.
-    """
+    """A process among the processes of its run."""
 
     rank: int = 0
     world_size: int = 1
-    local_rank: int = 0
+    local_rank: int = 0  # rank on its machine, which selects the device
 
     @property
     def is_first(self) -> bool:
-        """Whether it is the one that shows and writes what is the same for all."""
+        """Whether this process prints and writes the results that all ranks share."""
         return self.rank == 0
 
 
 def process_in_environment() -> Process:
-    """Who this process is by the variables that torchrun sets; alone without them.
+    """Read the process from the variables that torchrun sets; a single process without them.
 
     >>> process_in_environment()
     Process(rank=0, world_size=1, local_rank=0)
@@ -64,11 +58,7 @@ def process_in_environment() -> Process:
 
 
 def process_here() -> Process:
-    """Who this process is: in the process group if there is one, else by the environment.
-
-    >>> process_here().is_first
-    True
-    """
+    """Read the process from the process group if there is one, else from the environment."""
     if dist.is_available() and dist.is_initialized():
         return Process(
             rank=dist.get_rank(),
@@ -79,11 +69,7 @@ def process_here() -> Process:
 
 
 def place_for_output() -> Process:
-    """As `process_here`; alone where the environment makes no sense, which others complain of.
-
-    >>> place_for_output().is_first
-    True
-    """
+    """Return `process_here`, or a single process if the environment is invalid."""
     try:
         return process_here()
     except ValueError:
@@ -91,16 +77,14 @@ def place_for_output() -> Process:
 
 
 def own_device(device: torch.device | str, place: Process) -> torch.device | str:
-    """The device of a process: of several accelerators, the one with its local number.
-
-    A device with an index stays what it is, and so does ``"auto"`` where there is no accelerator,
-    whatever torch was built for: what pip installs on Linux is built for CUDA on any machine.
-    Where a process sees one accelerator alone, it takes that: many clusters show each process its
-    own.
+    """Choose the device of a process: the accelerator with its local rank.
 
     >>> own_device("cpu", Process(rank=1, world_size=2, local_rank=1))
     'cpu'
     """
+    # A device with an index is unchanged. Availability is checked, because torch from pip on Linux
+    # is built for CUDA on any machine. A single visible accelerator is used whatever the local
+    # rank, because many clusters show each process only its own.
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     name = str(device)
     if accelerator is None or name not in ("auto", accelerator.type):
@@ -118,11 +102,9 @@ def own_device(device: torch.device | str, place: Process) -> torch.device | str
 
 
 def meet(device: torch.device, place: Process) -> None:
-    """Make the process group, unless there is one. It lives as long as the process.
-
-    It meets in a part of the store that is this start's alone: what processes of an earlier one
-    left in the store would mislead those of this one.
-    """
+    """Create the process group, for the life of the process, unless there is one."""
+    # It uses a part of the store that belongs to this start only, because values that an earlier
+    # start left in the store would mislead its processes.
     if dist.is_initialized():
         return
     own_backend = dist.get_default_backend_for_device(device)
@@ -146,37 +128,31 @@ def meet(device: torch.device, place: Process) -> None:
 
 
 def leave() -> None:
-    """Let the process end as it is, without ending the group in order: others may be gone."""
+    """Skip the orderly end of the process group at exit, because other ranks might be gone."""
     atexit.unregister(part)
 
 
 def agreed_time(now: str) -> str:
-    """One time for all processes of a run, also after torchrun has started them again.
-
-    >>> agreed_time("12:00")
-    '12:00'
-    """
+    """Agree on one time for all processes of a run, also after torchrun restarts them."""
     place = process_in_environment()
     if place.world_size == 1 or "MASTER_ADDR" not in os.environ:
         return now
     store, key = _tcp_store(place), "automicro/begun at"
     if place.is_first:
-        # What is there is of an earlier start, whose folder this one goes on in.
+        # A stored time is from an earlier start, whose folder this start continues to use.
         return str(store.compare_set(key, "", now).decode())
     return str(store.get(key).decode())
 
 
 def part() -> None:
-    """End the process group in order, unless the process ends with an error.
-
-    Then peers may be gone, for whom the end would wait.
-    """
+    """End the process group in order unless the process ends with an error."""
+    # After an error peers might be gone, and destroying the group would wait for them.
     if dist.is_available() and dist.is_initialized() and not hasattr(sys, "last_value"):
         dist.destroy_process_group()
 
 
 def copy_from_first(tensors: Iterable[Tensor]) -> None:
-    """Give every rank rank 0's values. All ranks call it with the same tensors in order."""
+    """Copy the tensors of rank 0 to all ranks; all must pass the same tensors in order."""
     if dist.get_world_size() == 1:
         return
     with torch.no_grad():
@@ -189,7 +165,7 @@ def copy_from_first(tensors: Iterable[Tensor]) -> None:
 
 
 def said_by_first(value: int, device: torch.device) -> int:
-    """Rank 0's number on every rank. All ranks call it."""
+    """Return the number of rank 0 on every rank; all ranks must call this."""
     if num_ranks() == 1:
         return value
     tensor = torch.tensor([value], dtype=torch.int64, device=device)
@@ -202,19 +178,18 @@ def _store(place: Process) -> Store:
         return HashStore()
     store = _tcp_store(place)
     if not _has_agent_store():
-        return store  # rank 0 has it, so it is as new as rank 0
+        return store  # rank 0 holds the store, so it is new with each start
     return PrefixStore(f"automicro/start {name_of_start(store, place)}", store)
 
 
 def name_of_start(store: Store, place: Process) -> str:
-    """A name that all processes of this start know, and none of an earlier one in the same store.
-
-    torchrun's restart count is no such name: each agent counts the failures of its own host. So
-    each process says hello with a word of its own, and rank 0 answers to that word.
+    """Agree on a name for this start that differs from earlier starts in the same store.
 
     >>> len(name_of_start(HashStore(), Process()))
     32
     """
+    # torchrun's restart count is not unique, because each agent counts the failures of its own
+    # host. So each process stores a random word, and rank 0 answers to that word.
     own, prefix = uuid.uuid4().hex, "automicro/meeting"
     if not place.is_first:
         store.set(f"{prefix}/hello/{place.rank}", own)
@@ -231,7 +206,7 @@ def name_of_start(store: Store, place: Process) -> str:
                 "again"
             )
         for rank in absent:
-            # A hello of an earlier start may lie there, until this start's rank says its own.
+            # The hello can be from an earlier start until the rank of this start stores its own.
             if store.check([f"{prefix}/hello/{rank}"]):
                 word = store.get(f"{prefix}/hello/{rank}").decode()
                 store.set(f"{prefix}/answer/{word}", own)
@@ -240,7 +215,7 @@ def name_of_start(store: Store, place: Process) -> str:
 
 
 def _has_agent_store() -> bool:
-    """Whether torchrun's agent has the store, which then outlives the processes."""
+    """Whether torchrun's agent holds the store, so that it outlives the processes."""
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True)
 
 

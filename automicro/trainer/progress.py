@@ -1,8 +1,8 @@
-"""Showing how training goes: a live bar in a terminal, plain lines elsewhere, or nothing.
+"""Progress output: a live bar in a terminal, plain lines elsewhere, or nothing.
 
-A line stays; a status is what is true now. In a terminal the status is one line that is written
-over; elsewhere (a notebook, a log file, CI, a terminal that cannot move its cursor) it is printed
-now and then. What is being done says why nothing moves, where people watch.
+A line is permanent, and a status is temporary. In a terminal, the status is one line that is
+overwritten. Elsewhere (a notebook, a log file, CI, a terminal that cannot move its cursor), it is
+printed every few seconds.
 """
 
 import datetime
@@ -34,7 +34,7 @@ WINDOW_SECONDS = 5.0
 
 @dataclass(frozen=True, kw_only=True)
 class Speed:
-    """Rows and tokens per second; None where tokens cannot be counted."""
+    """Rows and tokens per second; tokens are None if they cannot be counted."""
 
     samples: float = 0.0
     tokens: float | None = None
@@ -45,10 +45,7 @@ class Speed:
 
 
 class RecentSpeed:
-    """The speed of training over the last few seconds, or since the last time it was asked.
-
-    An average since the start would hide for long that a smaller microbatch size, or another
-    process, made training slower.
+    """The speed of training over the last few seconds, or since the last call.
 
     >>> recent, state = RecentSpeed(), LoopState()
     >>> state.samples, state.train.seconds = 100, 10.0
@@ -59,11 +56,14 @@ class RecentSpeed:
     '30 samples/s · 800 tokens/s'
     """
 
+    # An average since the start would hide for a long time that a smaller microbatch size, or
+    # another process, slows training down.
+
     def __init__(self) -> None:
         self._window = Window(WINDOW_SECONDS, {"seconds": 0.0, "samples": 0, "tokens": 0})
 
     def now(self, state: LoopState) -> Speed:
-        """The speed now. Evaluations do not count."""
+        """Compute the current speed, without evaluations."""
         seconds = state.train.seconds
         amounts = {"seconds": seconds, "samples": state.samples, "tokens": state.tokens or 0}
         gained = self._window.gained(seconds, amounts)
@@ -75,23 +75,16 @@ class RecentSpeed:
         )
 
 
-# Windows of at least so many columns, and the columns of their bar.
+# The minimum width of a window and the width of its bar, in columns.
 BARS = ((100, 24), (60, 12), (40, 6))
-# Of ANSI's colours those that can be read on light and on dark; the rest has the window's own.
+# An ANSI color that is readable on light and dark backgrounds.
 DONE_STYLE = "green"
 SEPARATOR = " · "
 
 
 @dataclass(frozen=True, kw_only=True)
 class StatusLine:
-    """The present status.
-
-    Attributes:
-        where: it stands; a line of a log begins with it.
-        words: what is measured there, the most important first; a window leaves out what has no
-            room.
-        share: done of the whole, from 0 to 1; None if unknown.
-        seconds_left: until the whole is done; None while unknown.
+    """The current status.
 
     >>> status = StatusLine(where="batch 3/12", words=["loss 0.5", "9 samples/s"], share=0.25)
     >>> str(status), status.in_window(40, ascii_only=True).plain
@@ -100,9 +93,9 @@ class StatusLine:
     '25% · loss 0.5'
     """
 
-    where: str
-    words: Sequence[str] = ()
-    share: float | None = None
+    where: str  # the place in training; log lines begin with it
+    words: Sequence[str] = ()  # measured values, most important first; a window drops the last
+    share: float | None = None  # completed share of the total, from 0 to 1
     seconds_left: float | None = None
 
     @property
@@ -116,7 +109,7 @@ class StatusLine:
         return SEPARATOR.join([self.where, *self.words, *done, *self._left])
 
     def in_window(self, columns: int, *, ascii_only: bool = False) -> Text:
-        """In one line of a window, trimmed from the right."""
+        """Format the status as one line of a window, trimmed from the right."""
         text, words = Text(no_wrap=True, overflow="ellipsis"), [*self._left, *self.words]
         words.append(self.where)
         if self.share is not None:
@@ -127,7 +120,7 @@ class StatusLine:
         separator = " - " if ascii_only else SEPARATOR
         for number, word in enumerate(words):
             more = (separator if number else "") + word
-            # A window's last column stays free: some break the line once it is written to.
+            # Leave the last column free: some terminals wrap the line when it is written to.
             if number and text.cell_len + cell_len(more) >= columns:
                 break
             text.append(more)
@@ -136,26 +129,27 @@ class StatusLine:
 
 def _bar(share: float, width: int, *, ascii_only: bool) -> Text:
     done = min(width, max(0, math.floor(share * width + 1e-9)))
-    full, rest = ("#", "-") if ascii_only else ("━", "╌")  # told apart without colours, too
+    full, rest = ("#", "-") if ascii_only else ("━", "╌")  # distinct without colors, too
     return Text.assemble((full * done, DONE_STYLE), rest * (width - done))
 
 
 class TimeLeft:
-    """How long the rest takes, from what was done since it was first asked.
-
-    The first answer is None: what came before, such as finding a size, tells nothing of the rest.
+    """Estimates the remaining time from the progress since the first call.
 
     >>> left = TimeLeft(clock=iter([0.0, 10.0]).__next__)
     >>> left.at(0.2), left.at(0.4)
     (None, 30.0)
     """
 
+    # The first estimate is None: time spent before it, such as finding a size, does not predict
+    # the rest.
+
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._start: tuple[float, float] | None = None
 
     def at(self, share: float | None) -> float | None:
-        """Seconds until all is done."""
+        """Estimate the seconds until everything is done."""
         if share is None:
             return None
         now = self._clock()
@@ -171,7 +165,7 @@ _MOST_METRICS = 8  # in one line
 
 
 def count_of(number: int, what: str) -> str:
-    """A number of things.
+    """Format a count with its noun.
 
     >>> count_of(1, "batch"), count_of(1200, "batch")
     ('1 batch', '1,200 batches')
@@ -181,7 +175,7 @@ def count_of(number: int, what: str) -> str:
 
 
 def describe_parameters(parameters: Iterable[nn.Parameter]) -> str:
-    """How many numbers a model learns; lazy parameters have no shape yet.
+    """Describe the number of parameters; lazy parameters have no shape yet.
 
     >>> describe_parameters(nn.Linear(999, 2).parameters())
     '2,000 parameters'
@@ -193,7 +187,7 @@ def describe_parameters(parameters: Iterable[nn.Parameter]) -> str:
 
 
 def _describe_size(size: int | str | Policy | None, savers: Savers) -> str:
-    """A microbatch size, and what comes where not even the smallest fits, as they were given.
+    """Describe a microbatch size and the memory savers, as given.
 
     >>> _describe_size("auto", "error"), _describe_size(None, "error"), _describe_size(8, "offload")
     ('auto', 'whole batch', '8, then offload')
@@ -214,7 +208,7 @@ class RunSettings:
     accumulation: str | None = None
 
     def _told(self) -> list[tuple[str, Any, str | None]]:
-        """The name and the value for loggers, and words for people, in the order of the line."""
+        """List name and value for loggers, and text for users, in the order of the line."""
         limit, precision = self.options["memory_limit"], self.options["precision"]
         model, max_duration = self.run.model, self.run.max_duration
         device = describe_device(self.run.device, limit)
@@ -238,7 +232,7 @@ class RunSettings:
         ]
 
     def line(self, num_batches: int | None) -> str:
-        """For people, with the batches of an epoch where they are known."""
+        """Format the settings for users, with the number of batches in an epoch if known."""
         parts = [words for _, _, words in self._told() if words is not None]
         if self.expected is not None:
             parts.append(f"average batch {self.expected.average}")
@@ -247,12 +241,12 @@ class RunSettings:
         return SEPARATOR.join(parts)
 
     def values(self) -> dict[str, Any]:
-        """For loggers."""
+        """Return the settings for loggers."""
         return {name: value for name, value, _ in self._told()}
 
 
 def position(state: LoopState, max_duration: Duration, num_batches: int | None = None) -> str:
-    """How far training has come, in the unit that it is measured in.
+    """Describe the progress of training in the unit of its duration.
 
     >>> position(LoopState(batch=7, samples=448), Duration.parse("1000sp"))
     'sample 448/1,000, batch 7'
@@ -272,7 +266,7 @@ def position(state: LoopState, max_duration: Duration, num_batches: int | None =
 
 
 def place_of(state: LoopState) -> str:
-    """Where training stands, for errors.
+    """Describe the place in training, for errors.
 
     >>> place_of(LoopState(epoch=1, epoch_batch=3, batch=15))
     'epoch 2, batch 4 of the epoch (15 batches done)'
@@ -284,7 +278,7 @@ def place_of(state: LoopState) -> str:
 
 
 def _share_done(state: LoopState, max_duration: Duration, num_batches: int | None) -> float | None:
-    """How much of training is done, from 0 to 1; None where an epoch's length is not known.
+    """Compute the completed share of training from 0 to 1; None if an epoch's length is unknown.
 
     >>> _share_done(LoopState(epoch=1, epoch_batch=3), Duration.parse("4ep"), 12)
     0.3125
@@ -308,7 +302,7 @@ def batch_status(
     learning_rate: float | None,
     time_left: TimeLeft,
 ) -> StatusLine:
-    """Where training stands after a batch."""
+    """Describe the status of training after a batch."""
     state, max_duration = run.state, run.max_duration
     if max_duration.unit is not Unit.EPOCHS:
         where = f"{position(state, max_duration)}, epoch {state.epoch + 1}"
@@ -335,7 +329,7 @@ def batch_status(
 
 
 def describe_number(value: float) -> str:
-    """A loss or a metric: four decimals, unless it is too small or too large for them.
+    """Format a loss or a metric with four decimals, or in scientific notation.
 
     >>> describe_number(1.0), describe_number(0.00001234), describe_number(123456.0)
     ('1.0000', '1.234e-05', '1.235e+05')
@@ -344,7 +338,7 @@ def describe_number(value: float) -> str:
 
 
 def size_lines(phase: str, result: StepResult | EvalResult, settled: Sizes | None) -> list[str]:
-    """All that is out of the ordinary about the microbatch size of a batch.
+    """Describe everything unusual about the microbatch size of a batch.
 
     >>> result = EvalResult(loss=None, num_samples=512, num_global_samples=512,
     ...     microbatch_size=128, num_microbatches=4, attempts=3, failed_sizes=(512, 256))
@@ -381,7 +375,7 @@ def size_lines(phase: str, result: StepResult | EvalResult, settled: Sizes | Non
 def evaluation_line(
     values: Mapping[str, float], *, samples: int, cut: Sizes, where: str, name: str = ""
 ) -> str:
-    """The line of an evaluation.
+    """Format the line of an evaluation.
 
     >>> cut = Sizes(num_rows=10, microbatch_size=5, num_microbatches=2)
     >>> evaluation_line({"loss": 0.25, "accuracy": 1.0}, samples=10, cut=cut, where="batch 3")
@@ -402,14 +396,7 @@ _ATTEMPTS = logging.getLogger("automicro.attempts")
 
 
 class Progress:
-    """Where the trainer says how it goes, entered while it runs; without a console, nowhere.
-
-    A terminal has lines, and below them one that is written over; anything else has lines alone,
-    with the status at most every few seconds.
-
-    >>> with Progress() as progress:
-    ...     progress.line("unread")
-    """
+    """Prints the progress of the trainer while entered; without a console, nothing."""
 
     def __init__(
         self, console: Console | None = None, *, clock: Callable[[], float] = time.monotonic
@@ -417,7 +404,7 @@ class Progress:
         self._console, self._clock = console, clock
         self._live: Live | None = None
         if console is not None and console.is_terminal and not console.is_dumb_terminal:
-            # Refreshed from here: a thread of its own would be one more thing to end.
+            # No automatic refresh, which would start a thread.
             self._live = Live(console=console, auto_refresh=False, transient=True)
         self._shown_at: float | None = None
         self._retries = _Retries(self.doing)
@@ -425,24 +412,24 @@ class Progress:
     def __enter__(self) -> Self:
         if self._live is not None:
             self._live.start()
-        # Without a handler, Python's last resort would write each retry to stderr.
+        # Without a handler, Python's last-resort handler would write each retry to stderr.
         _ATTEMPTS.addHandler(self._retries)
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Leave nothing behind but lines."""
+        """Remove the status; printed lines remain."""
         _ATTEMPTS.removeHandler(self._retries)
         if self._live is not None:
             self._live.stop()
 
     def line(self, text: str) -> None:
-        """Say something that stays."""
+        """Print a permanent line."""
         if self._console is not None:
-            # soft_wrap: a log is not 80 columns wide. No markup: "[4]" is not a style.
+            # soft_wrap, because a log is not 80 columns wide; Text, because "[4]" is not a style.
             self._console.print(Text(text), soft_wrap=self._live is None)
 
     def status(self, describe: Callable[[], StatusLine | str]) -> None:
-        """Say what is true now, if it is time to; otherwise nothing is described."""
+        """Show the current status if it is time to; otherwise do not compute it."""
         if self._console is None:
             return
         now, seconds = self._clock(), PLAIN_SECONDS if self._live is None else LIVE_SECONDS
@@ -455,7 +442,7 @@ class Progress:
                 self._write_over(self._live, status)
 
     def doing(self, text: str) -> None:
-        """Say at once what takes long, to people who watch: a log says what came of it."""
+        """Show a slow activity immediately in a terminal; a log has its result later."""
         if self._live is not None:
             self._write_over(self._live, f"{text} …")
 
@@ -469,23 +456,19 @@ class Progress:
 
 
 def make_progress(enabled: bool, console: Console | None = None) -> Progress:
-    """The way to show progress that suits where the output goes.
-
-    >>> with make_progress(False) as progress:
-    ...     progress.line("unread")
-    """
+    """Create the progress output for the ``progress`` argument of the `Trainer`."""
     if not isinstance(enabled, bool):
         raise TypeError(f"progress is {enabled!r}; pass True to show progress, or False")
     return Progress(console or Console()) if enabled else Progress()
 
 
 class _Retries(logging.Handler):
-    """Says of each attempt that ran out of memory what is tried next."""
+    """Reports each attempt that ran out of memory, with the next size."""
 
     def __init__(self, say: Callable[[str], None]) -> None:
         super().__init__(logging.WARNING)
         self._say = say
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Say it, without the name that log lines begin with."""
+        """Report a record without the prefix of log lines."""
         self._say(record.getMessage().removeprefix("automicro: "))

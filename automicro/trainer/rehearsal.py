@@ -1,6 +1,6 @@
-"""The worst batch first: the costliest batches before the first step, without a trace.
+"""Rehearsal: run the costliest batches before the first step and roll them back.
 
-They are found in a pass over the loader that takes nothing from it.
+They are found in a pass over the loader that leaves its state unchanged.
 """
 
 import contextlib
@@ -56,7 +56,7 @@ CLASSES = 4
 """Of so many doublings of the longest rows the costliest batch comes beside these."""
 SCANNED_BATCHES = 512
 SCANNED_SECONDS = 30.0
-# A batch is tried until its size stays, so that trials of larger ones need not come in the run.
+# A batch is repeated until its size settles, so that larger sizes are tried here, not in the run.
 MOST_TRIES = 8
 SHOWN_ROWS = 8
 
@@ -64,7 +64,7 @@ _Run: TypeAlias = Callable[[Any], StepResult | EvalResult]
 
 
 def read_rehearsal(rehearse: str | None) -> str | None:
-    """The option for rehearsals, read and checked.
+    """Check the ``rehearse`` argument of the `Trainer`.
 
     >>> read_rehearsal("worst"), read_rehearsal(None)
     ('worst', None)
@@ -74,19 +74,18 @@ def read_rehearsal(rehearse: str | None) -> str | None:
 
 @runtime_checkable
 class _KnowsCosts(Protocol):
-    """A batch sampler that knows what its batches cost without a row being loaded."""
+    """A batch sampler that knows the costs of its batches without loading rows."""
 
     def batch_costs(self) -> Sequence[float] | None:
-        """Of each batch of the pass that begins next, in its order, what it costs.
+        """Return the cost of each batch of this rank in the next pass, in order; None if unknown.
 
-        Costs compare batches only: rows × the longest row, say, in elements, tokens or seconds. Of
-        several ranks, those of this one's batches. None where it does not know after all.
+        Costs only compare batches, such as rows × the length of the longest row.
         """
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class _CostlyBatch:
-    """One of the costliest batches of a pass; ``make`` gives it."""
+    """One of the costliest batches of a pass, created by ``make``."""
 
     index: int
     cost: float
@@ -106,7 +105,7 @@ class _Scan:
 
     @property
     def is_complete(self) -> bool:
-        """Whether no batch of the pass can be costlier."""
+        """Whether all batches of the pass were scanned."""
         return self.total is not None and self.seen >= self.total
 
     def __str__(self) -> str:
@@ -123,16 +122,15 @@ def find_costliest(
     most_batches: int | None = None,
     most_seconds: float = SCANNED_SECONDS,
 ) -> _Scan:
-    """The costliest batches of the next pass over a loader. Call it inside `undisturbed`.
-
-    A sampler with ``batch_costs`` is asked. Of a data set with indices the batches are made in
-    this process from what the sampler gives; anything else is passed over. Both are bounded.
+    """Find the costliest batches of the next pass over a loader; call this inside `undisturbed`.
 
     >>> batches = [torch.zeros(2, 3), torch.zeros(2, 9), torch.zeros(2, 5)]
     >>> scan = find_costliest(batches, "train_dataloader")
     >>> [(each.index, each.cost) for each in scan.batches][0], str(scan)
     ((1, 18.0), 'all 3 batches')
     """
+    # A sampler with `batch_costs` gives the costs. Otherwise batches are made in this process, from
+    # the indices of the sampler if possible, up to a limit of batches and time.
     total = num_batches(loader)
     if most_batches is not None:
         total = most_batches if total is None else min(total, most_batches)
@@ -145,7 +143,7 @@ def find_costliest(
         if cost is None:
             batch = make()
             cost, num_rows = float(Contents(batch).num_elements), 1
-            with contextlib.suppress(BatchError):  # a callback may make it one that has rows
+            with contextlib.suppress(BatchError):  # it might have rows only after a callback
                 num_rows = 1 if rows_of is None else rows_of(batch)
             del batch
         row_cost = cost / max(1, num_rows)
@@ -160,11 +158,9 @@ def find_costliest(
 
 
 def _costliest(batches: Sequence[_CostlyBatch]) -> list[_CostlyBatch]:
-    """The costliest first, then that of the longest rows, then those of shorter ones.
-
-    What a batch of long rows needs says little of one with many short ones, so of each doubling of
-    the cost of a row the costliest batch is kept.
-    """
+    """Keep the costliest batches, the one with the longest rows, and some with shorter rows."""
+    # The memory of a batch of long rows says little about one with many short rows, so the
+    # costliest batch is kept for each doubling of the cost per row.
     ranked = sorted(batches, key=lambda each: (-each.cost, each.index))
     of_class: dict[int, _CostlyBatch] = {}
     for each in ranked:
@@ -179,17 +175,17 @@ _Made = tuple[Any, Callable[[], Any], float | None]
 
 
 def _known_order(loader: Any) -> Iterable[Any] | None:
-    """The sampler that gives the indices of each batch; None where there is none."""
+    """Return the sampler that yields the indices of each batch, if any."""
     if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
         return None
     return batch_order(loader)
 
 
 def _pass_of(loader: Any, name: str, total: int | None) -> Iterator[_Made]:
-    """The batches of a pass in this process: made of their indices, or passed over."""
+    """Yield the batches of a pass in this process, from their indices or by iteration."""
     order = _known_order(loader)
     if order is not None:
-        # As a pass begins: workers are seeded before the sampler draws.
+        # As at the start of a pass, where the loader draws a seed before the sampler draws.
         torch.empty((), dtype=torch.int64).random_(generator=loader.generator)
         known = _known_costs(order)
         costs = itertools.repeat(None) if known is None else map(float, list(known)[:total])
@@ -204,7 +200,7 @@ def _pass_of(loader: Any, name: str, total: int | None) -> Iterator[_Made]:
             "the run; pass what begins again with each pass, such as a DataLoader over a data set "
             "with a length, or leave rehearse out"
         )
-    if isinstance(loader, DataLoader):  # without its workers, which would be started for this alone
+    if isinstance(loader, DataLoader):  # without workers, which would be started only for this
         loader = copy.copy(loader)
         forget_workers(loader)
         alone = {"num_workers": 0, "timeout": 0, "prefetch_factor": None}
@@ -222,7 +218,7 @@ def _known_costs(order: Any) -> Sequence[float] | None:
 
 
 def _make(loader: DataLoader[Any], rows: Any) -> Any:
-    """A batch from the indices of its rows, as torch's loader makes it."""
+    """Make a batch from the indices of its rows like torch's loader."""
     with on_host():
         dataset: Any = loader.dataset
         if loader.batch_sampler is None:
@@ -233,7 +229,7 @@ def _make(loader: DataLoader[Any], rows: Any) -> Any:
 
 
 def _begins_again(loader: Any) -> bool:
-    """Whether each pass over a loader begins anew, and not where the last one was left.
+    """Whether each pass over a loader starts from the beginning.
 
     >>> _begins_again([1, 2]), _begins_again(iter([1, 2]))
     (True, False)
@@ -249,10 +245,7 @@ def _begins_again(loader: Any) -> bool:
 
 @contextlib.contextmanager
 def undisturbed(loader: Any, *others: object) -> Iterator[None]:
-    """Put back where random numbers stand, and what a loader's parts hold.
-
-    That are generators of the process and of the loader, its data set and samplers, and the
-    attributes of these; of samplers also what lists, arrays and tables there hold.
+    """Restore random number generators and the attributes of a loader's parts after the block.
 
     >>> import random
     >>> order = torch.utils.data.SequentialSampler(range(3))
@@ -262,6 +255,8 @@ def undisturbed(loader: Any, *others: object) -> Iterator[None]:
     >>> order.mood, hasattr(order, "epoch")
     (['calm'], False)
     """
+    # Covers the generators of the process, the loader, its data set and its samplers, and their
+    # attributes. For samplers, this includes the contents of lists, arrays and dicts.
     state = rng_state()
     dataset = getattr(loader, "dataset", None)
     sampler, batch_sampler, _ = samplers_of(loader)
@@ -290,14 +285,14 @@ def undisturbed(loader: Any, *others: object) -> Iterator[None]:
         restore_rng_state(state)
 
 
-# A data set is not copied, nor is a model that a callback holds.
+# Data sets are not copied, and neither are models that a callback holds.
 _ARRAYS = (Tensor, np.ndarray)
 _DATA = (*_ARRAYS, nn.Module, list, tuple, dict, set, frozenset, deque)
 
 
 @dataclass(frozen=True, kw_only=True)
 class _RehearsedBatch:
-    """A batch that went through before the first step. Of several ranks, this one's."""
+    """A batch of this rank that was run before the first step."""
 
     loader: str
     index: int | None
@@ -328,9 +323,9 @@ class RehearsalReport:
     """The result of a rehearsal.
 
     Attributes:
-        batches: that went through, the costliest of each loader first.
-        looked_at: by loader, among how many batches these were found, in words.
-        unknown: what was left out, or not looked at, and why; empty where nothing was.
+        batches: the rehearsed batches, the costliest of each loader first.
+        looked_at: description of the scanned batches by loader.
+        unknown: descriptions of everything that was not rehearsed or scanned, with the reason.
     """
 
     batches: Sequence[_RehearsedBatch]
@@ -339,11 +334,11 @@ class RehearsalReport:
 
     @property
     def ooms(self) -> int:
-        """Attempts that ran out of memory, and would have done so in the run."""
+        """Number of attempts that ran out of memory, as they would have in the run."""
         return sum(each.ooms for each in self.batches)
 
     def brief(self) -> str:
-        """All of it in one line, for a summary.
+        """Summarize the report in one line.
 
         >>> RehearsalReport(batches=(), looked_at={}, unknown=()).brief()
         'nothing'
@@ -366,7 +361,7 @@ class RehearsalReport:
 
 @dataclass(kw_only=True, eq=False)
 class Rehearsal:
-    """Runs the costliest batches before the first step of a run, and rolls all of it back."""
+    """Runs the costliest batches before the first step of a run and rolls them back."""
 
     loader: Any
     microbatcher: Microbatcher
@@ -383,8 +378,8 @@ class Rehearsal:
     _unknown: list[str] = field(default_factory=list)
 
     def run(self) -> None:
-        """Rehearse, and say what was found. All ranks call it."""
-        # They would get other random weights in a rehearsal than in the run.
+        """Rehearse and report the result; all ranks must call this."""
+        # Lazy modules would get other random weights in a rehearsal than in the run.
         refuse_lazy("rehearse='worst'", self.context.run.modules)
         context = self.context
         self.at = "in the rehearsal before the first step"
@@ -397,7 +392,7 @@ class Rehearsal:
                 if evaluation.happens_at_end:
                     self._evaluate(evaluation)
         finally:
-            reset_peak(context.device)  # that of the run is to come
+            reset_peak(context.device)  # so that the run has its own peak
         self.at = None
         self.report = RehearsalReport(
             batches=tuple(self._batches), looked_at=self._looked_at, unknown=tuple(self._unknown)
@@ -410,7 +405,7 @@ class Rehearsal:
         duration, most_batches = self.context.run.max_duration, None
         if duration.unit is Unit.BATCHES:
             most_batches = duration.value * self.accumulate_batches
-        # From the second one on, the gradients of those before lie beside a batch.
+        # From the second batch on, the gradients of earlier ones take memory next to it.
         copies = min(2, self.accumulate_batches)
 
         def run(batch: Any) -> StepResult:
@@ -434,7 +429,7 @@ class Rehearsal:
 
         with undisturbed(loader):
             scan = self._look(loader, name, 0, evaluation.max_batches)
-            # In the run, the optimizer's state lies on the device by then.
+            # In the run, the optimizer's state is on the device during evaluations.
             self.microbatcher.hold_reservation()
             try:
                 with microbatcher.evaluating():
@@ -454,7 +449,7 @@ class Rehearsal:
             most_seconds=math.inf if self.repeatable else SCANNED_SECONDS,
         )
         self._looked_at[name] = str(scan)
-        # Before any of them can fail.
+        # Printed before any of the batches can fail.
         progress.line(f"rehearsal: the costliest of {scan} of {name}")
         if not scan.is_complete:
             self._unknown.append(
@@ -464,10 +459,10 @@ class Rehearsal:
         return scan
 
     def _twice(self, scan: _Scan, run: _Run, microbatcher: Microbatcher, *, phase: str) -> None:
-        """Find the size of each batch; then run all with what was learned from the others."""
+        """Find the size of each batch, then run all again with the sizes learned from all."""
         with microbatcher.rehearsing():
             first = list(self._each(scan, partial(_settled, run), phase=phase))
-        with microbatcher.rehearsing():  # from here on no larger size is tried, as in the run
+        with microbatcher.rehearsing():  # larger sizes are no longer tried, as in the run
             second = self._each(scan, run, phase=phase)
             for before, after in zip(first, second, strict=True):
                 self._batches.append(replace(after, ooms=before.ooms + after.ooms))
@@ -475,7 +470,7 @@ class Rehearsal:
 
     def _each(self, scan: _Scan, run: _Run, *, phase: str) -> Iterator[_RehearsedBatch]:
         context, chosen = self.context, list[_CostlyBatch | None](scan.batches)
-        if context.has_peers:  # a rank with fewer takes part without rows
+        if context.has_peers:  # a rank with fewer batches takes part without rows
             chosen += [None] * (int(context.ranks.most(float(len(chosen)))) - len(chosen))
         for number, this in enumerate(chosen, start=1):
             context.progress.doing(
@@ -507,7 +502,7 @@ class Rehearsal:
 
 
 def _settled(run: _Run, batch: Any) -> StepResult | EvalResult:
-    """Run a batch until nothing larger is tried any more; the last result, with all failures."""
+    """Run a batch until its size settles; return the last result with all failed sizes."""
     failed, sizes = list[int](), set[int]()
     for _ in range(MOST_TRIES):
         result = run(batch)
@@ -520,7 +515,7 @@ def _settled(run: _Run, batch: Any) -> StepResult | EvalResult:
 
 
 def _name(loader: str, index: int | None, rows: tuple[Any, ...]) -> str:
-    """A batch, with its rows.
+    """Describe a batch with its rows.
 
     >>> _name("train_dataloader", 7, (3, 1))
     'batch 8 of train_dataloader (rows 3, 1 of the data set)'

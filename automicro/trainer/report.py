@@ -14,42 +14,43 @@ TIME_IS_OVER = "max_time is over"
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class FitSummary:
-    """The summary of `Trainer.fit`. ``str()`` of it is a small table.
+    """The summary of `Trainer.fit`; its ``str()`` is a small table.
 
     Attributes:
-        seconds: time spent, with evaluations and with waiting for data.
-        samples_per_second: rows trained on per second, evaluations left out.
-        tokens_per_second: the same of tokens; None where they cannot be counted.
-        peak_memory_bytes: the most that live tensors held on the device (of several, on that of
-            rank 0), since `fit` was called; None on a CPU without a memory limit, where it
-            is not counted.
-        epochs: complete epochs.
-        steps: optimizer steps, one per optimization batch that was not skipped.
-        skipped_steps: batches whose loss or gradients were not finite and were left out.
-        samples: rows trained on.
-        tokens: of these rows; None where they cannot be counted.
-        data_seconds: of these rows, such as those of speech; None if they are not counted.
-        global_batch: rows of an optimization batch as measured: per device, devices, accumulation;
-            the largest, and the average.
+        seconds: time in seconds, including evaluations and the wait for data.
+        samples_per_second: rows trained per second, without evaluations.
+        tokens_per_second: tokens trained per second; None if they cannot be counted.
+        peak_memory_bytes: peak memory of live tensors since the call of `fit`, on the device of
+            rank 0; None on a CPU without a memory limit.
+        epochs: number of complete epochs.
+        steps: number of optimizer steps, one per optimization batch that was not skipped.
+        skipped_steps: number of batches skipped because their loss or gradients were not finite.
+        samples: number of rows trained.
+        tokens: number of tokens in these rows; None if they cannot be counted.
+        data_seconds: seconds of data in these rows, such as speech; None if not counted.
+        global_batch: measured rows of an optimization batch (per device, devices, accumulation),
+            the largest and the average.
         train_ooms: attempts in training that ran out of memory and were rolled back.
-        eval_ooms: the same in evaluation.
-        nested_ooms: how often memory ran out inside of parts with sizes of their own, which then
-            had smaller slices, in both; no attempt was lost for it, or one that counts as none.
-        microbatch_size: settled on: that of the last of the largest batches, and not of one that
-            was cut smaller to measure.
-        microbatch_unit: what it is counted in.
-        level: how microbatches of that batch were computed, see `StepResult`.
-        nested_sizes: of parts with a size of their own, see `StepResult`.
-        num_microbatches: how many of them made up that batch.
-        batch_size: rows of that batch, of several devices on that of rank 0.
-        eval_microbatch_size: settled on, in the same; None without an evaluation.
-        train_loss: of the last batch.
-        stop_reason: why training ended before ``max_duration``; None where it did not.
-        loss_average_is: how sure it is what the loss averages over; see `StepResult`.
-        rehearsed: which batches went through before the first step, in words; None without
-            ``rehearse``, or where the run went on from a checkpoint.
-        train_metrics: by name, over the last complete epoch, or over what was trained of the first.
-        eval_metrics: by name, with ``"loss"``, of the last evaluation; empty without one.
+        eval_ooms: attempts in evaluation that ran out of memory and were rolled back.
+        nested_ooms: times that memory ran out inside parts with nested sizes, in training and
+            evaluation, which the parts handled with smaller slices.
+        microbatch_size: final microbatch size, from the last of the largest batches; batches in
+            smaller microbatches for measuring do not count.
+        microbatch_unit: unit of the microbatch size.
+        level: level at which microbatches of that batch were computed, see `StepResult`.
+        nested_sizes: sizes of parts with nested sizes, see `StepResult`.
+        num_microbatches: number of microbatches in that batch.
+        batch_size: rows of that batch on the device of rank 0.
+        eval_microbatch_size: final microbatch size in evaluation; None without an evaluation.
+        train_loss: loss of the last batch.
+        stop_reason: reason for the end of training before ``max_duration``, or None.
+        loss_average_is: how the average of the loss is known, see `StepResult`.
+        rehearsed: description of the rehearsed batches; None without ``rehearse`` or after a
+            resume.
+        train_metrics: metric values by name over the last complete epoch, or over the trained part
+            of the first.
+        eval_metrics: metric values by name of the last evaluation, with ``"loss"``; empty without
+            an evaluation.
     """
 
     seconds: float
@@ -92,12 +93,12 @@ class FitSummary:
 
     @property
     def ooms(self) -> int:
-        """Attempts that ran out of memory and were rolled back, in training and evaluation."""
+        """Number of attempts in training and evaluation that ran out of memory."""
         return self.train_ooms + self.eval_ooms
 
     @property
     def cut(self) -> Sizes:
-        """How the batches were cut in the end."""
+        """Final sizes into which batches were split."""
         return Sizes(
             num_rows=self.batch_size,
             microbatch_size=self.microbatch_size,
@@ -113,7 +114,7 @@ class FitSummary:
         return "\n".join(f"{name:<{width}}{value}" for name, value in rows.items())
 
     def _rows(self) -> dict[str, str]:
-        """The reported values, by name, without those that are missing."""
+        """Collect the reported values by name, without missing ones."""
         peak, is_alone = self.peak_memory_bytes, self.global_batch.num_devices == 1
         memory = "not measured" if peak is None else format_bytes(peak)
         epoch = f"{'last' if self.epochs else 'part of an'} epoch"
@@ -166,7 +167,7 @@ def _count(number: float | None) -> str:
 
 
 def summarize(state: LoopState, *, num_devices: int, **more: Any) -> FitSummary:
-    """Gather what the loop wrote down, and what else is told of a run, by its name."""
+    """Build the summary from the state of the loop and additional fields."""
     cut = state.train.cut
     assert cut is not None
     assert state.loss is not None

@@ -1,4 +1,4 @@
-"""Checks that ranks have the same arguments, and their agreement between steps."""
+"""Checks that ranks have the same arguments, and agreement among ranks between steps."""
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -29,7 +29,7 @@ Outline: TypeAlias = Mapping[str, str]
 
 
 def outline_options(given: Mapping[str, Any]) -> dict[str, str]:
-    """Arguments of a `Trainer` that must be the same on all ranks.
+    """Describe the arguments of a `Trainer` that must be equal on all ranks.
 
     >>> outline_options({"max_duration": "2ep", "optimizer": nn.Linear, "device": "cpu"})
     {'max_duration': "'2ep'", 'optimizer': 'Linear'}
@@ -42,7 +42,7 @@ def outline_options(given: Mapping[str, Any]) -> dict[str, str]:
 
 
 def outline_given(optimizer: torch.optim.Optimizer | None, scheduler: object) -> dict[str, str]:
-    """Options of an unstepped optimizer and scheduler that must be the same on all ranks.
+    """Describe the options of an unstepped optimizer and scheduler.
 
     >>> sgd = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.5)
     >>> outline_given(sgd, None)["lr"]
@@ -55,7 +55,7 @@ def outline_given(optimizer: torch.optim.Optimizer | None, scheduler: object) ->
 
 
 def outline_evaluations(name: str, given: Any) -> dict[str, str]:
-    """Each data set that is evaluated on, and how.
+    """Describe each evaluation and its data set.
 
     >>> outline_evaluations("eval_dataloader", {"seen": [1, 2]})
     {'eval_dataloader': "named 'seen'", "eval_dataloader['seen']": 'loader=list'}
@@ -76,13 +76,14 @@ def _evaluation(given: Any) -> str:
 
 
 def _metrics(given: Any) -> str:
-    # A collection of torchmetrics may be a mapping, or may not.
+    # A MetricCollection is not always a Mapping, so check for `items`.
     named = getattr(given, "items", None)
     return as_text(dict(named()) if callable(named) else given)
 
 
 def _seed(name: str, given: int | None) -> dict[str, str]:
-    """Each rank may have its own; but with one, sizes are found in another way than without."""
+    """Describe whether there is a seed."""
+    # Its value can differ between ranks, but with a seed, sizes are found differently.
     return {name: "None" if given is None else "a number"}
 
 
@@ -108,13 +109,13 @@ def _form(tensor: Any) -> str:
 
 
 def _callbacks(name: str, given: Iterable[Callback]) -> dict[str, str]:
-    """Those that change what is trained or evaluated; others may listen on one rank alone."""
+    """Describe the callbacks that change training; others can be on a single rank."""
     changing = [type(each).__qualname__ for each in given if _changes_training(each)]
     return {f"{name} that change batches, gradients or weights": ", ".join(changing) or "none"}
 
 
 def _features(name: str, given: Iterable[Feature]) -> dict[str, str]:
-    """Those that words of a config stand for; one of the user's may observe on one rank alone."""
+    """Describe the features that a config can name; others can be on a single rank."""
     compared = {word.feature for word in WORDS.values()}
     kinds = [(type(each).__name__, vars(each)) for each in given]
     return {name: as_text({kind: held for kind, held in kinds if kind in compared})}
@@ -142,7 +143,7 @@ _SPECIAL: Mapping[str, Callable[[str, Any], dict[str, str]]] = {
 
 
 def any_rank(ranks: Ranks, *answers: bool) -> list[bool]:
-    """Whether any rank says yes, for each of some questions. All ranks call it.
+    """Combine boolean answers over ranks with a logical or; all ranks must call this.
 
     >>> from automicro.ranks.interface import OneRank
     >>> any_rank(OneRank(), True, False)
@@ -153,14 +154,8 @@ def any_rank(ranks: Ranks, *answers: bool) -> list[bool]:
 
 @contextlib.contextmanager
 def announcing_once(ranks: Ranks) -> Iterator[None]:
-    """Tell the other ranks of an error of this one, unless they know of it.
-
-    An end in order, which all ranks have agreed on, is none.
-
-    >>> from automicro.ranks.interface import OneRank
-    >>> with announcing_once(OneRank()):
-    ...     pass
-    """
+    """Notify the other ranks of an error in the block unless they know of it."""
+    # An orderly stop, which all ranks have agreed on, is not an error.
     try:
         yield
     except BaseException as error:
@@ -171,12 +166,7 @@ def announcing_once(ranks: Ranks) -> Iterator[None]:
 
 
 def of_all_ranks(ranks: Ranks, value: Any, point: str) -> list[Any]:
-    """The values of all ranks, in order, on all of them. All ranks call it.
-
-    >>> from automicro.ranks.interface import OneRank
-    >>> of_all_ranks(OneRank(), "mine", "example")
-    ['mine']
-    """
+    """Gather the values of all ranks in rank order; all ranks must call this."""
     if ranks.world_size == 1:
         return [value]
     ranks.ready(point)
@@ -196,10 +186,7 @@ _GIVE_THE_SAME = (
 
 
 def require_same(outline: Callable[[], Outline], *, what: str = "options") -> None:
-    """Compare what ranks were given. All ranks call it; for one process it is free.
-
-    >>> require_same(lambda: {"max_duration": "'2ep'"})
-    """
+    """Raise an error if ranks were given different options; all ranks must call this."""
     if num_ranks() == 1:
         return
     from automicro.ranks.coordinated import wait_for_all
@@ -235,7 +222,7 @@ def _describe_differences(outlines: Sequence[Outline], *, what: str) -> str:
 
 
 def _by_rank(values: Sequence[str]) -> str:
-    """Values with the ranks that have them.
+    """List values with the ranks that have them.
 
     >>> _by_rank(["a", "b", "a"])
     'a on ranks 0, 2; b on rank 1'
@@ -250,23 +237,16 @@ def _by_rank(values: Sequence[str]) -> str:
 
 
 def require_same_order(ranks: Ranks, checksum: int | None, name: str) -> None:
-    """Compare the order of rows that ranks share. All ranks call it, once in a pass.
-
-    >>> from automicro.ranks.interface import OneRank
-    >>> require_same_order(OneRank(), 3, "train_dataloader")
-    """
+    """Compare the shared order of rows between ranks; all ranks must call this once per pass."""
     compare_orders(of_all_ranks(ranks, checksum, f"comparing the order of {name}"), name)
 
 
 def compare_orders(checksums: Sequence[int | None], name: str) -> None:
-    """Refuse orders of rows that differ.
-
-    >>> compare_orders([7, None, 7], "train_dataloader")
-    """
+    """Raise an error if orders of rows differ."""
     known = [each for each in checksums if each is not None]
     if len(set(known)) < 2:
         return
-    # Which letter stands for which order does not matter.
+    # Orders are numbered, because their checksums mean nothing to a user.
     letters = {each: f"order {number + 1}" for number, each in enumerate(dict.fromkeys(known))}
     found = _by_rank(["none" if each is None else letters[each] for each in checksums])
     raise DesyncError(

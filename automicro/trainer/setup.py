@@ -1,4 +1,4 @@
-"""Putting together what trains: the model on its device, the step, the data, the loop."""
+"""Assembly of the parts of training: the model on its device, the step, the data, the loop."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
@@ -56,19 +56,7 @@ from automicro.units import Duration, Unit
 
 
 class PlacedModel:
-    """Where a model is, who else has it, and what of the data is for this rank.
-
-    Raises:
-        ValueError: what cannot be trained like this, each with its remedy.
-
-    Attributes:
-        place: of this process among the ranks.
-        device: of this process.
-        model: bare; its parameters have the names that they had before.
-        called: what a step calls: the model, or the wrapper around it.
-        modules: the bare model, then further ones.
-        is_shared: whether other ranks train the same model.
-    """
+    """A model on its device and among its ranks."""
 
     def __init__(self, options: Mapping[str, Any]) -> None:
         self._options = options
@@ -90,13 +78,13 @@ class PlacedModel:
         elif is_wrapped and device == "auto":
             device = resolve_device(None, model)
         self.device = choose_device(device)
-        self.called: nn.Module = model
+        self.called: nn.Module = model  # with its wrapper, as steps call it
         self.model: nn.Module = unwrapped(model)
         self.modules = [self.model, *everything[1:]]
 
     @property
     def name(self) -> str | None:
-        """In how many processes, in a few words; None for one that is alone."""
+        """Description of the parallel mode and the ranks; None for a single process."""
         if not self.is_shared:
             return None
         size = self.place.world_size
@@ -104,24 +92,19 @@ class PlacedModel:
         return f"{self._parallel or 'wrapped by the caller'}, {ranks}"
 
     def put_in_place(self) -> None:
-        """Move the model, let the processes meet, and wrap it. All ranks call it.
-
-        Raises:
-            ValueError: the processes cannot meet.
-            DesyncError: ranks were given different things.
-        """
-        resolve_device(None, self.model)  # refuses a model without data, which cannot be moved
-        for module in self.modules:  # before an optimizer is built of it
+        """Move the model, create the process group, and wrap it; all ranks must call this."""
+        resolve_device(None, self.model)  # raises an error for a model on the meta device
+        for module in self.modules:  # before an optimizer is built from the parameters
             module.to(self.device)
         if self._parallel is not None:
             meet(self.device, self.place)
-        # Before anything else that ranks do together, and where those would wait that differ.
+        # Before any other collective, in which ranks with different arguments would hang.
         require_same(partial(outline_options, self._options))
         if self._parallel is not None:
             self.called = wrap(self._parallel, self.modules, self.device, self.place)
 
     def sharing(self) -> Callable[..., Any]:
-        """The function that gives this rank its part of a loader. All ranks call it."""
+        """Return the function that shares a loader among ranks; all ranks must call this."""
         if not self.is_shared:
             return lambda loader, name, is_evaluated=False: loader
         seed = self._options["seed"]
@@ -135,13 +118,13 @@ class PlacedModel:
         ).share
 
     def seed_apart(self) -> None:
-        """Let ranks draw random numbers of their own, now that all have the same weights."""
+        """Seed ranks differently, once all of them have the same weights."""
         seed = self._options["seed"]
         if self.is_shared and seed is not None and not self.place.is_first:
             seed_everything((seed + self.place.rank) % 2**32)
 
 
-# The others of a step's options are words for features.
+# All other options of a step stand for features.
 _OF_STEPS = (
     "loss_fn",
     "forward",
@@ -154,16 +137,12 @@ _OF_STEPS = (
 )
 
 
-# Whether sizes are remembered is an option of each microbatcher by then.
+# RememberSizes is not passed on, because each microbatcher gets it as an option.
 _OF_THE_LOOP = ("CountData", "NonFinite", "RememberSizes")
 
 
 class MicrobatcherFactory:
-    """Makes microbatchers of one model, compiled where that is asked for.
-
-    Raises:
-        TypeError, ValueError: options that make no sense, each with its remedy.
-    """
+    """Creates microbatchers of one model, which it compiles if requested."""
 
     def __init__(self, placed: PlacedModel, options: Mapping[str, Any]) -> None:
         self._features = [f for f in options["features"] if type(f).__name__ not in _OF_THE_LOOP]
@@ -191,11 +170,11 @@ class MicrobatcherFactory:
         }
 
     def make_for_callback(self, **options: Any) -> Microbatcher:
-        """A microbatcher for passes of a callback's own: unscaled, its sizes not remembered."""
+        """Create a microbatcher for a callback, without loss scaling or remembered sizes."""
         return self.make(**{"backward": Tensor.backward, "remember_sizes": None, **options})
 
     def make(self, *, features: Sequence[Feature] = (), **options: Any) -> Microbatcher:
-        """A microbatcher of the model, with the features of the run and further ones."""
+        """Create a microbatcher with the features of the run and additional ones."""
         given = {**self._options, **options, "features": [*self._features, *features]}
         microbatcher = Microbatcher(self._model, **with_features(given))
         if self._is_scaled and self.scaler is None:
@@ -208,7 +187,7 @@ class MicrobatcherFactory:
 
 
 def _expected(loader: object, num_devices: int, accumulate_batches: int) -> GlobalBatch | None:
-    """The average optimization batch, where batches differ and lengths are known."""
+    """Return the average optimization batch if batches differ and lengths are known."""
     average = average_batch(loader)
     if average is None or not isinstance(shared_sampler(loader), LengthBatchSampler):
         return None
@@ -232,11 +211,8 @@ def assemble_fit(
     evaluations: Sequence[Evaluation],
     metrics: MetricSet,
 ) -> Fit | None:
-    """Put together what trains. All options are looked at, whether there are data or not.
-
-    Raises:
-        TypeError, ValueError: options that make no sense, or data and no optimizer.
-    """
+    """Assemble the training loop; None without training data."""
+    # All options are checked, even without training data.
     run, ranks, every = context.run, context.ranks, options["eval_interval"]
     optimizer, scaler = run.optimizer, factory.scaler
     size = read_accumulation(options["accumulate_batches"])

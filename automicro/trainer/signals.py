@@ -1,4 +1,4 @@
-"""Ending a run in order when it is asked to: Ctrl-C and SIGTERM."""
+"""An orderly end of a run after Ctrl-C or SIGTERM."""
 
 import contextlib
 import contextvars
@@ -27,22 +27,18 @@ _AGAIN = {
 
 
 class Interruption:
-    """Whether a run was asked to end, and by what.
-
-    >>> Interruption().name is None
-    True
-    """
+    """The signal that asked a run to end, if any."""
 
     def __init__(self) -> None:
         self._first: signal.Signals | None = None
 
     @property
     def name(self) -> str | None:
-        """``"Ctrl-C"`` or ``"SIGTERM"``, whichever came first; None while neither did."""
+        """Name of the first signal, ``"Ctrl-C"`` or ``"SIGTERM"``; None before any."""
         return None if self._first is None else _NAMES[self._first]
 
     def take_note(self, number: int) -> None:
-        """Remember a signal; the first one counts.
+        """Record a signal; only the first one counts.
 
         >>> interruption = Interruption()
         >>> interruption.take_note(signal.SIGTERM)
@@ -54,7 +50,7 @@ class Interruption:
             self._first = signal.Signals(number)
 
     def take_note_of_peers(self, ranks: Ranks) -> None:
-        """Take what another rank was asked for as one's own. All ranks call it."""
+        """Record the signals of other ranks; all ranks must call this."""
         asked = ranks.add_up([float(self._first is number) for number in _NAMES])
         for number, count in zip(_NAMES, asked, strict=True):
             if count > 0:
@@ -67,7 +63,7 @@ class Interruption:
         checkpoint: Path | str | None = None,
         say: Callable[[str], None] = lambda line: None,
     ) -> None:
-        """End the program as the signal would have, now that all is in order."""
+        """End the program as the signal would have, after the orderly end of the run."""
         if self._first is None:
             return
         saved = None if checkpoint is None else str(checkpoint)
@@ -84,7 +80,7 @@ class Interruption:
 
 @contextlib.contextmanager
 def end_told_here() -> Iterator[None]:
-    """Take it on oneself to tell how a run was stopped: its note says it, and progress does not.
+    """Report the interruption in the block's caller, so that progress output does not.
 
     >>> with end_told_here():
     ...     is_end_told()
@@ -98,21 +94,14 @@ def end_told_here() -> Iterator[None]:
 
 
 def is_end_told() -> bool:
-    """Tell whether a caller tells how a run was stopped.
-
-    >>> is_end_told()
-    False
-    """
+    """Whether a caller reports how a run was stopped."""
     return _is_end_told.get()
 
 
 def say_on_stderr(line: str) -> None:
-    """Write a line to stderr, from a signal handler, whatever was being written there.
-
-    >>> say_on_stderr("")
-    """
-    # A handler may run in the middle of a write, and a buffered stream refuses to be entered
-    # twice. Where stderr is not the process's (a notebook), its replacement has to do.
+    """Write a line to stderr from a signal handler, even during another write."""
+    # A handler can run in the middle of a write, and a buffered stream is not reentrant. If stderr
+    # was replaced, as in a notebook, the replacement is used.
     with contextlib.suppress(OSError, RuntimeError, ValueError):
         if sys.stderr is sys.__stderr__ and sys.stderr is not None:
             os.write(sys.stderr.fileno(), f"{line}\n".encode())
@@ -124,19 +113,16 @@ def say_on_stderr(line: str) -> None:
 def catching_signals(
     *, saves: bool = False, has_peers: bool = False, say: Callable[[str], None] = say_on_stderr
 ) -> Iterator[Interruption]:
-    """Take note of the first Ctrl-C and the first SIGTERM, and let the second stop the run.
+    """Record the first Ctrl-C or SIGTERM, and stop the run at the second one.
 
-    What was installed before is put back afterwards. A handler of the caller's own is called as
-    well, after taking note; a signal that is ignored, or handled outside of Python, is left
-    alone. Only the main thread can have handlers: in another one nothing is caught. Worker
-    processes that are forked meanwhile do not end with Ctrl-C, so that the batch can be finished.
-
-    Example:
-        >>> with catching_signals(say=lambda line: None) as interruption:
-        ...     signal.raise_signal(signal.SIGTERM)
-        >>> interruption.name
-        'SIGTERM'
+    >>> with catching_signals(say=lambda line: None) as interruption:
+    ...     signal.raise_signal(signal.SIGTERM)
+    >>> interruption.name
+    'SIGTERM'
     """
+    # The caller's own handlers are called, too, and restored afterwards. Signals that are ignored
+    # or handled outside of Python are left alone. Only the main thread can have handlers. Worker
+    # processes that are forked in the block ignore Ctrl-C, so that the batch can be finished.
     interruption = Interruption()
     if threading.current_thread() is not threading.main_thread():
         yield interruption
@@ -191,13 +177,14 @@ def _stop(number: int) -> NoReturn:
 
 
 def _behave_as_a_worker(number: int) -> None:
-    """In a process that was forked: a terminal sends Ctrl-C to all, and its parent will end it."""
+    """Handle a signal in a forked process."""
+    # A terminal sends Ctrl-C to all processes, but the parent ends its workers itself.
     if number == signal.SIGTERM:
         signal.signal(number, signal.SIG_DFL)
         signal.raise_signal(number)
 
 
 def _put_back(number: signal.Signals, handler: object, before: Any) -> None:
-    # One installed by other code meanwhile stays.
+    # A handler that other code has installed in the block stays.
     if signal.getsignal(number) is handler:
         signal.signal(number, before)

@@ -1,4 +1,4 @@
-"""One optimization batch: its gradient, and one step of the optimizer."""
+"""One optimization batch: its gradient and one optimizer step."""
 
 import math
 import time
@@ -19,11 +19,11 @@ from automicro.trainer.metrics import MetricSet
 from automicro.trainer.optimizer import Update
 from automicro.trainer.progress import place_of, size_lines
 
-MOST_IN_A_ROW = 50  # a model whose weights are NaN never recovers
+MOST_IN_A_ROW = 50  # skipped batches: a model with NaN in its weights never recovers
 
 
 class FinitenessGuard:
-    """Stops at a batch that is not finite, skips it, or lets it pass."""
+    """Stops at a batch that is not finite, skips it, or ignores it."""
 
     def __init__(self, mode: str) -> None:
         self._mode = mode
@@ -31,19 +31,18 @@ class FinitenessGuard:
 
     @property
     def decides(self) -> bool:
-        """Whether anything depends on the loss of a batch being finite."""
+        """Whether the loss of a batch must be finite."""
         return self._mode != "ignore"
 
     @property
     def accept(self) -> Callable[[Tensor], bool] | None:
-        """Whether a batch with this loss may leave a trace: in BatchNorm's statistics, say.
-
-        None where every batch may. Reading the loss waits for the device.
-        """
+        """Predicate of the losses whose batches are committed; None to commit every batch."""
+        # A batch that is rolled back leaves no trace, for example in BatchNorm's statistics. The
+        # predicate reads the loss, which waits for the device.
         return _is_finite if self.decides else None
 
     def object_to(self, loss: float, norm: float | None, state: LoopState) -> str | None:
-        """None where the optimizer may step, else what is not finite, in words."""
+        """Describe the value that is not finite; None if the optimizer can step."""
         what = None
         if not math.isfinite(loss):
             what = f"the loss is {loss}"
@@ -61,11 +60,11 @@ class FinitenessGuard:
         )
 
     def take_note_of_step(self) -> None:
-        """The optimizer has stepped: the model is not lost."""
+        """Reset the count of skipped batches after an optimizer step."""
         self._in_a_row = 0
 
     def skip(self, what: str, state: LoopState) -> str:
-        """Leave a batch out, in words; too many in a row are an error."""
+        """Describe a skipped batch; raise an error after too many in a row."""
         self._in_a_row += 1
         if self._in_a_row <= MOST_IN_A_ROW:
             return f"{what} in {place_of(state)}"
@@ -82,7 +81,7 @@ def _is_finite(loss: Tensor) -> bool:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class TrainingStep:
-    """One optimization batch: its gradient, the optimizer's step, and what is counted."""
+    """Trains on one optimization batch: its gradient, the optimizer step, and all counts."""
 
     microbatcher: Microbatcher
     update: Update
@@ -91,15 +90,12 @@ class TrainingStep:
     tokens: Counter
     seconds: Counter
     context: RunContext
-    _told: set[str] = field(default_factory=lambda: {PLAIN})  # levels
+    _told: set[str] = field(default_factory=lambda: {PLAIN})  # levels that were reported
 
     def run(
         self, batches: Sequence[Any], *, known_seconds: float | None = None
     ) -> TrainedBatch | None:
-        """Train on an optimization batch, and write down what came of it.
-
-        Returns None where no rank has rows, and nothing was done.
-        """
+        """Train on an optimization batch and record the result; None if no rank has rows."""
         start = time.perf_counter()
         update, context = self.update, self.context
         state, ranks, progress = context.state, context.ranks, context.progress
@@ -136,18 +132,17 @@ class TrainingStep:
         length: float | None = None
         objection: str | None = None
         reads_first = self.guard.decides or update.is_scaled
-        if reads_first:  # where the guard decides, the loss is on the host already
+        if reads_first:  # the guard has already read the loss, so this waits for nothing new
             state.loss, length, losses = self._read(result, norm)
-            # A scale that was too large makes gradients overflow now and then, which the scaler
-            # itself answers.
+            # With a scaled loss, gradients overflow occasionally, and the scaler skips the step.
             objection = self.guard.object_to(
                 state.loss, None if update.is_scaled else length, state
             )
         if objection is None and not update.step():
-            # The scale is lowered then, so it is no error unless it goes on for long.
+            # The scaler lowers the scale, so this is an error only after many batches in a row.
             what = "gradients overflowed, so the scale of the loss was lowered"
             objection = self.guard.skip(what, state)
-        if not reads_first:  # late: the device has the optimizer's step to do meanwhile
+        if not reads_first:  # read late, while the device computes the optimizer step
             state.loss, length, losses = self._read(result, norm)
         if objection is None:
             self.guard.take_note_of_step()
@@ -160,14 +155,14 @@ class TrainingStep:
         state.count_rows(result.num_global_samples, loaded=len(batches))
         state.tokens = tokens if state.batch == 1 else _add(state.tokens, tokens)
         state.data_seconds = seconds if state.batch == 1 else _add(state.data_seconds, seconds)
-        # After the batch is counted: a scheduler that fails does so after the optimizer's step.
+        # After the batch is counted, because the optimizer has stepped even if the scheduler fails.
         if objection is None:
             update.end("batch")
         state.train.seconds += time.perf_counter() - start
         return TrainedBatch(result=result, losses=losses, grad_norm=length, learning_rates=rates)
 
     def warn_of_unsaved_state(self, batch: Any) -> None:
-        """Name what forwards change and no checkpoint holds. What that takes leaves no trace."""
+        """Warn of state that forwards change and no checkpoint holds, with forwards rolled back."""
         names = self.microbatcher.unsaved_state(batch)
         if names:
             shown = ", ".join(names[:5]) + (", …" if len(names) > 5 else "")
@@ -180,13 +175,13 @@ class TrainingStep:
 
     @property
     def loss_average_is(self) -> str:
-        """How sure it is what the loss averages over; see `StepResult`."""
+        """How the average of the loss is known, see `StepResult`."""
         return self.microbatcher.loss_average_is
 
     def _read(
         self, result: StepResult, norm: Tensor | None
     ) -> tuple[float, float | None, dict[str, float]]:
-        """Loss, norm and the parts of the loss."""
+        """Read the loss, the norm and the parts of the loss from the device."""
         numbers = [result.loss, *result.losses.values()]
         numbers += [] if norm is None else [norm]
         read = self.update.read(numbers)
@@ -195,7 +190,7 @@ class TrainingStep:
 
 
 def _known(amount: float | None) -> tuple[float, float]:
-    """An amount, and how many ranks do not know theirs."""
+    """Convert an amount to a pair to sum over ranks: the amount, and 1 if it is unknown."""
     return float(amount or 0), float(amount is None)
 
 

@@ -1,4 +1,4 @@
-"""The surroundings of a run: determinism, the memory limit, notes on errors."""
+"""The surroundings of a run: determinism, the memory limit, and notes on errors."""
 
 import contextlib
 import os
@@ -27,15 +27,9 @@ CUBLAS_VALUES = (":4096:8", ":16:8")
 
 
 def prepare_cublas(device: torch.device | str) -> None:
-    """Tell cuBLAS to be deterministic, which it asks for when it is first used.
-
-    Sets the environment variable ``CUBLAS_WORKSPACE_CONFIG`` and leaves it set: cuBLAS and torch
-    read it once in the life of a process. Call it before anything computes on the device, best
-    before anything lies there. Nothing happens where the device has no cuBLAS.
-
-    Example:
-        >>> prepare_cublas("cpu")
-    """
+    """Set the environment variable that makes cuBLAS deterministic."""
+    # cuBLAS and torch read it once per process, so it stays set, and this must come before anything
+    # is computed on the device.
     name = str(device).partition(":")[0]
     is_cuda = torch.cuda.is_available() if name == "auto" else name == "cuda"
     if not is_cuda or torch.version.cuda is None:
@@ -61,18 +55,9 @@ def prepare_cublas(device: torch.device | str) -> None:
 
 @contextlib.contextmanager
 def deterministic_algorithms(device: torch.device) -> Iterator[None]:
-    """Use deterministic algorithms only; all settings are put back afterwards.
-
-    The same run on the same machine then gives the same bits. It does not seed: ``seed=`` does.
-    Whether ``torch.empty`` fills its memory stays as it is (torch does it in this mode unless
-    ``torch.utils.deterministic.fill_uninitialized_memory`` says otherwise): without, a model that
-    reads what it never wrote would differ from run to run, unnoticed.
-
-    Example:
-        >>> with deterministic_algorithms(torch.device("cpu")):
-        ...     torch.are_deterministic_algorithms_enabled()
-        True
-    """
+    """Use only deterministic algorithms in the block, and restore all settings afterwards."""
+    # `fill_uninitialized_memory` is left as it is, which is True by default: without it, a model
+    # that reads memory it never wrote would differ from run to run, unnoticed.
     prepare_cublas(device)
     cudnn = torch.backends.cudnn
     enabled = torch.are_deterministic_algorithms_enabled()
@@ -92,10 +77,7 @@ def deterministic_algorithms(device: torch.device) -> Iterator[None]:
 
 
 def refuse_lazy(option: str, modules: Iterable[nn.Module]) -> None:
-    """Refuse modules that have no shape yet, for an option that needs it before the first batch.
-
-    >>> refuse_lazy("parallel='ddp'", [nn.Linear(2, 2)])
-    """
+    """Raise an error for lazy modules if an option needs their shapes before the first batch."""
     for module in modules:
         for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
             if is_uninitialized(tensor):
@@ -108,35 +90,25 @@ def refuse_lazy(option: str, modules: Iterable[nn.Module]) -> None:
 
 @dataclass(kw_only=True, eq=False)
 class RunSurroundings:
-    """Runs under one memory limit, with everything resident counted, and progress shown.
-
-    Attributes:
-        shows_progress: whether to show how it goes.
-        place: of this process: the first shows it for all.
-        memory_limit: of the device; None for none.
-        device: where it runs.
-        residents: what lies there all the time.
-        deterministic: whether to refuse algorithms that are not.
-        console: where progress is shown; None for the usual one.
-    """
+    """Runs code under one memory limit, with all resident tensors counted, and with progress."""
 
     shows_progress: bool
-    place: Process
+    place: Process  # the first process shows progress for all
     memory_limit: str | int | float | None
     device: torch.device
-    residents: Sequence[nn.Module | torch.optim.Optimizer]
+    residents: Sequence[nn.Module | torch.optim.Optimizer]  # on the device all the time
     deterministic: bool
     console: Console | None = None
     _is_open: bool = False
 
     def __post_init__(self) -> None:
-        make_progress(self.shows_progress)  # refuses what is not True or False
+        make_progress(self.shows_progress)  # raises an error if it is not a bool
         if self.memory_limit is not None:
-            limit_memory(self.memory_limit, self.device)  # refuses what cannot be a limit
+            limit_memory(self.memory_limit, self.device)  # raises an error if it is invalid
 
     @contextlib.contextmanager
     def open(self, context: RunContext) -> Iterator[None]:
-        """Run inside; the context's progress is shown. Inside of itself it changes nothing."""
+        """Run the block in these surroundings and show the context's progress; reentrant."""
         if self._is_open:
             yield
             return
@@ -158,7 +130,7 @@ class RunSurroundings:
 
 @contextlib.contextmanager
 def noting(describe: Callable[[], str]) -> Iterator[None]:
-    """Add to every exception where it was raised.
+    """Add a note with the place to every exception in the block.
 
     >>> try:
     ...     with noting(lambda: "in epoch 2"):

@@ -1,4 +1,4 @@
-"""Training and evaluating with whole batches, on a device too small for them."""
+"""Training and evaluation with whole batches on a device that is too small for them."""
 
 import os
 from collections.abc import Callable, Iterable, Mapping
@@ -52,10 +52,11 @@ from automicro.units import Duration, parse_time, read_duration
 
 
 class Trainer:
-    """Trains a model on full optimization batches, whatever the memory.
+    """Trains a model on full optimization batches, whatever the memory of the device.
 
-    For each batch: forward and backward by a `Microbatcher`, clip, optimizer step, clear the
-    gradients, scheduler step. Batches, steps and schedule are the same on any device.
+    For each batch, it runs forward and backward with a `Microbatcher`, clips, steps the optimizer,
+    clears the gradients and steps the scheduler. Batches, steps and schedule are the same on any
+    device.
 
     Example:
         >>> import torch
@@ -74,94 +75,95 @@ class Trainer:
         >>> summary.steps, summary.microbatch_size, summary.train_ooms
         (6, 32, 0)
 
-    Submodules that are in evaluation mode when `fit` begins (frozen BatchNorm, say) stay in it.
-    Only a model that is in evaluation mode itself is put into training mode, as a whole.
+    Submodules that are in evaluation mode when `fit` begins, such as a frozen BatchNorm, stay in
+    it. Only if the model itself is in evaluation mode is all of it put into training mode.
 
     Args:
-        model: the model. It is moved to the device.
-        train_dataloader: an iterable of full optimization batches that can be passed over once
-            per epoch. Samplers with ``set_epoch`` are told the epoch.
-        eval_dataloader: the same for evaluation; an `Evaluator` with a size, metrics or an
-            interval of its own; or a mapping from names to these.
-        loss_fn: see `Microbatcher`, as for ``forward``, ``loss_average``, ``batchnorm``,
+        model: the model; it is moved to the device.
+        train_dataloader: an iterable of full optimization batches that is iterated over once per
+            epoch. ``set_epoch`` of its samplers is called with the epoch.
+        eval_dataloader: an iterable of full batches for evaluation, an `Evaluator` with its own
+            size, metrics or interval, or a mapping from names to these.
+        loss_fn: see `Microbatcher`, also for ``forward``, ``loss_average``, ``batchnorm``,
             ``modules``, ``probe`` and ``batch_layout``. A loss that is a module is moved to the
             device.
         forward: see `Microbatcher`.
-        optimizer: an optimizer, or a callable that makes one of a list of the model's
-            parameters, which are on the device by then: ``torch.optim.AdamW``, or
-            ``partial(torch.optim.AdamW, lr=0.01)``; or `ParameterGroups`, by which some
-            parameters have options of their own. Where it has ``train()`` and ``eval()``, as
-            schedule-free ones do, both are called: the model has the weights of ``eval()`` in
-            evaluations, predictions and checkpoints, and after `fit`.
-        scheduler: a learning rate scheduler, or a callable that makes one of the optimizer. One
-            that steps on a measured value (ReduceLROnPlateau) is stepped by a callback of yours.
-        scheduler_interval: after what it is stepped: ``"batch"`` for each optimizer step, or
-            ``"epoch"`` for each pass over the data. Schedulers of torch do not say what they
-            count, so it must be given with one; those of `automicro.schedules` know.
+        optimizer: an optimizer, or a callable that builds one from the list of the model's
+            parameters on the device, such as ``torch.optim.AdamW`` or
+            ``partial(torch.optim.AdamW, lr=0.01)``, or `ParameterGroups` with separate options for
+            some parameters. If it has ``train()`` and ``eval()``, like schedule-free optimizers,
+            both are called: evaluations, predictions and checkpoints use the weights of
+            ``eval()``, and the model keeps them after `fit`.
+        scheduler: a learning rate scheduler, or a callable that builds one from the optimizer.
+            ReduceLROnPlateau needs a measured value, so step it in your own callback.
+        scheduler_interval: ``"batch"`` to step the scheduler after each optimizer step, or
+            ``"epoch"`` after each pass over the data. Required for schedulers of torch, which do
+            not define it; those of `automicro.schedules` do.
         metrics: a torchmetrics Metric, a MetricCollection, or a mapping from names to these.
-            Training and evaluation update clones of their own.
+            Training and evaluation update separate clones.
         max_duration: ``"2ep"`` (epochs), ``"500ba"`` (optimization batches), ``"10000sp"``
             (samples), ``"1e6tok"`` (tokens) or ``"100h"`` (hours of data, also ``min`` and
-            ``sec``; a limit in time is ``fit(max_time=…)``). Training ends after the batch that
+            ``sec``; for a time limit use ``fit(max_time=…)``). Training ends after the batch that
             reaches it.
-        accumulate_batches: how many batches of the loader make up an optimization batch, which is
-            one optimizer step. Their loss has one denominator. The last ones of an epoch may be
-            fewer. A size, such as ``"1024sp"`` or ``"5h"``, takes the fewest that reach it on
-            average, over all devices, and says how many these are.
-        microbatch_size: rows: an int, ``"auto"``, ``"explore"`` (the fastest that fits), None (the
-            whole batch), or a policy.
-        eval_microbatch_size: the same for evaluation, found on its own.
-        microbatch_unit: what microbatch sizes are counted in: ``"rows"``, ``"tokens"``,
-            ``"seconds"`` or a function from a row to its cost, by which the rows of each batch are
-            then sorted and packed.
-        nested: sizes of parts that need far smaller slices than the rest of the model, by their
-            names: ``{"joint": "auto"}``; see `docs/levels.md`.
-        when_too_large: what to do where not even the smallest size fits: ``"error"``,
+        accumulate_batches: number of loader batches in an optimization batch, which is one
+            optimizer step with one denominator of the loss. The last optimization batch of an
+            epoch can have fewer. A size, such as ``"1024sp"`` or ``"5h"``, chooses the smallest
+            number that reaches it on average over all devices, and prints it.
+        microbatch_size: rows per microbatch: an int, ``"auto"``, ``"explore"`` (the fastest size
+            that fits), None (the whole batch), or a policy.
+        eval_microbatch_size: rows per microbatch in evaluation, found separately.
+        microbatch_unit: unit of microbatch sizes: ``"rows"``, ``"tokens"``, ``"seconds"`` or a
+            function from a row to its cost. With a unit other than rows, the rows of each batch
+            are sorted and packed by it.
+        nested: sizes of parts that need much smaller slices than the rest of the model, by name:
+            ``{"joint": "auto"}``; see `docs/levels.md`.
+        when_too_large: memory savers to use if not even the smallest size fits: ``"error"``,
             ``"recompute"``, ``"offload"``, ``"nested"``, a list of these in order, or ``"auto"``
-            for what is fastest by measured seconds; see `docs/levels.md`.
-        loss_average: what the loss is a mean over: ``"samples"``, ``"tokens"`` (targets that are
-            not ignored), ``"none"`` (a sum), or a callable that counts what the loss was divided
-            by.
-        batchnorm: what to do where layers average over the batch.
+            for the fastest by measured seconds; see `docs/levels.md`.
+        loss_average: what the loss is averaged over: ``"samples"``, ``"tokens"`` (targets that are
+            not ignored), ``"none"`` (a sum), or a callable that returns the denominator of the
+            loss.
+        batchnorm: how to handle layers that average over the batch.
         memory_limit: bytes, text such as ``"24MiB"``, or a share of a CUDA device (``"80%"``), for
-            the whole of `fit` or `eval`, optimizer step included: a simulated device on a CPU.
-        strict_divisible: refuse a batch that is not a multiple of the microbatch size.
+            all of `fit` or `eval`, including the optimizer step. On a CPU, it simulates a device.
+        strict_divisible: whether to refuse a batch that is not a multiple of the microbatch size.
         precision: ``"fp32"``, or ``"bf16"`` or ``"fp16"`` for autocast of the forward and the
-            loss. With ``"fp16"`` the loss is scaled, and a step whose gradients overflow is
-            skipped and the scale lowered.
-        grad_clip_norm: the largest norm of the gradient of all the optimizer's parameters
-            together; larger gradients are scaled down to it.
+            loss. With ``"fp16"`` the loss is scaled; if gradients overflow, the step is skipped
+            and the scale is lowered.
+        grad_clip_norm: maximum norm of the gradient over all parameters of the optimizer; larger
+            gradients are scaled down to it.
         compile: whether to compile the model, or the keyword arguments of ``torch.compile``.
-            Other microbatch sizes do not compile anew; CUDA graphs are refused where they change.
-        deterministic: whether to refuse operations that may give other results in every run.
-        parallel: how the processes that torchrun started train one model: ``"ddp"`` (a whole
-            model on each device) or ``"fsdp"`` (each has shards of it). Loaders have the batches
-            of one rank then, and their rows are shared out. None for one process, or for a model
-            that is wrapped already.
-        device: ``"auto"`` (an accelerator where there is one, else the CPU), or a device.
-        seed: seeds Python, NumPy and torch when the trainer is constructed, but no model or
-            loader made before. A script that makes these from the same numbers gives the same ones
-            each time: sizes are not remembered then unless asked for, and no clock decides them.
-            What ``deterministic`` refuses, and memory that other processes take from a GPU, may
-            still differ. Of several ranks, each goes on with ``seed + rank`` afterwards.
-        progress: whether to write to stdout how it goes, and the summary at the end.
-        eval_interval: how often `fit` evaluates: ``"1ep"``, ``"100ba"``, ``"10000sp"``,
-            ``"1e6tok"``, or None for never. With an interval, it also does at the end.
-        batch_layout: which dimension holds the rows, and what is shared.
+            Another microbatch size does not recompile it. CUDA graphs are refused if sizes change.
+        deterministic: whether to refuse operations whose results can differ between runs.
+        parallel: how the processes of torchrun train one model: ``"ddp"`` (a whole model on each
+            device) or ``"fsdp"`` (shards on each device). Give loaders with the batch size of one
+            rank; their rows are shared among ranks. None for one process, or for a model that is
+            already wrapped.
+        device: a device, or ``"auto"`` for an accelerator if there is one, else the CPU.
+        seed: seed of Python, NumPy and torch, set when the trainer is constructed; it does not
+            affect a model or loader made before. With a seed, sizes are not remembered by default
+            and no measured time decides them, so a script that seeds its model and data repeats
+            its run. Operations that ``deterministic`` refuses, and GPU memory that other processes
+            take, can still change results. Each rank then continues with ``seed + rank``.
+        progress: whether to print progress and the summary to stdout.
+        eval_interval: duration between evaluations in `fit`: ``"1ep"``, ``"100ba"``,
+            ``"10000sp"``, ``"1e6tok"``, or None for no evaluations. With an interval, `fit` also
+            evaluates at the end.
+        batch_layout: the dimension of the rows, and the values that rows share.
         probe: see `Microbatcher`.
-        rehearse: ``"worst"`` to run the costliest few batches of the data before the first step,
-            and of each evaluation, without a trace but the sizes that they fit in; see
-            ``docs/plan.md``. None for none.
-        modules: further modules that take part in the forward.
-        callbacks: told of every event of the run; see `Callback`.
-        loggers: take down the numbers of the run; see ``automicro.loggers``.
-        checkpoint: where and how often to save the run, and whether to go on from what is there.
-        features: what stands beside the path of a batch, of `automicro.features`, or yours. Sizes
-            are remembered where neither ``seed`` nor ``deterministic`` is given, unless
-            ``RememberSizes(False)`` is among them; with ``deterministic`` never.
+        rehearse: ``"worst"`` to run the costliest batches of the data and of each evaluation before
+            the first step and roll them back; only the sizes found are kept. See
+            ``docs/plan.md``. None for no rehearsal.
+        modules: additional modules that take part in the forward.
+        callbacks: objects that handle the events of the run; see `Callback`.
+        loggers: objects that record the values of the run; see ``automicro.loggers``.
+        checkpoint: where and how often to save the run, and whether to resume.
+        features: additional features from `automicro.features`, or your own. Sizes are remembered
+            by default if neither ``seed`` nor ``deterministic`` is given. ``RememberSizes``
+            overrides this, but ``deterministic`` never remembers sizes.
 
     Raises:
-        TypeError, ValueError: arguments that make no sense, each with its remedy.
+        TypeError, ValueError: an argument is invalid.
         DesyncError: ranks were given different arguments.
     """
 
@@ -219,7 +221,7 @@ class Trainer:
         check_passes(train_dataloader, duration)
         every = None if eval_interval is None else read_duration("eval_interval", eval_interval)
         if read_flag("deterministic", deterministic):
-            prepare_cublas(device)  # while nothing has asked for the device
+            prepare_cublas(device)  # before anything uses the device
         placed = PlacedModel(given)
         device, place, modules = placed.device, placed.place, placed.modules
         residents: list[nn.Module | torch.optim.Optimizer] = [*modules]
@@ -323,12 +325,12 @@ class Trainer:
 
     @property
     def state(self) -> LoopState:
-        """Where training stands, to be read: training goes by it."""
+        """State of training, to be read only, because training depends on it."""
         return self._run.state
 
     @property
     def model(self) -> nn.Module:
-        """The model that is trained, on its device, without a wrapper for several ranks."""
+        """The model on its device, without a wrapper for several ranks."""
         return self._run.model
 
     @property
@@ -339,11 +341,14 @@ class Trainer:
     def save_weights(self, path: str | os.PathLike[str]) -> None:
         """Write the model's weights, for ``model.load_state_dict(torch.load(path))``.
 
-        Whole where ranks hold shards; all ranks call it, and the first writes. A checkpoint
-        (``checkpoint=…``) has the optimizer and the place in the data as well.
+        Shards are gathered: all ranks must call this, and rank 0 writes. A checkpoint
+        (``checkpoint=…``) also has the optimizer and the position in the data.
+
+        Args:
+            path: the file to write.
 
         Raises:
-            OSError: the file cannot be written; an older one stays as it was.
+            OSError: the file cannot be written; an older file is unchanged.
         """
         weights = whole_state_dict(self._run.model)
         if self._run.rank == 0:
@@ -354,50 +359,53 @@ class Trainer:
     ) -> FitSummary:
         """Train until ``max_duration``.
 
-        With ``checkpoint``, it goes on from the newest checkpoint if there is one. Ctrl-C and
-        SIGTERM end it after the batch that is running, once that is saved; a second Ctrl-C ends
-        it at once.
+        With ``checkpoint``, training resumes from the newest checkpoint if there is one. Ctrl-C
+        and SIGTERM end it after the current batch and a checkpoint; a second Ctrl-C ends it
+        immediately.
 
-        After an error it can be called again: the counts go on, and the epoch begins again, which a
-        warning says where batches of it come once more. What it does::
+        After an error, `fit` can be called again. Counts continue and the epoch starts again, with
+        a warning if batches of it are repeated. The order of events is::
 
-            go on from the newest checkpoint                            # where there is one
-            tell callbacks: fit_start
-            run the costliest batches, and roll them back               # with rehearse="worst"
-            while max_duration is not reached and nothing asks to stop:
-                tell: epoch_start
+            resume from the newest checkpoint                           # if any
+            emit fit_start
+            run the costliest batches and roll them back                # with rehearse="worst"
+            while max_duration is not reached and no stop is requested:
+                emit epoch_start
                 for batches in train_dataloader, accumulate_batches at a time:
-                    transform them; tell: batch_start
+                    transform them; emit batch_start
                     until all rows fit:                                 # one transaction
-                        cut; forward, loss and backward of each microbatch
-                        out of memory: roll back, and cut smaller
-                    tell: gradients_ready
+                        split; forward, loss and backward of each microbatch
+                        out of memory: roll back and split smaller
+                    emit gradients_ready
                     unscale, clip, step the optimizer and the scheduler, clear gradients
-                    log; tell: batch_end
-                    evaluate where eval_interval is reached; agree with the other ranks
-                    save where the checkpoint's interval is reached
-                compute the metrics of the epoch; tell: epoch_end
-                evaluate and save where that is due
-            evaluate what has not seen the final weights; save
-            tell: fit_end
+                    log; emit batch_end
+                    evaluate if eval_interval is reached; agree with the other ranks
+                    save if the checkpoint's interval is reached
+                compute the metrics of the epoch; emit epoch_end
+                evaluate and save if due
+            run evaluations that have not run with the final weights; save
+            emit fit_end
 
         Args:
-            duration: how much more to train than is done, such as ``"1ep"``, in place of
-                ``max_duration``. Not of a run that is saved.
-            max_time: how long this call may take, such as ``"2h30m"``: it ends after the batch that
-                runs then, and saves.
+            duration: duration of additional training, such as ``"1ep"``, instead of
+                ``max_duration``; not allowed with ``checkpoint``.
+            max_time: time limit of this call, such as ``"2h30m"``. Training ends after the batch
+                that reaches it, and a checkpoint is saved.
+
+        Returns:
+            The summary of the run.
 
         Raises:
-            ValueError: no training data, it has trained for ``max_duration`` already, or another
-                call has not returned.
-            DataLoaderError: a pass over the data gave no batch.
+            ValueError: there is no training data, training has already reached ``max_duration``,
+                or another call has not returned.
+            DataLoaderError: a pass over the data yielded no batch.
             NonFiniteLossError: see `automicro.features.NonFinite`.
-            OptimizerStepError: memory ran out inside the optimizer's step.
+            OptimizerStepError: the optimizer step ran out of memory.
             SampleTooLargeError: not even one row fits.
-            CheckpointError: the checkpoints are of another run, or all are damaged.
+            CheckpointError: the checkpoints belong to another run, or all are damaged.
             KeyboardInterrupt, SystemExit: after Ctrl-C or SIGTERM.
 
-        Every exception carries a note that says in which epoch and batch it was raised.
+        Every exception has a note with the epoch and the batch in which it was raised.
         """
         if isinstance(duration, Iterable) and not isinstance(duration, str):
             raise TypeError(
@@ -426,31 +434,32 @@ class Trainer:
                 return fit.run(max_seconds)
 
     def keep_failures_in(self, folder: str | os.PathLike[str]) -> None:
-        """Where a batch is kept that does not fit even in the smallest microbatches.
+        """Set the folder for batches that do not fit even in the smallest microbatches.
 
-        Unless called, that is the folder above the checkpoints', or without these a new one among
-        the system's temporary files. The error says which; ``automicro replay`` reads the file.
+        By default, it is the parent of the checkpoint folder, or a new temporary folder without
+        checkpoints. The error names the file, which ``automicro replay`` reads.
 
         Args:
-            folder: made when it is needed.
+            folder: the folder, created when needed.
         """
         self._context.failures.folder = Path(folder)
 
     def eval(self, dataloader: Any = None, *, max_batches: int | None = None) -> dict[str, float]:
-        """Evaluate, and return ``"loss"`` and the metrics by name.
-
-        The loss is that of all rows together, whatever the batch size, and missing where the
-        forward gives none; parts of it are ``"loss/name"``. Metrics count every row once. Where
-        there are several evaluators, their names come first: ``"name/loss"``.
+        """Evaluate the model.
 
         Args:
-            dataloader: ``eval_dataloader`` unless given; the same things.
-            max_batches: how many batches of each loader to evaluate on, at most; None for what
-                its `Evaluator` says.
+            dataloader: data in any form of ``eval_dataloader``, which is the default.
+            max_batches: maximum number of batches of each loader; None for the limit of its
+                `Evaluator`.
+
+        Returns:
+            ``"loss"`` and the metrics by name. The loss is that of all rows, whatever the batch
+            size, and missing if the forward returns none; its parts are ``"loss/name"``. Metrics
+            count every row once. Values of named evaluators are ``"name/loss"``.
 
         Raises:
-            ValueError: there is no data to evaluate on.
-            DataLoaderError: the pass over the data gave no batch.
+            ValueError: there is no data to evaluate.
+            DataLoaderError: the pass over the data yielded no batch.
             SampleTooLargeError: not even one row fits.
         """
         if max_batches is not None:
@@ -474,14 +483,18 @@ class Trainer:
         return phase.metrics
 
     def predict(self, dataloader: Iterable[Any]) -> list[Any]:
-        """The model's outputs, one entry for each batch of a loader, in the order of the data.
+        """Predict the model's outputs with the microbatch sizes of evaluation.
 
-        Sizes are those of evaluation. Batches need no targets: with ``loss_fn``, a list of one or
-        two is read as inputs and targets, and anything else as inputs.
+        Args:
+            dataloader: batches without shuffling. They need no targets: with ``loss_fn``, a list
+                of one or two elements is read as inputs and targets, and anything else as inputs.
+
+        Returns:
+            One entry for each batch of the loader, in the order of the data.
 
         Raises:
             ValueError: the loader shuffles, or there are several ranks.
-            DataLoaderError: the pass over the data gave no batch.
+            DataLoaderError: the pass over the data yielded no batch.
             SampleTooLargeError: not even one row fits.
         """
         if self._run.world_size > 1:
@@ -499,11 +512,7 @@ _SIZE_FOUND = "give the size that it found, as in microbatch_size=16"
 
 
 def _are_found_by_clock(*sizes: Any, deterministic: bool) -> bool:
-    """Whether a size is found by the clock, so that a run does not have them alike each time.
-
-    Raises:
-        ValueError: it is, and bits are to be the same.
-    """
+    """Whether sizes depend on measured time, and so differ from run to run."""
     by_clock = any(each == "explore" or isinstance(each, Explore) for each in sizes)
     if by_clock and deterministic:
         raise ValueError(

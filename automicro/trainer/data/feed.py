@@ -1,4 +1,4 @@
-"""Passes over a data loader that can be taken up again in the middle."""
+"""Passes over a data loader that can be resumed in the middle."""
 
 import logging
 import math
@@ -40,44 +40,35 @@ logger = logging.getLogger(__name__)
 
 @dataclass(kw_only=True)
 class _Pass:
-    """A pass, and how to begin it again.
+    """A pass over the data, with the state needed to begin it again."""
 
-    Attributes:
-        epoch: that was announced.
-        start: where all stood that its batches come from; see `Feed._place`.
-        given: batches so far.
-        is_complete: whether there are no more.
-    """
-
-    epoch: int
-    start: dict[str, Any]
-    given: int = 0
+    epoch: int  # as announced to the samplers
+    start: dict[str, Any]  # the return value of `Feed._place` before the pass
+    given: int = 0  # number of batches yielded
     is_complete: bool = False
 
 
 class Feed:
-    """Gives the batches of a loader, pass after pass, and says where it stands.
+    """Yields the batches of a loader, pass by pass, and saves and restores its position.
 
-    A loader with a ``state_dict`` of its own (torchdata's StatefulDataLoader) is asked for it.
-    With any other, the pass begins once more from the same random numbers, and the batches that
-    were given are made and thrown away, so that the rest is the same to the bit. Random numbers
-    are drawn meanwhile and put back, so restore those of a checkpoint first.
-
-    Two things are not repeated. A loader that goes on drawing random numbers of the process for an
-    order that it keeps (a shuffle buffer without workers, without a generator of its own) draws
-    others, because training draws in between. And torchdata's state has the order of the rows, but
-    not the random numbers of its workers.
-
-    Example:
-        >>> feed = Feed([1, 2, 3], "train_dataloader")
-        >>> batches = feed.batches(epoch=0)
-        >>> next(batches)
-        1
-        >>> later = Feed([1, 2, 3], "train_dataloader")
-        >>> later.load_state_dict(feed.state_dict())
-        >>> list(later.batches(epoch=0))
-        [2, 3]
+    >>> feed = Feed([1, 2, 3], "train_dataloader")
+    >>> batches = feed.batches(epoch=0)
+    >>> next(batches)
+    1
+    >>> later = Feed([1, 2, 3], "train_dataloader")
+    >>> later.load_state_dict(feed.state_dict())
+    >>> list(later.batches(epoch=0))
+    [2, 3]
     """
+
+    # A loader with a `state_dict` (torchdata's StatefulDataLoader) saves its own position. For any
+    # other loader, a pass begins again from the same random numbers, and the batches that were
+    # already yielded are made and discarded, so that the rest has the same bits. This draws random
+    # numbers and then restores them, so restore those of a checkpoint first.
+    #
+    # Two things are not repeated. A shuffle buffer without workers and without its own generator
+    # draws from the process during the pass, and training draws in between. And the state of
+    # torchdata has the order of the rows, but not the random numbers of its workers.
 
     def __init__(
         self, loader: Any, name: str, *, has_peers: bool = False, accumulate_batches: int = 1
@@ -91,50 +82,48 @@ class Feed:
         self._is_persistent = has_persistent_workers(loader)
         methods = (getattr(loader, each, None) for each in ("state_dict", "load_state_dict"))
         self._keeps_state = all(map(callable, methods))
-        # Persistent workers go on with their random numbers, so all passes since they started
-        # count; otherwise only the last one does.
+        # Persistent workers continue their random numbers from pass to pass, so all passes since
+        # they started are needed; otherwise only the last one is.
         self._passes: list[_Pass] = []
-        self._loaded: Mapping[str, Any] | None = None  # a state that no pass has followed yet
+        self._loaded: Mapping[str, Any] | None = None  # a loaded state, until the next pass
         self._first_attributes = read_attributes(loader)
-        self._seconds = 0.0  # of batches that were given, and not yet asked for
+        self._seconds = 0.0  # of the batches yielded since `take_seconds`
 
     def num_batches(self, epoch: int) -> int | None:
-        """How many batches a pass has, where the loader knows."""
+        """Number of batches in a pass, if the loader has a length."""
         if self._plans is None:
             return num_batches(self._loader)
         self._plans.set_epoch(epoch)
         return self._plans.num_rounds_before + len(self._plans)
 
     def groups(self, epoch: int) -> Iterator[list[Any]]:
-        """Yield optimization batches of a pass, each as the loader's batches that make it up."""
+        """Yield the optimization batches of a pass, each as a list of loader batches."""
         return grouped(self.batches(epoch), self.group_size)
 
     def num_groups(self, epoch: int) -> int | None:
-        """How many optimization batches a pass has, where the loader knows."""
+        """Number of optimization batches in a pass, if the loader has a length."""
         batches = self.num_batches(epoch)
         return None if batches is None else math.ceil(batches / self.group_size)
 
     @property
     def knows_seconds(self) -> bool:
-        """Whether the loader knows how many seconds of data its batches have."""
+        """Whether the loader knows the seconds of data in its batches."""
         return self._plans is not None and "seconds" in self._plans.units
 
     def take_seconds(self) -> float | None:
-        """The seconds of data in the batches given since it was last asked; None if unknown."""
+        """Return the seconds of data yielded since the last call; None if unknown."""
         taken, self._seconds = self._seconds, 0.0
         return taken if self.knows_seconds else None
 
     def batches(self, epoch: int) -> Iterator[Any]:
-        """Yield the batches of a pass, or the rest of the one that was loaded.
-
-        A pass that was loaded is taken up if it is of this epoch and has not ended; the rest may
-        be no batch at all. Nothing happens before the first batch is asked for.
-        """
+        """Yield the batches of a pass, or the rest of a loaded one."""
+        # A loaded pass continues if it belongs to this epoch and has not ended. The rest can be
+        # empty.
         iterator = None
         if self._loaded is not None:
             iterator = self._take_up(epoch)
             self._loaded = None
-            # Its last batches were one group, so its end was seen before they were trained on.
+            # The last batches were one group, so the end was reached before training on them.
             if self._passes and self._passes[-1].is_complete and self._passes[-1].epoch == epoch:
                 return
         if iterator is None:
@@ -151,19 +140,19 @@ class Feed:
             raise self.emptiness()
 
     def emptiness(self) -> DataLoaderError:
-        """The error that a pass gave no batch, on any rank."""
+        """Create the error for a pass without a batch on any rank."""
         return empty(self._loader, self._name)
 
     def require_same_order(self, ranks: Ranks) -> None:
-        """Compare the order of a pass that has begun with that of other ranks. All call it."""
+        """Compare the order of the current pass with other ranks; all ranks must call this."""
         checksum = None if self._sampler is None else self._sampler.checksum
         require_same_order(ranks, checksum, self._name)
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the pass stands, as tensors and plain values."""
+        """Return the position in the pass as tensors and plain values."""
         if self._loaded is not None:
             return dict(self._loaded)
-        # Asking before a pass has begun makes torchdata's loader begin one.
+        # Calling `state_dict` before a pass makes torchdata's loader begin one.
         own = self._loader.state_dict() if self._passes and self._keeps_state else None
         return {
             "persistent": self._is_persistent,
@@ -175,15 +164,15 @@ class Feed:
         }
 
     def reshard(self, states: Sequence[Mapping[str, Any]], *, rank: int) -> dict[str, Any]:
-        """The state for a rank in the middle of a pass, where another number of ranks saved it."""
+        """Convert the state within a pass for another number of ranks."""
         order, last = describe_loader(self._loader), states[0]["passes"][-1]
-        # Of the last batches of a pass, some ranks have no rows.
+        # In the last batches of a pass, some ranks can be out of rows.
         given = max(int(each["passes"][-1]["given"]) for each in states if each["passes"])
         start, is_over = dict(last["start"]), False
-        # Workers take their random numbers from it.
+        # Workers derive their random numbers from this state.
         start["rng"] = derived_rng_state(start["rng"], rank=rank, world_size=order["world_size"])
         if self._plans is not None:
-            # The pass goes on from there, and gives none of its batches again.
+            # The pass continues from this position without yielding earlier batches again.
             start["position"] = self._place_in_plan(states[0], self._plans, given)
             self._plans.load_state_dict(start["position"])
             given, is_over = 0, len(self._plans) == 0
@@ -201,7 +190,7 @@ class Feed:
     def _place_in_plan(
         self, state: Mapping[str, Any], sampler: LengthBatchSampler, given: int
     ) -> dict[str, int]:
-        """The position of a plan that another number of ranks saved, for this one."""
+        """Convert the position in a plan for another number of ranks."""
         was, place = state["order"], state["passes"][-1]["start"]["position"]
         if was["shared_by"] != type(sampler).__name__ or place is None:
             raise CheckpointError(
@@ -225,7 +214,7 @@ class Feed:
     def _refuse_other_order(
         self, states: Sequence[Mapping[str, Any]], here: Mapping[str, Any]
     ) -> None:
-        """Refuse where there is no order that ranks share, or another one."""
+        """Raise an error if the ranks share no order, or not the saved one."""
         was, reason = states[0]["order"], ""
         if states[0]["loader"] is not None or hasattr(self._loader, "load_state_dict"):
             reason = "keeps a position of its own on each rank, which says nothing about other rows"
@@ -252,11 +241,11 @@ class Feed:
             raise CheckpointError(f"{self._name} ({type(self._loader).__name__}) {reason}")
 
     def between_epochs(self, state: Mapping[str, Any]) -> dict[str, Any]:
-        """A state from which the next pass begins anew, in the order that its generators give."""
+        """Convert a state to one from which the next pass begins at its start."""
         return {**state, "passes": [], "loader": None}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from there with the next `batches`."""
+        """Restore a position; the next call of `batches` continues from it."""
         passes = [_Pass(**each) for each in state["passes"]]
         if state["loader"] is not None and not self._keeps_state:
             raise DataLoaderError(
@@ -265,7 +254,7 @@ class Feed:
                 "loader, or go on from a checkpoint that was made with this kind"
             )
         last = passes[-1] if passes else None
-        # Training may end with the last batch, before the end of the pass is seen.
+        # Training can end with the last batch, before the loader reports the end of the pass.
         is_over = last is None or last.is_complete or last.given == state["order"]["batches"]
         if self._plans is None and last is not None and not is_over:
             self._check_rows(state["order"], last.given)
@@ -277,33 +266,33 @@ class Feed:
         self._passes, self._loaded = passes, state
         write_generators(find_generators(self._loader), state["now"]["generators"])
         if self._sampler is not None and state["order"]["shared_by"] is not None:
-            self._sampler.seed = state["order"]["seed"]  # of the passes to come
+            self._sampler.seed = state["order"]["seed"]  # for the following passes
         if last is not None and not last.is_complete:
             self._set_plan(last)
 
     def _place(self) -> dict[str, Any]:
-        """Where all stands that batches come from: random numbers, generators, attributes."""
+        """Return all state that decides the batches: random numbers, generators, attributes."""
         first = self._first_attributes
         return {
             "rng": rng_state(),
             "generators": read_generators(find_generators(self._loader)),
-            # Those that are no longer what they were before any pass.
+            # Only the attributes that have changed since before the first pass.
             "attributes": {
                 place: value
                 for place, value in read_attributes(self._loader).items()
                 if place not in first or not same_values(first[place], value)
             },
-            "position": None,  # of a `LengthBatchSampler`
+            "position": None,  # set for a `LengthBatchSampler`
         }
 
     def _go_back(self, place: Mapping[str, Any]) -> None:
-        """Let all stand where it stood before a pass."""
+        """Restore all state that decides the batches of a pass."""
         restore_rng_state(place["rng"])
         write_generators(find_generators(self._loader), place["generators"])
         write_attributes(self._loader, {**self._first_attributes, **place["attributes"]})
 
     def _set_plan(self, start: _Pass) -> None:
-        """Let the sampler stand where it stood before a pass."""
+        """Restore the position of the sampler before a pass."""
         if self._plans is None:
             return
         if start.start["position"] is None:
@@ -325,7 +314,7 @@ class Feed:
         return begin(self._loader)
 
     def _take_up(self, epoch: int) -> Iterator[Any] | None:
-        """The pass of an epoch where it was left, if it was left in the middle."""
+        """Continue the loaded pass if it was saved in the middle of this epoch."""
         assert self._loaded is not None
         last = self._passes[-1] if self._passes else None
         is_in_the_middle = last is not None and not last.is_complete and last.epoch == epoch
@@ -350,11 +339,12 @@ class Feed:
         return iterator if is_in_the_middle else None
 
     def _load_position(self, last: _Pass, *, is_in_the_middle: bool) -> Iterator[Any] | None:
-        """Hand a loader its own state; a new pass is left to begin by itself if it can."""
+        """Load the loader's own state, and begin the pass if it was saved in the middle."""
         assert self._loaded is not None
         own = self._loaded["loader"]
         self._loader.load_state_dict(own)
-        # torchdata's begins twice after the state of a pass that has ended, and would draw twice.
+        # After the state of a pass that has ended, torchdata's loader would begin twice, and draw
+        # twice.
         has_ended = isinstance(own, Mapping) and own.get("_iterator_finished", False)
         if not is_in_the_middle and last.is_complete and not has_ended:
             return None
@@ -362,13 +352,13 @@ class Feed:
         announce_epoch(self._loader, last.epoch)
         iterator = begin(self._loader)
         if not is_in_the_middle and not last.is_complete:
-            for batch in rest(iterator):  # its end has not been seen
+            for batch in rest(iterator):  # run to the end, which was not reached before the save
                 del batch
         return iterator
 
     def _repeat(self, start: _Pass) -> Iterator[Any]:
-        """Begin a pass once more and throw away the batches that it gave."""
-        # Only an iterator is its own iterator; asking a loader for one may start workers.
+        """Begin a pass again and discard the batches that it had yielded."""
+        # Checked by type, because calling `iter` on a loader can start workers.
         if isinstance(self._loader, Iterator):
             warn(
                 f"{self._name} is an iterator ({type(self._loader).__name__}), which cannot begin "

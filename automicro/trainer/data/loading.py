@@ -1,4 +1,4 @@
-"""One batch after the other from a data loader, fetched on the host."""
+"""Fetching batches from a data loader on the host, and the state that decides them."""
 
 import copy
 import math
@@ -27,30 +27,21 @@ _PARTS = {"dataset", "sampler", "batch_sampler"}
 
 
 def find_generators(loader: object) -> dict[str, Generator]:
-    """Those that a loader may draw from in a pass, by their place, each once.
+    """Find all generators that a loader can draw from in a pass, by their place.
 
-    They are its own and those of its dataset and samplers, and whatever else these get at:
-    transforms, a ``collate_fn``, a loader inside of it, samplers inside of samplers.
-
-    Example:
-        >>> rows = torch.utils.data.TensorDataset(torch.zeros(4))
-        >>> mine, noise = torch.Generator(), random.Random(0)
-        >>> def adding(noise):
-        ...     return lambda rows: [(row, noise.random()) for row in rows]
-        >>> list(find_generators(DataLoader(rows, generator=mine, collate_fn=adding(noise))))
-        ['generator', 'noise']
+    >>> rows = torch.utils.data.TensorDataset(torch.zeros(4))
+    >>> mine, noise = torch.Generator(), random.Random(0)
+    >>> def adding(noise):
+    ...     return lambda rows: [(row, noise.random()) for row in rows]
+    >>> list(find_generators(DataLoader(rows, generator=mine, collate_fn=adding(noise))))
+    ['generator', 'noise']
     """
+    # Includes those that its dataset, samplers, transforms and `collate_fn` can reach.
     return generators_in({"": loader}, kinds_of_loading)
 
 
 def attached_generators(loader: object) -> dict[str, Generator]:
-    """Those that are attributes of a loader and of its dataset and samplers, by their place.
-
-    Example:
-        >>> rows = torch.utils.data.TensorDataset(torch.zeros(4))
-        >>> list(attached_generators(DataLoader(rows, shuffle=True, generator=torch.Generator())))
-        ['generator']
-    """
+    """Find the generators that are attributes of a loader, its dataset and its samplers."""
     found: dict[str, Generator] = {}
     seen: set[int] = set()
     for place, owner in _owners(loader).items():
@@ -62,7 +53,7 @@ def attached_generators(loader: object) -> dict[str, Generator]:
 
 
 def _owners(loader: object) -> dict[str, object]:
-    """A loader, its dataset and its samplers, each once, by what stands before their attributes."""
+    """Collect a loader, its dataset and its samplers by the prefix of their attributes."""
     found: dict[str, object] = {}
     waiting = [("", loader)]
     while waiting:
@@ -76,17 +67,15 @@ def _owners(loader: object) -> dict[str, object]:
 
 
 def read_attributes(loader: object) -> dict[str, Any]:
-    """State that passes over data may use, by its place: plain values, and samplers' orders.
+    """Read the attributes that can decide the rows of a pass: plain values and samplers' orders.
 
-    Of a dataset, numbers and text only. Not of torch's classes and ours, which are told the epoch.
-
-    Example:
-        >>> import types
-        >>> sampler = types.SimpleNamespace(epoch=0, order=[1, 0])
-        >>> read_attributes(types.SimpleNamespace(sampler=sampler))
-        {'sampler.epoch': 0, 'sampler.order': [1, 0]}
+    >>> import types
+    >>> sampler = types.SimpleNamespace(epoch=0, order=[1, 0])
+    >>> read_attributes(types.SimpleNamespace(sampler=sampler))
+    {'sampler.epoch': 0, 'sampler.order': [1, 0]}
     """
     found = {}
+    # Classes of torch and automicro need no restoring, because `set_epoch` sets their state.
     for place, owner in _owners(loader).items():
         if type(owner).__module__.partition(".")[0] in ("torch", "automicro"):
             continue
@@ -98,7 +87,7 @@ def read_attributes(loader: object) -> dict[str, Any]:
 
 
 def write_attributes(loader: object, values: Mapping[str, Any]) -> None:
-    """Put back what is no longer as `read_attributes` found it; lists in place."""
+    """Restore the attributes that have changed since `read_attributes`, lists in place."""
     owners = _owners(loader)
     for place, value in values.items():
         owner, dot, name = place.rpartition(".")
@@ -134,35 +123,29 @@ def _copied(value: Any) -> Any:
 
 
 def read_generators(generators: Mapping[str, Generator]) -> dict[str, Any]:
-    """Where they stand, as tensors and plain values.
+    """Read the states of generators as tensors and plain values.
 
-    Example:
-        >>> generators = {"order": random.Random(3)}
-        >>> states = read_generators(generators)
-        >>> drawn = generators["order"].random()
-        >>> write_generators(generators, states)
-        >>> generators["order"].random() == drawn
-        True
+    >>> generators = {"order": random.Random(3)}
+    >>> states = read_generators(generators)
+    >>> drawn = generators["order"].random()
+    >>> write_generators(generators, states)
+    >>> generators["order"].random() == drawn
+    True
     """
     return {place: state_of(each) for place, each in generators.items()}
 
 
 def write_generators(generators: Mapping[str, Generator], states: Mapping[str, Any]) -> None:
-    """Put them back where `read_generators` found them.
-
-    One that is not there, because a loader makes it when a pass begins, is left out.
-    """
+    """Restore the states from `read_generators`."""
     for place, each in generators.items():
+        # Generators that a loader creates when a pass begins have no saved state.
         if place in states:
             state = states[place]
             set_state(each, state.cpu() if isinstance(state, Tensor) else state)
 
 
 def check_loader(name: str, loader: object) -> None:
-    """Refuse what gives no batches.
-
-    >>> check_loader("train_dataloader", [("a", "batch")])
-    """
+    """Raise an error for an object that cannot yield batches."""
     if isinstance(loader, Mapping):
         raise TypeError(
             f"{name} is a {type(loader).__name__} with the keys {list(loader)}, not a loader; "
@@ -178,7 +161,7 @@ def check_loader(name: str, loader: object) -> None:
             f"{name} is a {type(loader).__name__} of {len(loader)}, and not of batches: "
             f"{', '.join(type(each).__name__ for each in loader)}; {remedy}"
         )
-    # What has indices can be iterated over as well, but a class has none of its own.
+    # Objects with `__getitem__` can be iterated over, but a class is not such an object.
     is_indexable = hasattr(type(loader), "__getitem__") and not isinstance(loader, type)
     if not (loader is None or isinstance(loader, Iterable) or is_indexable):
         raise TypeError(
@@ -188,10 +171,7 @@ def check_loader(name: str, loader: object) -> None:
 
 
 def check_passes(loader: object, duration: Duration) -> None:
-    """Refuse an iterator where several passes are asked for.
-
-    >>> check_passes([1, 2], Duration.parse("2ep"))
-    """
+    """Raise an error for an iterator if the duration needs several passes."""
     if isinstance(loader, Iterator) and duration.unit is Unit.EPOCHS and duration.value > 1:
         raise ValueError(
             f"train_dataloader is an iterator ({type(loader).__name__}), which can be passed over "
@@ -202,16 +182,9 @@ def check_passes(loader: object, duration: Duration) -> None:
 
 
 def fetch(loader: Any, name: str, *, may_be_empty: bool = False) -> Iterator[Any]:
-    """Yield the batches of one pass.
-
-    What a loader allocates lies on the host: under a simulated memory limit it is not counted.
-
-    Persistent workers draw a seed when they start and not with every pass, so that a run that is
-    taken up would draw one more than the undisturbed one: random numbers are put back after it.
-
-    >>> list(fetch([1, 2], "train_dataloader"))
-    [1, 2]
-    """
+    """Yield the batches of one pass, allocated on the host."""
+    # Persistent workers draw a seed only when they start, so a resumed run would draw one more
+    # than an uninterrupted run. The random numbers are restored after the draw.
     here = rng_state() if has_persistent_workers(loader) else None
     iterator = begin(loader)
     if here is not None:
@@ -220,28 +193,20 @@ def fetch(loader: Any, name: str, *, may_be_empty: bool = False) -> Iterator[Any
     for batch in rest(iterator):
         is_empty = False
         yield batch
-        # Not held while the next one is made: two batches at a time would lie on the host.
+        # Release the batch before the next one is made, so that the host never holds two.
         del batch
     if is_empty and not may_be_empty:
         raise empty(loader, name)
 
 
 def begin(loader: Any) -> Iterator[Any]:
-    """Begin a pass. What that allocates lies on the host.
-
-    >>> list(begin([1, 2]))
-    [1, 2]
-    """
+    """Begin a pass, with its allocations on the host."""
     with on_host():
         return iter(loader)
 
 
 def rest(iterator: Iterator[Any]) -> Iterator[Any]:
-    """Yield what is left of a pass, each batch made on the host.
-
-    >>> list(rest(iter([1, 2])))
-    [1, 2]
-    """
+    """Yield the remaining batches of a pass, each made on the host."""
     while True:
         with on_host():
             try:
@@ -253,11 +218,7 @@ def rest(iterator: Iterator[Any]) -> Iterator[Any]:
 
 
 def empty(loader: object, name: str) -> DataLoaderError:
-    """The error that a pass gave no batch, with what may be the reason.
-
-    >>> empty(iter([]), "eval_dataloader").args[0].split(":")[0]
-    'eval_dataloader (list_iterator) gave no batch'
-    """
+    """Create the error for a pass without a batch, with the likely reason."""
     why = "check its dataset and its sampler, which must give at least one batch in every pass"
     dataset = getattr(loader, "dataset", None)
     rows = num_batches(dataset) if dataset is not None else None
@@ -279,14 +240,13 @@ def empty(loader: object, name: str) -> DataLoaderError:
 
 
 def grouped(batches: Iterable[Any], size: int) -> Iterator[list[Any]]:
-    """Yield so many batches at a time; the last group of a pass may have fewer.
-
-    The list is emptied before the next batch is fetched, so that code that still holds it does not
-    keep more batches on the host than one group.
+    """Yield batches in groups of a size; the last group of a pass can be smaller.
 
     >>> [list(group) for group in grouped([1, 2, 3], 2)]
     [[1, 2], [3]]
     """
+    # The list is emptied before the next batch is fetched, so that the host never holds more than
+    # one group, even if a caller keeps the list.
     group: list[Any] = []
     for batch in batches:
         group.append(batch)
@@ -299,19 +259,15 @@ def grouped(batches: Iterable[Any], size: int) -> Iterator[list[Any]]:
 
 
 def num_batches(loader: object) -> int | None:
-    """How many batches a pass has, where the loader knows.
-
-    >>> num_batches([1, 2]), num_batches(iter([1, 2])) is None
-    (2, True)
-    """
+    """Number of batches in a pass; None if the loader has no length."""
     try:
         return len(loader)  # type: ignore[arg-type]
-    except (TypeError, NotImplementedError):  # a loader over an endless dataset has a broken one
+    except (TypeError, NotImplementedError):  # a loader over an endless dataset raises these
         return None
 
 
 def average_batch(loader: object) -> AverageBatch | None:
-    """The average batch of a loader, on one device; None where it does not know.
+    """Average batch of a loader on one device; None if unknown.
 
     >>> rows = torch.utils.data.TensorDataset(torch.zeros(8))
     >>> average_batch(DataLoader(rows, batch_size=4)).rows
@@ -325,7 +281,7 @@ def average_batch(loader: object) -> AverageBatch | None:
 
 
 def read_accumulation(value: object) -> int | Duration:
-    """How many batches make up an optimization batch, or the size that they are to reach.
+    """Read the number of batches in an optimization batch, or the size that they must reach.
 
     >>> read_accumulation(4), read_accumulation("1024sp")
     (4, Duration.parse('1024sp'))
@@ -342,7 +298,7 @@ def read_accumulation(value: object) -> int | Duration:
 
 
 def choose_accumulation(size: Duration, loader: object, num_devices: int) -> int:
-    """How many batches of each device make up an optimization batch that reaches a size.
+    """Choose the number of batches per device that make an optimization batch reach a size.
 
     >>> rows = torch.utils.data.TensorDataset(torch.zeros(64))
     >>> choose_accumulation(Duration.parse("100sp"), DataLoader(rows, batch_size=8), 4)
@@ -366,38 +322,23 @@ def choose_accumulation(size: Duration, loader: object, num_devices: int) -> int
 
 
 def has_persistent_workers(loader: object) -> bool:
-    """Whether the workers of a loader live on from pass to pass.
-
-    >>> has_persistent_workers([1, 2])
-    False
-    """
+    """Whether the workers of a loader persist from pass to pass."""
     return bool(getattr(loader, "persistent_workers", False) and getattr(loader, "num_workers", 0))
 
 
 def samplers_of(loader: object) -> tuple[Any, Any, Any]:
-    """A loader's sampler, its batch sampler, and the sampler of that; None for what is not there.
-
-    >>> samplers_of([1, 2])
-    (None, None, None)
-    """
+    """Return a loader's sampler, its batch sampler, and the latter's sampler; None if missing."""
     batch_sampler = getattr(loader, "batch_sampler", None)
     return getattr(loader, "sampler", None), batch_sampler, getattr(batch_sampler, "sampler", None)
 
 
 def batch_order(loader: DataLoader[Any]) -> Iterable[Any]:
-    """The sampler that gives the indices of each batch.
-
-    >>> list(batch_order(DataLoader([5, 6, 7], batch_size=2)))
-    [[0, 1], [2]]
-    """
+    """Return the sampler that yields the indices of each batch."""
     return loader.sampler if loader.batch_sampler is None else loader.batch_sampler
 
 
 def announce_epoch(loader: object, epoch: int) -> None:
-    """Tell whatever shuffles by epoch which one begins, counted from 0.
-
-    That may be the loader itself, its dataset, or its samplers.
-    """
+    """Call `set_epoch` of a loader, its dataset and its samplers, with epochs counted from 0."""
     told: list[object] = []
     for each in (loader, getattr(loader, "dataset", None), *samplers_of(loader)):
         set_epoch = getattr(each, "set_epoch", None)
@@ -407,5 +348,5 @@ def announce_epoch(loader: object, epoch: int) -> None:
 
 
 def _is_loader(value: object) -> bool:
-    """Whether it gives batches, where a batch was expected."""
+    """Whether an element of a list is a loader instead of a batch."""
     return isinstance(value, DataLoader | Iterator) or comes_from(value, "automicro.Evaluator")

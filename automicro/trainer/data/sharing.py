@@ -1,4 +1,4 @@
-"""Data loaders shared among ranks, and what decides which rows their batches have."""
+"""Data loaders shared among ranks, and the properties that decide the rows of their batches."""
 
 import contextlib
 import copy
@@ -35,7 +35,7 @@ Indices = Iterable[Any]
 
 
 def _share_of(rows: int, place: int, places: int) -> slice:
-    """The part of so many rows that one of several ranks takes: even, the larger parts first.
+    """Part of the rows that one of several ranks takes; the first ranks get the larger parts.
 
     >>> [_share_of(8, rank, 3) for rank in range(3)]
     [slice(0, 3, None), slice(3, 6, None), slice(6, 8, None)]
@@ -46,7 +46,7 @@ def _share_of(rows: int, place: int, places: int) -> slice:
 
 
 def _num_sharing(rows: int, places: int, batch_size: int) -> int:
-    """How many of several ranks take a part of so many rows.
+    """Number of ranks that take a part of the rows.
 
     >>> [_num_sharing(rows, 4, 8) for rows in (1, 2, 3, 5, 8, 9)]
     [1, 1, 1, 2, 4, 4]
@@ -57,30 +57,22 @@ def _num_sharing(rows: int, places: int, batch_size: int) -> int:
 
 
 class _OneOrder(Sampler[Any]):
-    """An order that is the same on all ranks, whatever each has drawn before; each has a part.
-
-    Attributes:
-        sampler: as given.
-        rank: as given.
-        world_size: as given.
-        seed: as given; another may be put in its place.
-        checksum: of the order that was drawn last; None before the first.
-    """
+    """An order that is equal on all ranks, whatever they have drawn; each rank has a part."""
 
     def __init__(self, sampler: Indices, *, rank: int, world_size: int, seed: int) -> None:
-        self.sampler = sampler  # where generators are looked for, and told the epoch
+        self.sampler = sampler  # public: other code finds its generators and calls `set_epoch`
         self.rank = rank
         self.world_size = world_size
         self.seed = seed
-        self.checksum: int | None = None
+        self.checksum: int | None = None  # of the order drawn last
         self._epoch = 0
 
     def set_epoch(self, epoch: int) -> None:
-        """Draw the order of this epoch the next time."""
+        """Set the epoch whose order is drawn next."""
         self._epoch = epoch
 
     def order(self) -> list[Any]:
-        """All entries of the pass."""
+        """Draw all entries of the pass, with the same random numbers on all ranks."""
         here = rng_state()
         seed = self.seed + self._epoch
         try:
@@ -95,20 +87,19 @@ class _OneOrder(Sampler[Any]):
 
 
 class SharedBatchSampler(_OneOrder):
-    """Cuts the order of a sampler into whole batches, of which each rank takes its even part.
+    """Cuts the order of a sampler into batches over all ranks and yields the rank's even part.
 
-    A batch over all ranks holds the very rows that a single process with the same order and a
-    batch size times the world size would train on, at any number of ranks. Only the last batch of
-    a pass has fewer; where it has fewer than two for each rank, some have one batch less.
-
-    Example:
-        >>> parts = [
-        ...     SharedBatchSampler(range(9), 2, drop_last=False, rank=rank, world_size=2, seed=0)
-        ...     for rank in range(2)
-        ... ]
-        >>> [list(part) for part in parts]
-        [[[0, 1], [4, 5], [8]], [[2, 3], [6, 7]]]
+    >>> parts = [
+    ...     SharedBatchSampler(range(9), 2, drop_last=False, rank=rank, world_size=2, seed=0)
+    ...     for rank in range(2)
+    ... ]
+    >>> [list(part) for part in parts]
+    [[[0, 1], [4, 5], [8]], [[2, 3], [6, 7]]]
     """
+
+    # A batch over all ranks has exactly the rows that a single process would train on with the
+    # same order and the batch size times the world size. Only the last batch of a pass is smaller.
+    # If it has fewer than two rows per rank, some ranks get one batch less.
 
     def __init__(self, sampler: Indices, batch_size: int, *, drop_last: bool, **place: int) -> None:
         super().__init__(sampler, **place)
@@ -137,16 +128,15 @@ class SharedBatchSampler(_OneOrder):
 
 
 class SharedSampler(_OneOrder):
-    """Gives each rank every n-th entry of a sampler: of a batch sampler, whole batches.
+    """Yields every n-th entry of a sampler on each rank; entries of a batch sampler are batches.
 
-    Example:
-        >>> list(SharedSampler([[0, 1], [2], [3, 4]], rank=0, world_size=2, seed=0))
-        [[0, 1], [3, 4]]
+    >>> list(SharedSampler([[0, 1], [2], [3, 4]], rank=0, world_size=2, seed=0))
+    [[0, 1], [3, 4]]
     """
 
     @property
     def per_batch(self) -> int:
-        """An entry for each rank."""
+        """Number of entries per batch over all ranks: one for each rank."""
         return self.world_size
 
     def __iter__(self) -> Iterator[Any]:
@@ -161,11 +151,7 @@ Shared: TypeAlias = SharedBatchSampler | SharedSampler | LengthBatchSampler
 
 
 def shared_sampler(loader: object) -> Shared | None:
-    """The sampler that shares a loader's rows among ranks; None where it is none of ours.
-
-    >>> shared_sampler([1, 2]) is None
-    True
-    """
+    """Find the automicro sampler that shares a loader's rows among ranks, if any."""
     for name in ("batch_sampler", "sampler"):
         sampler = getattr(loader, name, None)
         if isinstance(sampler, Shared):
@@ -179,7 +165,7 @@ def _checksum(order: list[Any]) -> int:
     with contextlib.suppress(TypeError, OverflowError):  # lists of indices
         lengths = zlib.crc32(array("q", map(len, order)))
         return zlib.crc32(array("q", itertools.chain.from_iterable(order)), lengths)
-    return zlib.crc32(as_text(order).encode())  # names of rows, say
+    return zlib.crc32(as_text(order).encode())  # other entries, such as names of rows
 
 
 ITSELF = "is_sharded"
@@ -188,29 +174,26 @@ ITSELF = "is_sharded"
 
 @dataclass(frozen=True)
 class LoaderSharing:
-    """Gives each rank its part of loaders.
+    """Shares loaders among ranks.
 
-    Example:
-        >>> from torch.utils.data import TensorDataset
-        >>> loader = DataLoader(TensorDataset(torch.arange(5)), batch_size=2)
-        >>> second = Process(rank=1, world_size=2)
-        >>> sharing = LoaderSharing(second, seed=0, device=torch.device("cpu"))
-        >>> [rows.tolist() for (rows,) in sharing.share(loader, "train_dataloader")]
-        [[2, 3]]
+    >>> from torch.utils.data import TensorDataset
+    >>> loader = DataLoader(TensorDataset(torch.arange(5)), batch_size=2)
+    >>> second = Process(rank=1, world_size=2)
+    >>> sharing = LoaderSharing(second, seed=0, device=torch.device("cpu"))
+    >>> [rows.tolist() for (rows,) in sharing.share(loader, "train_dataloader")]
+    [[2, 3]]
     """
 
     place: Process
     _: KW_ONLY
     seed: int
     device: torch.device
-    has_parted_layers: bool = False  # then some ranks need the same rows
+    has_parted_layers: bool = False  # if so, some ranks need the same rows
 
     def share(self, loader: Any, name: str, *, is_evaluated: bool = False) -> Any:
-        """This rank's part of a loader: the loader itself, where it is shared already.
-
-        A ``DataLoader`` over a data set with a length gets a sampler that shares the rows out; all
-        else about it stays. A `LengthBatchSampler` shares them out itself. All ranks call it.
-        """
+        """Return this rank's part of a loader; all ranks must call this."""
+        # A loader that is already shared stays as it is, a `LengthBatchSampler` shares its rows
+        # itself, and any other `DataLoader` over a data set with a length gets another sampler.
         place = self.place
         dataset = getattr(loader, "dataset", None)
         if getattr(loader, ITSELF, False) or getattr(dataset, ITSELF, False):
@@ -246,8 +229,8 @@ class LoaderSharing:
         return self._with_own_sampler(loader)
 
     def _with_own_sampler(self, loader: DataLoader[Any]) -> DataLoader[Any]:
-        # A copy keeps workers, collation and whatever else a subclass has; the constructor of a
-        # subclass may take other arguments.
+        # A copy keeps the options and any attributes of a subclass, whose constructor might take
+        # other arguments.
         shared = copy.copy(loader)
         forget_workers(shared)
         place = {"rank": self.place.rank, "world_size": self.place.world_size, "seed": self.seed}
@@ -264,7 +247,7 @@ class LoaderSharing:
         return shared
 
     def _put_generators_together(self, loader: DataLoader[Any]) -> None:
-        """Let the generators of samplers stand where rank 0's do, so that all draw one order."""
+        """Set the generators of samplers to the state of rank 0, so all ranks draw one order."""
         if self.place.world_size == 1 or not dist.is_initialized():
             return
         own = attached_generators(loader)
@@ -300,7 +283,7 @@ def _check_padding(sampler: DistributedSampler[Any], name: str, *, is_evaluated:
     warn(text, UserWarning)
 
 
-# Loaders in plain values that decide which rows their batches have, for ranks and runs
+# Descriptions of loaders by the plain values that decide the rows of their batches
 
 IN_A_RUN = ("batches", "rows", "batch_size", "sampler", "has_generator", "num_workers")
 """Values that stay the same in the middle of a pass, or rows come twice or not at all."""
@@ -313,7 +296,7 @@ _ON_RANKS = (
 
 
 def describe_loader(loader: object) -> dict[str, Any]:
-    """All that is known of a loader, as far as torch's classes and ours tell.
+    """Describe a loader by the values that classes of torch and automicro have.
 
     >>> told = describe_loader(DataLoader(range(8), batch_size=4, shuffle=True))
     >>> told["rows"], told["batch_size"], told["sampler"], told["shared_by"]
@@ -349,7 +332,7 @@ def describe_loader(loader: object) -> dict[str, Any]:
 
 
 def describe_for_ranks(loader: object) -> str:
-    """A loader in words, with the lengths that decide which rows each rank gets.
+    """Describe a loader in words, with the lengths that decide the rows of each rank.
 
     >>> describe_for_ranks([1, 2]), describe_for_ranks(None)
     ('loader=list', 'None')
@@ -377,7 +360,7 @@ def _named(sampler: object) -> str:
 
 
 def changed(saved: Mapping[str, Any], here: Mapping[str, Any]) -> list[str]:
-    """The values that were others, in words. A name that only one of both has is left out.
+    """List the values that differ, in words, skipping names that only one side has.
 
     >>> changed({"lr": 0.1, "old": 1}, {"lr": 0.2, "new": 2})
     ['lr=0.1 (here 0.2)']

@@ -1,1 +1,1 @@
-"""Everything that a run needs to go on as if it had never stopped."""
+"""All state that a run needs to continue as if it had never stopped."""

@@ -1,4 +1,4 @@
-"""When checkpoints are saved, and going on from one."""
+"""When a run saves checkpoints, and how it resumes from one."""
 
 from collections.abc import Mapping
 from functools import partial
@@ -22,11 +22,7 @@ _NO_METRICS: Mapping[str, float] = MappingProxyType({})
 
 
 def read_checkpoint(checkpoint: object) -> CheckpointConfig | None:
-    """The config, or None.
-
-    >>> read_checkpoint(None) is None
-    True
-    """
+    """Check the ``checkpoint`` argument of the `Trainer`."""
     if checkpoint is None or isinstance(checkpoint, CheckpointConfig):
         return checkpoint
     raise TypeError(
@@ -35,10 +31,7 @@ def read_checkpoint(checkpoint: object) -> CheckpointConfig | None:
 
 
 def check_best_metric(config: CheckpointConfig, expected: ExpectedValues) -> None:
-    """Refuse a metric to keep the best by that no evaluation in training gives.
-
-    >>> check_best_metric(CheckpointConfig(folder="runs/a"), ExpectedValues())
-    """
+    """Raise an error if no evaluation in training gives the metric for the best checkpoints."""
     if not config.keep_best:
         return
     name = config.best_metric
@@ -53,11 +46,10 @@ def check_best_metric(config: CheckpointConfig, expected: ExpectedValues) -> Non
 
 
 class Checkpointer:
-    """Saves a run at its interval and at its end, and takes it up again.
+    """Saves a run at its interval and at its end, and resumes it."""
 
-    A save that fails (a full disk) is a warning, and the next one is tried: the older checkpoints
-    are as they were.
-    """
+    # A save that fails, because of a full disk for example, is only a warning: older checkpoints
+    # are unchanged, and the next save tries again.
 
     def __init__(self, config: CheckpointConfig, snapshot: Snapshot, context: RunContext) -> None:
         self._config = config
@@ -67,21 +59,21 @@ class Checkpointer:
         self._interval = Interval(every)
         self._store = CheckpointStore(**vars(config), peers=snapshot.peers)
         self._world_size = snapshot.peers.world_size
-        self._saved_at: tuple[int, int] | None = None  # batch and epoch of the last save
+        self._saved_at: tuple[int, int] | None = None  # batch and epoch of the last save or load
 
     @property
     def best_metric(self) -> str | None:
-        """The metric by which the best checkpoints are kept; None where none are."""
+        """Metric by which the best checkpoints are kept, if any."""
         return self._config.best_metric if self._config.keep_best else None
 
     @property
     def folder(self) -> Path:
-        """Where checkpoints are."""
+        """Folder of the checkpoints."""
         return self._store.folder
 
     @property
     def saved_in(self) -> Path | None:
-        """Where the state as it is was saved; None where that failed."""
+        """Folder that has a checkpoint of the current state, if any."""
         return self._store.folder if self._saved_at == self._now else None
 
     @property
@@ -90,10 +82,8 @@ class Checkpointer:
         return state.batch, state.epoch
 
     def resume(self) -> dict[str, Any] | None:
-        """Go on from a checkpoint, if the config says so and there is one; what was loaded.
-
-        Random numbers are left for the caller to put back, after whatever else draws some.
-        """
+        """Resume from a checkpoint, if configured and available, and return the loaded state."""
+        # The caller restores the random numbers, after all other code that draws some.
         if self._config.resume == "never":
             return None
         with on_host():
@@ -105,7 +95,7 @@ class Checkpointer:
         saved = together(self._snapshot.peers, partial(self._snapshot.restore, opened))
         state, progress = self._context.state, self._context.progress
         self._interval.catch_up(state)
-        # One of another folder is saved here, too, even if there is nothing left to train.
+        # A checkpoint of another folder is saved again here, even if nothing is left to train.
         if self._is_here(opened.path):
             self._saved_at = self._now
         progress.line(f"resumed from {opened.path}, after batch {state.batch}")
@@ -114,11 +104,9 @@ class Checkpointer:
         return saved
 
     def _choose(self) -> FoundCheckpoint | Path | None:
-        """The newest of this run's own folder, else the one that was asked for.
-
-        A run that began with another's checkpoint, and was killed, goes on with its own. Only one
-        of its own folder that is asked for by its path is taken as asked.
-        """
+        """Choose the newest checkpoint of the run's own folder, or else the requested one."""
+        # A run that began from another run's checkpoint and was killed continues from its own.
+        # A requested checkpoint in the run's own folder is always used.
         if self._config.resume == "auto":
             return self._store.newest()
         path = Path(self._config.resume)
@@ -128,32 +116,32 @@ class Checkpointer:
         return path.resolve().parent == self._store.folder.resolve()
 
     def save_if_due(self, metrics: Mapping[str, float] = _NO_METRICS) -> None:
-        """Save if the interval or a callback asks for it."""
+        """Save if the interval is reached or a callback has asked for it."""
         is_due = self._interval.is_due(self._context.state)
         if self._context.run.requests.take("wants_checkpoint") or is_due:
             self.save(metrics)
 
     def rehearse(self) -> None:
-        """Refuse now what no checkpoint can hold, before anything was trained."""
-        with on_host():  # where random numbers lie
+        """Raise an error before training if a checkpoint cannot hold the state."""
+        with on_host():  # the random number states are on the host
             self._snapshot.rehearse()
 
     def save(self, metrics: Mapping[str, float] = _NO_METRICS) -> None:
-        """Save the run as it is, unless that was done."""
+        """Save the run unless its current state is already saved."""
         if self._saved_at == self._now:
             return
-        with self._context.mode.evaluating():  # a checkpoint has the weights to be used with
+        with self._context.mode.evaluating():  # a checkpoint has the weights for inference
             self._save(self._context.state.batch, metrics)
 
     def _save(self, batch: int, metrics: Mapping[str, float]) -> None:
         snapshot = together(self._snapshot.peers, self._gather)
         try:
-            with on_host():  # where what is written is read
+            with on_host():  # the data to be written is read on the host
                 own = self._snapshot.own(snapshot)
                 path = self._store.save(snapshot, step=batch, metrics=metrics, own=own)
         except CheckpointError as error:
             if not isinstance(error.__cause__, OSError):
-                raise  # a state that no checkpoint can hold will be one next time, too
+                raise  # the state cannot be saved, now or later
             warn(f"no checkpoint after batch {batch}: {error}", CheckpointWarning)
             return
         self._saved_at = self._now
@@ -162,7 +150,7 @@ class Checkpointer:
 
     def _gather(self) -> dict[str, Any]:
         self._context.tell("checkpoint_start")
-        if self._world_size > 1:  # who would wait for it
+        if self._world_size > 1:  # the other ranks would wait for a second attempt
             return self._snapshot.gather()
         return once_more(
             self._snapshot.gather, self._context.device, doing="gathering a checkpoint"

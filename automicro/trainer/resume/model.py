@@ -1,7 +1,7 @@
-"""The state of models: parameters, buffers, extra state, generators of their own.
+"""The state of models: parameters, buffers, extra state, and their generators.
 
-All of it goes through ``load_state_dict``, so that a model may have ways of its own. Shards are
-read right into those that are there.
+Parameters and extra state go through ``load_state_dict``, which a model can override. Shards are
+read directly into the existing tensors.
 """
 
 import copy
@@ -28,16 +28,15 @@ from automicro.values import state_of
 
 MODEL_KEYS = ("modules", "buffers", "generators")
 
-_EXTRA_STATE = "_extra_state"  # what `Module.get_extra_state` gave, in torch's state dicts
+_EXTRA_STATE = "_extra_state"  # torch's key for the value of `Module.get_extra_state`
 
 
 class ModuleState:
-    """The state of some models, gathered and put back.
+    """Gathers and restores the state of models.
 
-    Example:
-        >>> state = ModuleState([nn.Linear(2, 1)]).gather()
-        >>> list(state), list(state["modules"][0])
-        (['modules', 'buffers', 'generators'], ['weight', 'bias'])
+    >>> state = ModuleState([nn.Linear(2, 1)]).gather()
+    >>> list(state), list(state["modules"][0])
+    (['modules', 'buffers', 'generators'], ['weight', 'bias'])
     """
 
     def __init__(self, modules: Sequence[nn.Module], reach: Reach | None = None) -> None:
@@ -46,14 +45,12 @@ class ModuleState:
         self._reach = reach or Reach(named)
 
     def gather(self) -> dict[str, Any]:
-        """The state as it is now. Its tensors are the models' own where they can be."""
+        """Gather the current state, without copying tensors if possible."""
         return {"modules": [module.state_dict() for module in self._modules], **self.own()}
 
     def own(self) -> dict[str, Any]:
-        """State that may differ between ranks: generators, and all buffers.
-
-        Buffers that are not persistent are among these: a forward may change them all the same.
-        """
+        """Gather the state that can differ between ranks: generators and all buffers."""
+        # Includes buffers that are not persistent, because a forward can change them, too.
         return {
             "buffers": [
                 {
@@ -67,7 +64,7 @@ class ModuleState:
         }
 
     def restore_own(self, saved: Mapping[str, Any]) -> None:
-        """Put back what `own` gave, after the state of all."""
+        """Restore the return value of `own`, after the state of all ranks."""
         for module, buffers in zip(self._modules, saved["buffers"], strict=True):
             _load_buffers(module, buffers)
         here = self._reach.named_generators()
@@ -82,12 +79,12 @@ class ModuleState:
         write_generators(here, saved["generators"])
 
     def reseed_generators(self, *, rank: int, world_size: int) -> None:
-        """Let generators draw others on each rank, where all were put back as those of rank 0."""
+        """Reseed generators differently on each rank after restoring the states of rank 0."""
         for generator in self._reach.named_generators().values():
             _reseed(generator, rank, world_size)
 
     def sharded_parameters(self) -> dict[str, Tensor]:
-        """The parameters of which each rank has a part, by the names of `optimizer_state`."""
+        """Collect the sharded parameters by the names of `optimizer_state`."""
         return {
             name: parameter
             for name, parameter in named_parameters(self._modules)
@@ -95,7 +92,7 @@ class ModuleState:
         }
 
     def compare(self, opened: FoundCheckpoint) -> None:
-        """Refuse the checkpoint of other models."""
+        """Raise an error if the checkpoint has other models."""
         here = [module.state_dict() for module in self._modules]
         refuse_differences(
             opened,
@@ -104,12 +101,12 @@ class ModuleState:
         )
 
     def targets(self) -> dict[str, Tensor]:
-        """The shards that are overwritten in place, by their place in the state."""
+        """Collect the shards that are overwritten in place, by their place in the state."""
         state = {"modules": [module.state_dict() for module in self._modules]}
         return {place: each for place, each in tensors_of(state).items() if is_sharded(each)}
 
     def restore(self, saved: Mapping[str, Any]) -> None:
-        """Put back what was not read in place."""
+        """Restore the state that was not read in place."""
         for module, state in zip(self._modules, saved["modules"], strict=True):
             _load(module, state)
         self.restore_own(saved)
@@ -125,16 +122,16 @@ def _reseed(generator: Generator, rank: int, world_size: int) -> None:
     elif isinstance(generator, np.random.Generator):
         generator.bit_generator.state = type(generator.bit_generator)(seed).state
     else:
-        generator.seed(seed % 2**32)  # no more, for NumPy's older ones
+        generator.seed(seed % 2**32)  # the limit of NumPy's RandomState
 
 
 def _load(module: nn.Module, state: Any) -> None:
-    rest = copy.copy(state)  # with its metadata: torch keeps the versions of modules there
+    rest = copy.copy(state)  # keeps its metadata, where torch stores the versions of modules
     for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
         if name in state and not is_uninitialized(tensor) and _repeats(tensor):
-            _write(name, tensor, rest.pop(name))  # `load_state_dict` cannot
+            _write(name, tensor, rest.pop(name))  # `load_state_dict` cannot write these
     try:
-        # Names were compared before, and a model's state_dict may leave some out.
+        # Not strict: names were compared before, and a model's state_dict can leave some out.
         module.load_state_dict(rest, strict=False)
     except Exception as error:
         raise CheckpointError(
@@ -145,7 +142,7 @@ def _load(module: nn.Module, state: Any) -> None:
 
 
 def _repeats(tensor: Tensor) -> bool:
-    """Whether elements share memory, as `expand` makes them.
+    """Whether elements share memory, as after `expand`.
 
     >>> _repeats(torch.ones(3).expand(2, 3)), _repeats(torch.ones(4, 3).t())
     (True, False)
@@ -155,7 +152,7 @@ def _repeats(tensor: Tensor) -> bool:
 
 
 def _write(name: str, target: Tensor, value: Tensor) -> None:
-    """Write into a tensor; elements that share memory once."""
+    """Write into a tensor, with a single write for elements that share memory."""
     once = tuple(slice(0, 1) if stride == 0 else slice(None) for stride in target.stride())
     with torch.no_grad():
         target[once].copy_(value[once])
@@ -189,7 +186,7 @@ def _load_buffers(module: nn.Module, saved: Mapping[str, Tensor]) -> None:
 
 
 def _replace(module: nn.Module, old: Tensor, new: Tensor) -> None:
-    """A buffer that has grown, wherever it is shared."""
+    """Replace a buffer whose shape has changed, in all modules that share it."""
     for each in module.modules():
         table = buffer_table(each)
         table.update({name: new for name, buffer in table.items() if buffer is old})
@@ -209,5 +206,5 @@ def _form(tensor: Tensor) -> tuple[torch.Size, torch.dtype]:
 
 
 def _without_extra(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Extra state may be of any shape: a model's own `set_extra_state` judges it."""
+    """Drop extra state, which `set_extra_state` of the model checks itself."""
     return {name: each for name, each in state.items() if not name.endswith(_EXTRA_STATE)}

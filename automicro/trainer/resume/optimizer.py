@@ -1,10 +1,10 @@
-"""An optimizer's state by the names of parameters, as checkpoints keep it.
+"""An optimizer's state by the names of its parameters, for checkpoints.
 
-torch numbers parameters in the order of the groups. A name says which one is meant, so that a
-checkpoint of another model or other groups is told, and never loaded into the wrong place.
+torch numbers parameters in the order of the groups. With names, the checkpoint of another model or
+of other groups is recognized and never loaded into the wrong parameters.
 
-A checkpoint restores options with the state, so other ones given at a resume would be overridden
-without a word. They are compared as they were given, before schedules changed any.
+A checkpoint restores options with the state and so overrides options given at a resume. A warning
+names these, comparing the options as given, before schedules changed them.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -21,13 +21,12 @@ from automicro.trainer.data.sharing import changed
 def optimizer_state(
     optimizer: torch.optim.Optimizer, modules: Sequence[nn.Module]
 ) -> dict[str, Any]:
-    """The state of each parameter by its name, and the options of each group.
+    """Return the state of each parameter by name, and the options of each group.
 
-    Example:
-        >>> model = nn.Linear(2, 1)
-        >>> sgd = torch.optim.SGD(model.parameters(), lr=0.5)
-        >>> optimizer_state(sgd, [model])["groups"][0]["names"]
-        ['weight', 'bias']
+    >>> model = nn.Linear(2, 1)
+    >>> sgd = torch.optim.SGD(model.parameters(), lr=0.5)
+    >>> optimizer_state(sgd, [model])["groups"][0]["names"]
+    ['weight', 'bias']
     """
     names = _names(optimizer, modules)
     saved = optimizer.state_dict()
@@ -47,7 +46,7 @@ def optimizer_state(
 
 
 def named_parameters(modules: Sequence[nn.Module]) -> Iterator[tuple[str, nn.Parameter]]:
-    """The parameters of a run by the names under which their state is saved.
+    """Yield the parameters of a run with the names under which their state is saved.
 
     >>> [name for name, _ in named_parameters([nn.Linear(2, 1), nn.Linear(1, 1)])]
     ['weight', 'bias', 'modules[0].weight', 'modules[0].bias']
@@ -60,7 +59,7 @@ def named_parameters(modules: Sequence[nn.Module]) -> Iterator[tuple[str, nn.Par
 def load_optimizer_state(
     optimizer: torch.optim.Optimizer, modules: Sequence[nn.Module], state: Mapping[str, Any]
 ) -> None:
-    """Go on with the state and the options that `optimizer_state` gave."""
+    """Load the state and the options from `optimizer_state`."""
     compare_groups(optimizer, modules, state)
     indices = {name: index for index, name in enumerate(_names(optimizer, modules))}
     optimizer.load_state_dict(
@@ -83,7 +82,7 @@ def load_optimizer_state(
 def compare_groups(
     optimizer: torch.optim.Optimizer, modules: Sequence[nn.Module], state: Mapping[str, Any]
 ) -> None:
-    """Refuse the state of an optimizer of other parameters."""
+    """Raise an error if a state belongs to other parameters or groups."""
     names = _names(optimizer, modules)
     here = [len(group["params"]) for group in optimizer.param_groups]
     listed = [name for group in state["groups"] for name in group["names"]]
@@ -106,7 +105,7 @@ _ADDED = (
 
 
 def _names(optimizer: torch.optim.Optimizer, modules: Sequence[nn.Module]) -> list[str]:
-    """Of the optimizer's parameters, in torch's order."""
+    """Names of the optimizer's parameters, in torch's order."""
     named = {id(parameter): name for name, parameter in named_parameters(modules)}
     parameters = [each for group in optimizer.param_groups for each in group["params"]]
     strangers = [each for each in parameters if id(each) not in named]
@@ -120,7 +119,7 @@ def _names(optimizer: torch.optim.Optimizer, modules: Sequence[nn.Module]) -> li
 
 
 def _refuse_unsharded(optimizer: torch.optim.Optimizer, names: Sequence[str]) -> None:
-    """Of a sharded parameter, refuse state that is neither sharded like it nor one number."""
+    """Raise an error for state of a sharded parameter that is not sharded or a single number."""
     parameters = [each for group in optimizer.param_groups for each in group["params"]]
     for name, parameter in zip(names, parameters, strict=True):
         if not is_sharded(parameter):
@@ -137,7 +136,7 @@ def _refuse_unsharded(optimizer: torch.optim.Optimizer, names: Sequence[str]) ->
                 )
 
 
-# Counters of a schedule, and what repeats the optimizer's own options.
+# Counters of a schedule, and copies of the optimizer's own options.
 _NOT_GIVEN = ("params", "initial_lr", "last_epoch", "base_lrs")
 INNER = "_schedulers"
 """Attributes by which torch's schedules hold their parts."""
@@ -146,7 +145,7 @@ INNER = "_schedulers"
 def given_options(
     optimizer: torch.optim.Optimizer, scheduler: object, interval: str = "batch"
 ) -> dict[str, dict[str, Any]]:
-    """The classes and plain options of an optimizer and a scheduler that have not stepped yet.
+    """Describe the classes and plain options of an unstepped optimizer and scheduler.
 
     >>> sgd = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.5)
     >>> given = given_options(sgd, torch.optim.lr_scheduler.StepLR(sgd, 3))
@@ -154,7 +153,7 @@ def given_options(
     ({'optimizer': 'SGD', 'scheduler': 'StepLR'}, 0.5, 3)
     """
     stepped = "" if interval == "batch" else f", stepped after every {interval}"
-    # A scheduler has set the first rate by now, and keeps the one that was given.
+    # A scheduler has already set the first rate, and stores the given one as `initial_lr`.
     groups = [
         group | ({"lr": group["initial_lr"]} if "initial_lr" in group else {})
         for group in optimizer.param_groups
@@ -175,14 +174,14 @@ def given_options(
 
 
 def _name_of(scheduler: object) -> str:
-    """With what it is made of: ``SequentialLR(LinearLR, CosineAnnealingLR)``."""
+    """Name a scheduler with its parts: ``SequentialLR(LinearLR, CosineAnnealingLR)``."""
     inner = vars(scheduler).get(INNER, ()) if hasattr(scheduler, "__dict__") else ()
     made_of = f"({', '.join(map(_name_of, inner))})" if inner else ""
     return type(scheduler).__qualname__ + made_of
 
 
 def _plain(place: str, value: Any) -> Iterator[tuple[str, Any]]:
-    """The plain values in a state, by their places."""
+    """Yield the plain values in a state with their places."""
     if isinstance(value, Tensor) and value.numel() == 1:
         value = value.item()
     numbers = (bool, int, float, str, type(None))
@@ -201,7 +200,7 @@ def _plain(place: str, value: Any) -> Iterator[tuple[str, Any]]:
 
 
 def refuse_other_classes(saved: Mapping[str, Any], given: Mapping[str, Any]) -> None:
-    """Refuse the checkpoint of a run with another optimizer or scheduler."""
+    """Raise an error if the saved run had another optimizer or scheduler class."""
     for what, name in given["classes"].items():
         was = saved["classes"].get(what)
         if was != name:
@@ -213,8 +212,8 @@ def refuse_other_classes(saved: Mapping[str, Any], given: Mapping[str, Any]) -> 
 
 
 def warn_of_other_options(saved: Mapping[str, Any], given: Mapping[str, Any]) -> None:
-    """Say which options a checkpoint overrides."""
-    # What a newer torch has more is no other option.
+    """Warn of the options that a checkpoint overrides."""
+    # Options that only one version of torch has are not compared.
     differing = changed(saved["options"], given["options"])
     if differing:
         warn(

@@ -1,11 +1,11 @@
-"""Everything that a run needs to go on as if it had never stopped, gathered and put back.
+"""Gathering and restoring all state that a run needs to continue as if it had never stopped.
 
-Whether a checkpoint fits is decided from its structure, before anything is overwritten.
+The structure of a checkpoint shows whether it fits, before anything is overwritten.
 
-A run of another number of ranks: what is equal on all is taken over, and what is sharded is read as
-it is sharded here. What each rank had of its own is not: random numbers are derived anew. At the
-end of an epoch the next pass over the data begins, and metrics count from zero. Within one, each of
-these parts is asked for a state in which every row of the epoch counts once.
+If the number of ranks changes, state that is equal on all ranks is loaded, and sharded state is
+read with the current sharding. Random numbers are derived again for each rank. At the end of an
+epoch, the data starts its next pass and metrics count from zero. Within an epoch, these parts
+convert their states so that every row of the epoch counts once.
 """
 
 import dataclasses
@@ -44,31 +44,26 @@ from automicro.trainer.resume.optimizer import (
 
 
 class Scope(enum.Enum):
-    """How far ranks share the state of a part."""
+    """Whether ranks share the state of a part."""
 
-    RUN = enum.auto()  # it is equal on all ranks, or sharded over them
-    RANK = enum.auto()  # each rank has its own
-    EPOCH = enum.auto()  # each rank has its own, which counts rows of an epoch
+    RUN = enum.auto()  # equal on all ranks, or sharded over them
+    RANK = enum.auto()  # each rank has its own state
+    EPOCH = enum.auto()  # each rank has its own state, which counts rows of an epoch
 
 
 @dataclass(frozen=True, kw_only=True)
 class Part:
-    """Something of a run that has a state.
+    """A stateful part of a run."""
 
-    Attributes:
-        owner: has ``state_dict`` and ``load_state_dict``. What is no rank's alone has also
-            ``between_epochs(state)`` and, within an epoch, ``reshard(states, rank=…)``.
-        scope: how far ranks share it.
-        is_on_host: whether its tensors (random numbers) lie on the host; all others on the device.
-    """
-
+    # Has `state_dict` and `load_state_dict`; if each rank has its own state, `between_epochs`,
+    # and if that counts rows of an epoch, `reshard`.
     owner: Any
     scope: Scope = Scope.RUN
-    is_on_host: bool = False
+    is_on_host: bool = False  # whether its tensors (random numbers) stay on the host
 
 
 class Snapshot:
-    """The parts of a run, as one state."""
+    """The parts of a run as one state."""
 
     def __init__(
         self,
@@ -96,7 +91,7 @@ class Snapshot:
         self._saved_given = self._given
 
     def gather(self) -> dict[str, Any]:
-        """The state as it is now. Its tensors are those of the run, not copies."""
+        """Gather the current state without copying its tensors."""
         return {
             **self._models.gather(),
             "optimizer": optimizer_state(self._optimizer, self._modules),
@@ -109,7 +104,7 @@ class Snapshot:
         }
 
     def own(self, state: Mapping[str, Any]) -> dict[str, Any]:
-        """State that may differ between ranks. Rank 0's stands in the state of all."""
+        """Select the state that can differ between ranks; rank 0's is in the main state."""
         if self.peers.rank == 0:
             return {}
         return {
@@ -125,19 +120,19 @@ class Snapshot:
         }
 
     def rehearse(self) -> None:
-        """Gather a state that is not saved."""
+        """Gather the state without saving it, to find errors before training."""
         state = self.gather()
-        for key in ("modules", "buffers"):  # lazy modules have a shape once it is saved
+        for key in ("modules", "buffers"):  # lazy modules will have a shape at the first save
             state[key] = [_initialized(each) for each in state[key]]
         take_apart(state)
 
     def compare(self, opened: FoundCheckpoint) -> None:
-        """Refuse the checkpoint of another run, and say what starts fresh. Nothing is changed."""
+        """Raise an error for a checkpoint of another run, and warn of state that is missing."""
         saved = opened.structure
         refuse_other_classes(saved["given"], self._given)
         self._models.compare(opened)
         compare_groups(self._optimizer, self._modules, saved["optimizer"])
-        # At the end of an epoch metrics may come and go; within one their counts would be wrong.
+        # Metrics can change at the end of an epoch; within one, their counts would be wrong.
         if "metrics" in self._owners and saved["progress"]["epoch_batch"] > 0:
             _compare_metrics(saved["parts"]["metrics"], self._owners["metrics"])
         scalers = [
@@ -149,10 +144,8 @@ class Snapshot:
         warn_of_other_options(saved["given"], self._given)
 
     def restore(self, opened: FoundCheckpoint) -> dict[str, Any]:
-        """Put everything back but random numbers; what was put back, but the models.
-
-        The models come last, so that they are untouched where anything refuses its own state.
-        """
+        """Restore all state except random numbers, and return the state without the models."""
+        # The models come last, so that they stay unchanged if another part refuses its state.
         is_same_world = opened.world_size == self.peers.world_size
         with on_host():
             others = opened.structure.keys() - set(MODEL_KEYS)
@@ -174,7 +167,7 @@ class Snapshot:
         return saved
 
     def _adapt_to_world(self, saved: dict[str, Any], opened: FoundCheckpoint) -> None:
-        """Change rank 0's state of another number of ranks, so that this one can go on with it."""
+        """Convert the state of rank 0 if another number of ranks saved it."""
         rank, now, was = self.peers.rank, self.peers.world_size, opened.world_size
         saved["rng"] = derived_rng_state(saved["rng"], rank=rank, world_size=now)
         states, batches = saved["parts"], saved["progress"]["epoch_batch"]
@@ -203,7 +196,7 @@ class Snapshot:
         }
 
     def _sharded_targets(self, opened: FoundCheckpoint) -> dict[str, Tensor]:
-        """Where this rank's part of what is sharded like a parameter is read into, by place."""
+        """Create the tensors into which state sharded like a parameter is read, by place."""
         parameters = self._models.sharded_parameters()
         if not parameters:
             return {}
@@ -225,14 +218,14 @@ class Snapshot:
         for name, state in saved["callbacks"].items():
             if name in callbacks:
                 _load(name, callbacks[name], _arriving(state))
-        self._saved_given = saved["given"]  # these go on, whatever was given now
+        self._saved_given = saved["given"]  # the run continues with the saved options
 
     def _named_callbacks(self) -> dict[str, Any]:
         return dict(zip(self._callbacks.names, self._callbacks, strict=True))
 
 
 def _arriving(state: Any) -> Any:
-    """A state as it comes to a simulated device; real ones fetch their tensors themselves."""
+    """Move a state to a simulated device; for real ones, `load_state_dict` moves the tensors."""
     if (budget := active_budget()) is None:
         return state
     moved = {place: budget.transfer(each) for place, each in tensors_of(state).items()}
@@ -279,7 +272,7 @@ def _restore_progress(state: LoopState, saved: Mapping[str, Any]) -> None:
 
 
 def _warn_of_others(what: str, saved: Mapping[str, Any], here: Mapping[str, Any]) -> None:
-    """Say which callbacks, say, start fresh, and whose state is dropped."""
+    """Warn of parts or callbacks that start fresh, and of those whose state is dropped."""
     for name in sorted(saved.keys() - here.keys()):
         warn(
             f"the checkpoint has the state of the {what} {name}, which this run has not: it is "
@@ -295,7 +288,7 @@ def _warn_of_others(what: str, saved: Mapping[str, Any], here: Mapping[str, Any]
 
 
 def _compare_metrics(saved: Mapping[str, Any], metrics: MetricSet) -> None:
-    """Refuse a checkpoint that lacks what a metric has counted in this epoch."""
+    """Raise an error if the checkpoint lacks the counts of a metric in this epoch."""
     lacks, extra = metrics.differences(saved)
     if lacks:
         raise CheckpointError(
@@ -323,7 +316,7 @@ def _load_sizes(name: str, microbatcher: Microbatcher, state: Any) -> None:
 
 
 def _like_parameters(tree: Any, parameters: Mapping[str, Tensor]) -> Any:
-    """A state in which tensors of the shape of the sharded parameter that they are for are such.
+    """Replace state tensors that have the shape of their sharded parameter by sharded ones.
 
     >>> _like_parameters({"w": {"exp_avg": torch.ones(2)}}, {"w": torch.ones(2)})["w"].keys()
     dict_keys(['exp_avg'])
@@ -344,9 +337,7 @@ def _like_parameters(tree: Any, parameters: Mapping[str, Tensor]) -> Any:
 
 
 def _without_parameters(tree: Mapping[Any, Any], names: Collection[str]) -> dict[Any, Any]:
-    """The rest of a state from which all is taken that is kept by the name of a parameter.
-
-    Parameters are equal on all ranks, or sharded; what is kept of them is, too.
+    """Drop entries that are named like a parameter: they are sharded or equal on all ranks.
 
     >>> _without_parameters({"average": {"w": 1.0, "mean": 2.0}, "at": 3}, {"w"})
     {'average': {'mean': 2.0}, 'at': 3}
@@ -359,7 +350,7 @@ def _without_parameters(tree: Mapping[Any, Any], names: Collection[str]) -> dict
 
 
 def _overlay(saved: dict[Any, Any], own: Mapping[Any, Any]) -> None:
-    """Put a rank's own over what was saved for all.
+    """Overwrite the saved state of all ranks with a rank's own entries.
 
     >>> saved = {"average": {"w": 1.0, "mean": 2.0}}
     >>> _overlay(saved, {"average": {"mean": 5.0}})
@@ -375,7 +366,7 @@ def _overlay(saved: dict[Any, Any], own: Mapping[Any, Any]) -> None:
 
 
 def describe_change(*, was: int, now: int) -> str:
-    """The change to the result, in a line.
+    """Describe in a line how another number of ranks changes the result.
 
     >>> describe_change(was=2, now=1)
     'saved by 2 ranks and resumed by 1 rank: random numbers are drawn anew from here on'
