@@ -179,7 +179,8 @@ def _print_keys(pattern: str) -> None:
     <BLANKLINE>
     run_dir: text or null, default null
         a folder for `config.yaml`, `summary.json`, `weights.pt` and checkpoints; with null, nothing
-        is written. Such as `runs/${now:%Y-%m-%d_%H-%M-%S}`. Nothing of another run is overwritten.
+        is written. Such as `runs/${now:%Y-%m-%d_%H-%M-%S}`. Files of another run are never
+        overwritten.
     """
     groups = describe_keys()
     known = [key.name for keys in groups.values() for key in keys]
