@@ -29,12 +29,7 @@ ONE_GRAPH_EACH = (
 
 
 def check_choice(name: str, value: object, choices: Iterable[str]) -> str:
-    """Return the value if it is one of the choices; otherwise raise a suggestion.
-
-    Example:
-        >>> check_choice("batchnorm", "warn", ["warn", "error"])
-        'warn'
-    """
+    """Return the value if it is one of the choices; the error suggests the nearest."""
     accepted = list(choices)
     if isinstance(value, str) and value in accepted:
         return value
@@ -45,23 +40,14 @@ def check_choice(name: str, value: object, choices: Iterable[str]) -> str:
 
 
 def check_probe(probe: object) -> bool:
-    """Return whether to check a few rows.
-
-    >>> check_probe(False), check_probe("error")
-    (False, True)
-    """
+    """Return whether to check a few rows."""
     if not isinstance(probe, bool) and probe != "error":
         raise ValueError(f"probe={probe!r} is not known; use True, False or 'error'")
     return bool(probe)
 
 
 def check_precision(precision: object, has_backward: object) -> str:
-    """Return the precision if it is one of `PRECISIONS`; fp16 also needs a loss scaler.
-
-    Example:
-        >>> check_precision("bf16", has_backward=False)
-        'bf16'
-    """
+    """Return the precision if it is one of `PRECISIONS`; fp16 also needs a loss scaler."""
     if precision == "fp16" and not has_backward:
         raise ValueError(
             "precision='fp16' needs a loss scaler, or small gradients vanish: pass "
@@ -105,11 +91,7 @@ def check_unwrapped(model: nn.Module) -> None:
 
 
 def unwrapped(model: Any) -> Any:
-    """Return the module inside DDP's wrapper, which hides its attributes.
-
-    >>> unwrapped(nn.Linear(2, 2))
-    Linear(in_features=2, out_features=2, bias=True)
-    """
+    """Return the module inside DDP's wrapper, which hides its attributes."""
     return model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
 
 
@@ -118,16 +100,9 @@ _INSIDE = ("optimizer", "_optimizer", "base_optimizer", "_base_optimizer", "opti
 
 
 def innermost_optimizer(optimizer: object) -> torch.optim.Optimizer | None:
-    """Return the optimizer that builds the state, inside all wrappers, or None if there is none.
-
-    accelerate and Lightning wrap the optimizer, as do ``ZeroRedundancyOptimizer`` and many
-    implementations of Lookahead or SAM.
-
-    >>> adam = torch.optim.Adam(nn.Linear(2, 2).parameters())
-    >>> innermost_optimizer(adam) is adam
-    True
-    """
-    # Wrappers might refer to each other in a cycle.
+    """Return the optimizer that builds the state, inside all wrappers, or None if there is none."""
+    # accelerate and Lightning wrap the optimizer, as do ZeroRedundancyOptimizer and many
+    # implementations of Lookahead or SAM. Wrappers might refer to each other in a cycle.
     found, seen = optimizer, set[int]()
     while id(found) not in seen:
         seen.add(id(found))
@@ -147,10 +122,7 @@ def _is_like_an_optimizer(value: object) -> bool:
 def check_optimizer(
     optimizer: object, modules: Sequence[nn.Module]
 ) -> torch.optim.Optimizer | None:
-    """Refuse an optimizer that does not fit the modules or that needs a closure.
-
-    Returns the optimizer that builds the state, inside any wrapper.
-    """
+    """Return the innermost optimizer; refuse one of other modules or one that needs a closure."""
     if optimizer is None:
         return None
     innermost = innermost_optimizer(optimizer)
@@ -189,11 +161,7 @@ def check_optimizer(
 
 
 def check_modules(modules: object) -> list[nn.Module]:
-    """Return the additional modules as a list; refuse anything else, such as a bare parameter.
-
-    >>> check_modules([nn.Linear(2, 2)])
-    [Linear(in_features=2, out_features=2, bias=True)]
-    """
+    """Return the additional modules as a list; refuse anything else, such as a bare parameter."""
     if isinstance(modules, Tensor) or not isinstance(modules, Iterable):
         raise TypeError(
             f"modules is a {type(modules).__name__} and not a list of modules; pass "
@@ -306,11 +274,7 @@ def _agrees(one: torch.device, other: torch.device) -> bool:
 
 
 def read_amount(name: str, value: float | None) -> float | None:
-    """Return a positive number or None as a float or None.
-
-    >>> read_amount("grad_clip_norm", 1)
-    1.0
-    """
+    """Return a positive number as a float, or None for None."""
     if value is None:
         return None
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
@@ -338,11 +302,7 @@ def read_count(name: str, value: object, *, least: int = 1) -> int:
 
 
 def read_flag(name: str, value: object) -> bool:
-    """Return True or False; refuse other values, even if they compare equal to these.
-
-    >>> read_flag("deterministic", True)
-    True
-    """
+    """Return True or False; refuse other values, even if they compare equal to these."""
     if not isinstance(value, bool):
         raise TypeError(f"{name} is {value!r}; pass True or False")
     return value

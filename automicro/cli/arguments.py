@@ -22,28 +22,17 @@ FORM = "CONFIG [CONFIG …] [key=value …]"
 
 @dataclass(frozen=True, kw_only=True)
 class Command:
-    """One command of ``automicro``.
+    """One command of ``automicro``."""
 
-    Attributes:
-        doc: help text, the docstring of its file; the list of commands shows the first line.
-        examples: complete command lines; the list of commands shows the first one.
-        exit_codes: meaning of exit codes, apart from 2, 130, 141 and 143, which are the same for
-            all commands.
-        run: runs the command and returns the exit code.
-        add_arguments: adds the command's own arguments to its parser.
-        takes_config: whether the command takes files and overrides.
-        json: help of ``--json``; empty if there is no such option.
-        place: position in the list of commands, unique.
-    """
-
-    doc: str
-    examples: Sequence[str]
+    doc: str  # help text, the docstring of its file; lists of commands show the first line
+    examples: Sequence[str]  # complete command lines; lists of commands show the first one
+    # Apart from 2, 130, 141 and 143, which mean the same for all commands.
     exit_codes: Mapping[int, str]
-    run: Callable[[argparse.Namespace], int]
+    run: Callable[[argparse.Namespace], int]  # returns the exit code
     add_arguments: Callable[[argparse.ArgumentParser], None] = lambda parser: None
-    takes_config: bool = True
-    json: str = ""
-    place: int = 100
+    takes_config: bool = True  # whether it takes files and overrides
+    json: str = ""  # help of --json; empty if there is no such option
+    place: int = 100  # position in lists of commands, unique
 
     @property
     def brief(self) -> str:
@@ -126,11 +115,7 @@ def reading(
 
 
 def whole_number(text: str) -> int:
-    """Read an option that must be at least 1.
-
-    >>> whole_number("8")
-    8
-    """
+    """Read an option that must be at least 1."""
     # argparse itself reports the ValueError for text that is not a number.
     if int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text} is below 1: give a number of them")

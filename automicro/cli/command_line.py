@@ -20,12 +20,7 @@ microbatches that fit, with the gradient of the whole batch.
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line and return its exit code.
-
-    >>> main(["--version"])
-    automicro ...
-    0
-    """
+    """Run the command line and return its exit code."""
     try:
         arguments = _parse(argv)
     except SystemExit as exit:  # argparse has printed its message

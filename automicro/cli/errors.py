@@ -42,11 +42,7 @@ IN_WORKER = "Original Traceback (most recent call last):"
 
 
 def show_failure(error: BaseException, *, debug: bool) -> int:
-    """Print an error to stderr, and return the exit code.
-
-    >>> show_failure(ConfigError("no model"), debug=False)  # printed to stderr
-    2
-    """
+    """Print an error to stderr, and return the exit code."""
     code, text = _describe(error)
     said = _share(error, text) if has_peers() else text
     if said != text and not debug:
@@ -63,11 +59,7 @@ def show_failure(error: BaseException, *, debug: bool) -> int:
 
 
 def summarize_error(error: BaseException) -> str:
-    """Describe an error with its notes; errors of other code with their type and place, too.
-
-    >>> summarize_error(KeyError("x"))
-    "KeyError: 'x'"
-    """
+    """Describe an error with its notes; errors of other code with their type and place, too."""
     if isinstance(error, AutomicroError) or is_refusal(error):
         return _with_notes(error)
     return _in_words(error, _users_place(error))
@@ -88,20 +80,12 @@ def _leave_for_torchrun(error: BaseException, text: str) -> None:
 
 
 def is_sigterm(error: BaseException) -> bool:
-    """Return whether training ended because of SIGTERM.
-
-    >>> is_sigterm(SystemExit(143)), is_sigterm(SystemExit(1))
-    (True, False)
-    """
+    """Return whether training ended because of SIGTERM."""
     return isinstance(error, SystemExit) and error.code == TERMINATED
 
 
 def is_closed_pipe(error: BaseException) -> bool:
-    """Return whether stdout is closed by its reader, as with ``| head``.
-
-    >>> is_closed_pipe(BrokenPipeError())  # of another pipe
-    False
-    """
+    """Return whether stdout is closed by its reader, as with ``| head``."""
     # Rich turns a BrokenPipeError into SystemExit.
     cause = error.__context__ if isinstance(error, SystemExit) else error
     if not isinstance(cause, BrokenPipeError):
@@ -238,15 +222,7 @@ def _users_place(error: BaseException) -> str | None:
 
 
 def is_refusal(error: BaseException) -> bool:
-    """Return whether automicro itself raised an error to refuse a value.
-
-    >>> from automicro.policy.choose import make_policy
-    >>> try:
-    ...     make_policy(0)
-    ... except ValueError as error:
-    ...     is_refusal(error)
-    True
-    """
+    """Return whether automicro itself raised an error to refuse a value."""
     if not isinstance(error, TypeError | ValueError):
         return False
     places = traceback.extract_tb(error.__traceback__)
@@ -316,10 +292,6 @@ def warnings_in_one_line() -> Iterator[None]:
     """Print warnings as ``automicro: warning: …``, those of other packages with their place.
 
     Filters decide which warnings are shown; none is shown twice.
-
-    >>> with warnings.catch_warnings(), warnings_in_one_line():
-    ...     warnings.simplefilter("default")
-    ...     warnings.warn("mind the gap", AutomicroWarning)  # printed to stderr
     """
     shown: set[tuple[object, ...]] = set()
 

@@ -111,11 +111,7 @@ def make_computation(recipe: Recipe) -> tuple[nn.Module, dict[str, Any]]:
 
 
 def first_batch(data: Iterable[Any]) -> Any:
-    """Return the first batch of a config's training data.
-
-    >>> first_batch([1, 2])
-    1
-    """
+    """Return the first batch of a config's training data."""
     with noting(lambda: "while taking the first batch of train_dataloader"):
         batch = next(iter(data), None)
     if batch is None:

@@ -32,13 +32,7 @@ def to_json(values: Any, *, indent: int | None = None) -> str:
 
 @contextlib.contextmanager
 def results_alone(wanted: bool) -> Iterator[TextIO]:
-    """Reserve stdout for results; inside the block, everything else goes to stderr.
-
-    >>> with results_alone(True) as results:
-    ...     print("progress")  # to stderr
-    ...     print("{}", file=results)
-    {}
-    """
+    """Reserve stdout for results; inside the block, everything else goes to stderr."""
     results = sys.stdout
     with contextlib.redirect_stdout(sys.stderr) if wanted else contextlib.nullcontext():
         yield results
@@ -86,11 +80,7 @@ def _finite(value: Any) -> Any:
 
 @contextlib.contextmanager
 def saying(doing: str, *, is_wanted: bool = True) -> Iterator[None]:
-    """Show in a terminal what is being done until it is done, on one rank.
-
-    >>> with saying("importing torch"):  # no terminal in tests
-    ...     pass
-    """
+    """Show in a terminal what is being done until it is done, on one rank."""
     can_erase = sys.stderr.isatty() and os.environ.get("TERM", "dumb") not in ("dumb", "unknown")
     # The variable of torchrun, because every other source of the rank imports torch.
     if not (is_wanted and can_erase) or os.environ.get("RANK", "0") != "0":
@@ -107,20 +97,12 @@ def saying(doing: str, *, is_wanted: bool = True) -> Iterator[None]:
 
 
 def has_peers() -> bool:
-    """Return whether this is one of several processes.
-
-    >>> has_peers()
-    False
-    """
+    """Return whether this is one of several processes."""
     return not _is_surely_alone() and _place().world_size > 1
 
 
 def is_first() -> bool:
-    """Return whether this process prints for all.
-
-    >>> is_first()
-    True
-    """
+    """Return whether this process prints for all."""
     return _is_surely_alone() or _place().is_first
 
 

@@ -33,11 +33,7 @@ UNSET = object()
 
 
 class RunDir:
-    """The folder of a run, or none. Each file is written completely or not at all.
-
-    >>> RunDir(None, {}).finished() is None
-    True
-    """
+    """The folder of a run, or none. Each file is written completely or not at all."""
 
     def __init__(
         self, path: str | None, config: Mapping[str, Any], *, goes_on: bool = False
@@ -124,20 +120,12 @@ def _show(value: object) -> str:
 
 
 def goes_on(checkpoint: CheckpointConfig | None) -> bool:
-    """Return whether a restarted run resumes from its checkpoints.
-
-    >>> goes_on(CheckpointConfig(folder="runs/first/checkpoints")), goes_on(None)
-    (True, False)
-    """
+    """Return whether a restarted run resumes from its checkpoints."""
     return checkpoint is not None and checkpoint.resume != "never"
 
 
 def goes_on_from(checkpoint: CheckpointConfig | None) -> Path | None:
-    """Return the folder to resume from: the run's own, then another run's, or None.
-
-    >>> goes_on_from(CheckpointConfig(folder="a", resume="b/c"))
-    PosixPath('b/c')
-    """
+    """Return the folder to resume from: the run's own, then another run's, or None."""
     if checkpoint is None or not goes_on(checkpoint):
         return None
     if _saved(checkpoint):

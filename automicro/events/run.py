@@ -18,7 +18,7 @@ from automicro.units import Duration, Unit
 
 @dataclass(frozen=True, kw_only=True)
 class Sizes:
-    """How a batch was cut into microbatches; ``nested`` has the largest slice of each nested part.
+    """How a batch was cut into microbatches; ``nested`` has the largest slices of nested parts.
 
     >>> str(Sizes(num_rows=512, microbatch_size=128, num_microbatches=4))
     '4 × 128 of 512'
@@ -128,14 +128,7 @@ class LoopState:
     evaluated_at: dict[str, int] = field(default_factory=dict)
 
     def count_rows(self, rows: int, *, loaded: int) -> None:
-        """Count the rows of an optimization batch.
-
-        >>> state = LoopState()
-        >>> for state.batch, rows in enumerate((32, 32, 8), start=1):
-        ...     state.count_rows(rows, loaded=1)
-        >>> state.samples, state.most_rows, state.num_smaller
-        (72, 32, 1)
-        """
+        """Count the rows of an optimization batch."""
         self.samples += rows
         self.loader_batches += loaded
         if rows > self.most_rows:

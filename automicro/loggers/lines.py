@@ -20,12 +20,6 @@ class AppendFile:
     Nothing is buffered, so a written record survives the death of the process (but not a power
     failure, because nothing is synced to disk). If a write fails halfway, because the disk is full
     or Ctrl-C was pressed, it is undone, so that later records do not follow half of one.
-
-    Example:
-        >>> file = AppendFile(Path(os.devnull))
-        >>> file.write(b"a record")
-        8
-        >>> file.close()
     """
 
     def __init__(self, path: Path, *, is_new: bool = False) -> None:

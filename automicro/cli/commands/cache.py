@@ -72,11 +72,7 @@ def _count(number: int) -> str:
 def _choose_sizes(
     *, older_than: str | None, model: str | None
 ) -> Callable[[RememberedSize], bool] | None:
-    """Return a function that selects sizes, or None to select all.
-
-    >>> _choose_sizes(older_than=None, model=None) is None
-    True
-    """
+    """Return a function that selects sizes, or None to select all."""
     if older_than is None and model is None:
         return None
     try:

@@ -87,9 +87,6 @@ def documentation() -> dict[str, str]:
     The docstring of Trainer explains its options, Microbatcher those that Trainer passes on,
     features their words, and RunConfig the rest. Keys inside others are explained by the classes in
     ``SECTIONS``.
-
-    >>> documentation()["seed"][:27]
-    'seeds Python, NumPy and tor'
     """
     from automicro.cli.config.schema import SECTIONS, RunConfig
     from automicro.features import WORDS, class_of
@@ -114,11 +111,7 @@ def documentation() -> dict[str, str]:
 
 
 def describe_keys() -> dict[str, list[Key]]:
-    """Return all keys in their groups, each followed by the keys inside it.
-
-    >>> describe_keys()["How long"][0].default
-    '1ep'
-    """
+    """Return all keys in their groups, each followed by the keys inside it."""
     from automicro.cli.config.load import to_yaml
     from automicro.cli.config.nodes import CallConfig
     from automicro.cli.config.schema import EXAMPLES, defaults, keys_inside, type_in_words
@@ -149,12 +142,7 @@ def describe_keys() -> dict[str, list[Key]]:
 
 
 def read_entries(documented: Any) -> dict[str, str]:
-    """Return the docstring of each argument or attribute of a class as one line.
-
-    >>> from automicro.cli.config.schema import CallConfig
-    >>> read_entries(CallConfig)["call"][:38]
-    'the dotted import path of a class or a'
-    """
+    """Return the docstring of each argument or attribute of a class as one line."""
     lines = (inspect.getdoc(documented) or "").splitlines()
     entries: dict[str, list[str]] = {}
     inside, current = False, None

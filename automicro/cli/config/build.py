@@ -40,13 +40,7 @@ SAVE = "write it with torch.save(model.state_dict(), path)"
 
 
 class Recipe:
-    """The objects that a config names, checked but not created.
-
-    >>> from automicro.cli.config.load import read_config
-    >>> recipe = Recipe(read_config(["configs/digits.yaml"], ["progress=false"]).config)
-    >>> recipe.make_trainer(recipe.make_model()).state.batch
-    0
-    """
+    """The objects that a config names, checked but not created."""
 
     def __init__(self, config: RunConfig, *, without: Collection[str] = (), at: At = about) -> None:
         self.config = config
@@ -162,13 +156,7 @@ def _make_evaluator(options: dict[str, Any]) -> Evaluator:
 
 
 def _checking(make: Callable[[], Any], call: str, key: str) -> Callable[..., Any]:
-    """Return a function that creates the same loader, and refuses an object that is no loader.
-
-    >>> _checking(lambda: None, "my_data.loader", "eval_dataloader")()
-    Traceback (most recent call last):
-        ...
-    automicro.errors.ConfigError: eval_dataloader: my_data.loader returned None: return ...
-    """
+    """Return a function that creates the same loader, and refuses an object that is no loader."""
 
     def made() -> Any:
         found = make()
@@ -242,13 +230,7 @@ def _with_config(logger: Logger, config: Mapping[str, Any]) -> Logger:
 
 @about("weights")
 def _check_weights_file(path: str | os.PathLike[str]) -> None:
-    """Refuse a path that does not exist.
-
-    >>> _check_weights_file("no_such.pt")
-    Traceback (most recent call last):
-        ...
-    automicro.errors.ConfigError: weights='no_such.pt': there is no such file or folder: ...
-    """
+    """Refuse a path that does not exist."""
     if not Path(path).exists():
         raise ConfigError(
             f"weights={str(path)!r}: there is no such file or folder: give a path from the folder "
@@ -261,11 +243,6 @@ def load_weights(model: nn.Module, path: str | os.PathLike[str]) -> None:
     """Load weights into a model, from a file or checkpoint in which all names and shapes fit.
 
     Code in the file is never run.
-
-    >>> import tempfile
-    >>> with tempfile.NamedTemporaryFile(suffix=".pt") as file:
-    ...     torch.save(torch.nn.Linear(2, 2).state_dict(), file.name)
-    ...     load_weights(torch.nn.Linear(2, 2), file.name)
     """
     _check_weights_file(path)
     said = f"weights={str(path)!r}"

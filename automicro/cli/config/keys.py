@@ -150,12 +150,7 @@ LISTS = tuple(key for key, option in OPTIONS.items() if option.made == "list")
 
 
 def mistake(text: str, *keys: object) -> ConfigError:
-    """Return an error about keys of the config.
-
-    >>> from automicro.errors import keys_of
-    >>> keys_of(mistake("no such argument", "model.args.widht"))
-    ('model.args.widht',)
-    """
+    """Return an error about keys of the config."""
     error = ConfigError(text)
     remember(error, keys=tuple(map(str, keys)))
     return error

@@ -149,19 +149,13 @@ def rows_to_load(
 
 @dataclass(frozen=True, kw_only=True)
 class LoadedConfig:
-    """A config that was read, with all interpolations resolved.
-
-    Attributes:
-        config: all keys, typed.
-        sources: files and overrides from which the config was read.
-        checked: result of ``check`` of `read_config`.
-        written: keys set by files and overrides, in the order of the reference. It keeps two kinds
-            of interpolations, so that they follow later changes: batch sizes in the arguments of
-            the data, and ``run_dir`` in nodes. Reading it again gives the same config.
-    """
+    """A config that was read, with all interpolations resolved."""
 
     config: RunConfig
-    checked: Any
+    checked: Any  # result of ``check`` of `read_config`
+    # Keys set by files and overrides, in the order of the reference. Two kinds of interpolations
+    # remain, so that they follow later changes: batch sizes in the arguments of the data, and
+    # run_dir in nodes. Reading it again gives the same config.
     written: Mapping[str, Any]
     sources: Sources
 

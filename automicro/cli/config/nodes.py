@@ -59,11 +59,7 @@ class CallConfig(TypedDict):
 
 
 def read_node(node: object, key: str) -> CallConfig:
-    """Return a well-formed node; nested nodes are checked, too.
-
-    >>> read_node({"call": "torch.nn.Linear"}, "model")
-    {'call': 'torch.nn.Linear', 'args': {}}
-    """
+    """Return a well-formed node; nested nodes are checked, too."""
     if not isinstance(node, Mapping):
         raise mistake(f"{key}={show(node)} is not a mapping: {FORM}", key)
     for name, value in node.items():
@@ -234,11 +230,7 @@ def _noting(doing: str) -> Iterator[None]:
 
 
 def _import_callable(path: str, *, key: str) -> Callable[..., Any]:
-    """Return the class or function at a dotted path.
-
-    >>> _import_callable("torch.nn.Linear", key="model.call")
-    <class 'torch.nn.modules.linear.Linear'>
-    """
+    """Return the class or function at a dotted path."""
     if not all(part.isidentifier() for part in path.split(".")):
         raise ConfigError(
             f"{key}={path!r} is not a dotted path: write names joined by dots, such as "
@@ -309,11 +301,7 @@ def _check_arguments(
     key: str,
     first: Sequence[str],
 ) -> None:
-    """Refuse unknown and missing arguments of a class or function.
-
-    >>> import torch
-    >>> _check_arguments(torch.optim.SGD, "torch.optim.SGD", {"lr": 1}, "optimizer", ["params"])
-    """
+    """Refuse unknown and missing arguments of a class or function."""
     try:
         signature = inspect.signature(target)
     except (TypeError, ValueError):

@@ -151,9 +151,6 @@ class RunConfig(SimpleNamespace):
         run_dir: a folder for ``config.yaml``, ``summary.json``, ``weights.pt`` and checkpoints;
             with null, nothing is written. Such as ``runs/${now:%Y-%m-%d_%H-%M-%S}``. Files of
             another run are never overwritten.
-
-    >>> RunConfig(max_duration="2ep").max_duration
-    '2ep'
     """
 
 
@@ -209,11 +206,7 @@ def _arguments(section: str = "") -> Mapping[str, tuple[Any, Any]]:
 
 @functools.cache
 def alternatives(key: str) -> tuple[Any, ...]:
-    """Return the types that a key can have, null last because messages list it last.
-
-    >>> alternatives("seed")
-    (<class 'int'>, <class 'NoneType'>)
-    """
+    """Return the types that a key can have, null last because messages list it last."""
     section, _, name = key.rpartition(".")
     found = _read_hint(_arguments(section)[name][0])
     if OPTIONS.get(key, Option()).made == "node":
@@ -234,11 +227,7 @@ def _read_hint(hint: Any) -> tuple[Any, ...]:
 
 
 def choices(key: str) -> tuple[str, ...]:
-    """Return the words that a key accepts, or nothing if it accepts any value of its type.
-
-    >>> choices("precision")
-    ('fp32', 'bf16', 'fp16')
-    """
+    """Return the words that a key accepts, or nothing if it accepts any value of its type."""
     path = OPTIONS.get(key, Option()).choices
     return tuple(resolve_name(path)) if path else ()
 
@@ -273,21 +262,13 @@ def type_in_words(key: str) -> str:
 
 
 def is_made(key: str) -> bool:
-    """Return whether a key holds nodes.
-
-    >>> is_made("metrics"), is_made("weights")
-    (True, False)
-    """
+    """Return whether a key holds nodes."""
     is_node = {CallConfig, NoneType} == {*alternatives(key)}
     return is_node or key == "eval_dataloader" or bool(OPTIONS[key].made)
 
 
 def keys_inside(key: str) -> tuple[str, ...]:
-    """Return the keys that a key can contain.
-
-    >>> keys_inside("eval_dataloader")[:2], keys_inside("seed")
-    (('data', 'metrics'), ())
-    """
+    """Return the keys that a key can contain."""
     return tuple(_arguments(key)) if key in SECTIONS else ()
 
 
@@ -309,11 +290,7 @@ def defaults(section: str = "") -> dict[str, Any]:
 
 
 def wrong_type(key: str, value: object, kind: str) -> ConfigError:
-    """Return the error for a value of the wrong type; ``kind`` is the key with the expected types.
-
-    >>> print(wrong_type("seed", "many", "seed"))
-    seed='many' (text): expected a whole number or null
-    """
+    """Return the error for a value of the wrong type; ``kind`` is the key whose types apply."""
     hint = "; YAML reads yes, no, on and off as true or false" if isinstance(value, bool) else ""
     return mistake(f"{key}={show(value)}: expected {type_in_words(kind)}{hint}", key)
 
@@ -336,11 +313,7 @@ FORMS = {
 
 
 class Reader:
-    """Reads resolved values in the types of their keys, without creating objects.
-
-    >>> Reader().read("3", "seed")
-    3
-    """
+    """Reads resolved values in the types of their keys, without creating objects."""
 
     def __init__(self, at: At = about) -> None:
         self._at = at

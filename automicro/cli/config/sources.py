@@ -24,10 +24,7 @@ Tree = dict[str, Any]
 
 
 class Sources:
-    """The sources of a config: files, of which later ones win, then overrides in order.
-
-    Attributes:
-        tree: merged values of all sources.
+    """Sources of a config: files, of which later ones win, then overrides. ``tree`` is the result.
 
     >>> sources = Sources(["configs/digits.yaml"], ["seed=2"])
     >>> sources.tree["seed"], sources.origin(["seed"]), sources.origin(["model.call"])
@@ -120,11 +117,7 @@ class Sources:
 
 
 def name_override(override: str) -> str:
-    """Return the name of an override in messages.
-
-    >>> name_override("seed=1")
-    "the override 'seed=1'"
-    """
+    """Return the name of an override in messages."""
     return f"the override {override!r}"
 
 
