@@ -113,7 +113,7 @@ class ExponentialMovingAverage(Callback):
         """
         if self._average is None or self._model is None:
             raise RuntimeError("there is no average yet; it begins with fit()")
-        # Parameters are kept as they are to look up averages by identity, because hooks might
+        # keep_vars, because averages are looked up by the identity of parameters: hooks might
         # rename entries of a state dict.
         state: dict[str, Any] = self._model.state_dict(keep_vars=True)
         average = self._average

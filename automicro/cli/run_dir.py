@@ -137,7 +137,7 @@ def goes_on_from(checkpoint: CheckpointConfig | None) -> Path | None:
 def telling_how_to_go_on(
     checkpoint: CheckpointConfig | None, *, run_dir: str | None, inputs: Sequence[str]
 ) -> Iterator[None]:
-    """Add instructions for resuming to the error of a run that was stopped or lost a rank."""
+    """Add how to resume to the error of a run that was stopped or that lost a rank."""
     try:
         with end_told_here():
             yield

@@ -189,7 +189,7 @@ class Callbacks:
     """
 
     def __init__(self, callbacks: Iterable[Callback]) -> None:
-        # Without this check, the error would come from an iteration inside automicro.
+        # Without this check, the error would come from a loop inside automicro.
         if isinstance(callbacks, Callback) or not isinstance(callbacks, Iterable):
             raise TypeError(
                 f"callbacks is a {type(callbacks).__name__} and not a list; pass a list of "

@@ -13,7 +13,7 @@ from automicro.cli.arguments import Command, reading
 from automicro.cli.config.keys import LISTS
 from automicro.cli.output import to_json, warn
 
-# Keys of objects that do not have to exist.
+# Keys that an evaluation does not need, so their objects do not have to exist.
 UNUSED = frozenset({"train_dataloader", "optimizer", "scheduler", "checkpoint", *LISTS})
 
 

@@ -15,7 +15,7 @@ from automicro.errors import ConfigError, remember
 class Option:
     """Facts about a key that its signature and docstring do not state."""
 
-    words: str = ""  # values in words, without null, if the type does not tell them
+    words: str = ""  # accepted values in words, without null, if the type does not state them
     choices: str = ""  # import path of the accepted words
     read: str = ""  # import path of a check, called with the value, or name= and the value
     made: str = ""  # "node", "function" (called later), or "list" or "mapping" of nodes
@@ -36,7 +36,7 @@ _DURATION = Option(
 _LENGTHS = Option(words="text, a list, a node")
 _UNIT = Option(choices="automicro.data.sampler.UNITS")
 
-# In the order for readers. Keys inside others have a row if their type does not say enough.
+# Ordered for readers. Keys inside others have a row if their type does not say enough.
 GROUPS: Mapping[str, Mapping[str, Option]] = {
     "What is made": {
         "model": _NODE,
