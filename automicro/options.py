@@ -1,4 +1,4 @@
-"""Arguments that are refused early, each with what was probably meant."""
+"""Early checks of arguments, with errors that suggest a remedy."""
 
 import numbers
 from collections.abc import Iterable, Mapping, Sequence
@@ -29,15 +29,7 @@ ONE_GRAPH_EACH = (
 
 
 def check_choice(name: str, value: object, choices: Iterable[str]) -> str:
-    """The value, if it is one of the choices.
-
-    Raises:
-        ValueError: it is not; the message suggests the nearest.
-
-    Example:
-        >>> check_choice("batchnorm", "warn", ["warn", "error"])
-        'warn'
-    """
+    """Return the value if it is one of the choices; the error suggests the nearest."""
     accepted = list(choices)
     if isinstance(value, str) and value in accepted:
         return value
@@ -48,29 +40,14 @@ def check_choice(name: str, value: object, choices: Iterable[str]) -> str:
 
 
 def check_probe(probe: object) -> bool:
-    """Whether to look at a few rows.
-
-    >>> check_probe(False), check_probe("error")
-    (False, True)
-
-    Raises:
-        ValueError: neither True, False nor ``"error"``.
-    """
+    """Return whether to check a few rows."""
     if not isinstance(probe, bool) and probe != "error":
         raise ValueError(f"probe={probe!r} is not known; use True, False or 'error'")
     return bool(probe)
 
 
 def check_precision(precision: object, has_backward: object) -> str:
-    """The precision, if it is one of `PRECISIONS` and the loss is scaled where it has to be.
-
-    Raises:
-        ValueError: it is not known, or fp16 without a loss scaler.
-
-    Example:
-        >>> check_precision("bf16", has_backward=False)
-        'bf16'
-    """
+    """Return the precision if it is one of `PRECISIONS`; fp16 also needs a loss scaler."""
     if precision == "fp16" and not has_backward:
         raise ValueError(
             "precision='fp16' needs a loss scaler, or small gradients vanish: pass "
@@ -83,12 +60,7 @@ def check_precision(precision: object, has_backward: object) -> str:
 
 
 def check_model(model: object) -> None:
-    """Refuse what cannot be trained by microbatches.
-
-    Raises:
-        TypeError: not a module.
-        ValueError: a wrapper that holds several devices in one process.
-    """
+    """Refuse a model that cannot be trained in microbatches."""
     if isinstance(model, type):
         raise TypeError(
             f"model is the class {model.__name__}; make an instance: {model.__name__}(…)"
@@ -99,7 +71,7 @@ def check_model(model: object) -> None:
             "itself"
         )
     for name, module in model.named_modules():
-        # Inside as well: a part that splits again would see microbatches as batches.
+        # Submodules too, because one that splits again would take microbatches for batches.
         if isinstance(module, nn.DataParallel):
             raise ValueError(
                 f"{name or 'the model'} is wrapped in DataParallel, which splits each batch once "
@@ -109,11 +81,7 @@ def check_model(model: object) -> None:
 
 
 def check_unwrapped(model: nn.Module) -> None:
-    """Refuse a model of several ranks, where one process looks at it alone.
-
-    Raises:
-        ValueError: it is wrapped.
-    """
+    """Refuse a model wrapped for several ranks, for tools that run in one process."""
     for name, module in model.named_modules():
         if is_rank_wrapper(module):
             raise ValueError(
@@ -123,11 +91,7 @@ def check_unwrapped(model: nn.Module) -> None:
 
 
 def unwrapped(model: Any) -> Any:
-    """The module inside of DDP's wrapper, which shows none of its attributes.
-
-    >>> unwrapped(nn.Linear(2, 2))
-    Linear(in_features=2, out_features=2, bias=True)
-    """
+    """Return the module inside DDP's wrapper, which hides its attributes."""
     return model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
 
 
@@ -136,21 +100,14 @@ _INSIDE = ("optimizer", "_optimizer", "base_optimizer", "_base_optimizer", "opti
 
 
 def innermost_optimizer(optimizer: object) -> torch.optim.Optimizer | None:
-    """The optimizer inside of all wrappers, itself where it has none; None where there is none.
-
-    accelerate and Lightning wrap the optimizer, as do ``ZeroRedundancyOptimizer`` and many a
-    Lookahead or SAM. It is the one inside that builds the state.
-
-    >>> adam = torch.optim.Adam(nn.Linear(2, 2).parameters())
-    >>> innermost_optimizer(adam) is adam
-    True
-    """
-    # A wrapper may lead back to itself.
+    """Return the optimizer that builds the state, inside all wrappers, or None if there is none."""
+    # accelerate and Lightning wrap the optimizer, as do ZeroRedundancyOptimizer and many
+    # implementations of Lookahead or SAM. Wrappers might refer to each other in a cycle.
     found, seen = optimizer, set[int]()
     while id(found) not in seen:
         seen.add(id(found))
-        # From the table itself, because wrappers hand unknown attributes on to the optimizer
-        # inside.
+        # Read from ``__dict__``, because wrappers forward unknown attributes to the inner
+        # optimizer.
         attributes = getattr(found, "__dict__", {})
         inside = (attributes.get(name) for name in _INSIDE)
         found = next((each for each in inside if _is_like_an_optimizer(each)), found)
@@ -165,14 +122,7 @@ def _is_like_an_optimizer(value: object) -> bool:
 def check_optimizer(
     optimizer: object, modules: Sequence[nn.Module]
 ) -> torch.optim.Optimizer | None:
-    """Refuse an optimizer of another model, or one that evaluates the loss itself.
-
-    Returns the optimizer that builds the state, inside of any wrapper.
-
-    Raises:
-        TypeError: not an optimizer.
-        ValueError: parameters that are in none of the modules, or a step that needs a closure.
-    """
+    """Return the innermost optimizer; refuse one of other modules or one that needs a closure."""
     if optimizer is None:
         return None
     innermost = innermost_optimizer(optimizer)
@@ -187,17 +137,17 @@ def check_optimizer(
             f"optimizer is of type {type(optimizer).__name__}, not a torch.optim.Optimizer; pass "
             "an instance such as torch.optim.AdamW(model.parameters())"
         )
-    # Refused before the first batch and not in the middle of a run.
+    # Refused here, because its first step would fail in the middle of a run.
     if isinstance(innermost, torch.optim.LBFGS):
         raise ValueError(
             "LBFGS evaluates the loss several times in one step, which cannot be one transaction; "
             "use another optimizer, or leave optimizer= out and call backward inside the closure "
             "that you hand to its step"
         )
-    # By identity: to compare tensors would compare their numbers.
+    # Compared by id, because tensors compare by value.
     known = {id(parameter) for module in modules for parameter in module.parameters()}
     parameters = [p for group in innermost.param_groups for p in group["params"]]
-    # Their gradients would not be rolled back with the model's.
+    # Gradients of foreign parameters would not be rolled back with those of the model.
     foreign = [parameter for parameter in parameters if id(parameter) not in known]
     if foreign:
         shapes = [str(tuple(parameter.shape)) for parameter in foreign[:3]]
@@ -211,14 +161,7 @@ def check_optimizer(
 
 
 def check_modules(modules: object) -> list[nn.Module]:
-    """The further modules that take part.
-
-    Raises:
-        TypeError: something else, such as a bare parameter.
-
-    >>> check_modules([nn.Linear(2, 2)])
-    [Linear(in_features=2, out_features=2, bias=True)]
-    """
+    """Return the additional modules as a list; refuse anything else, such as a bare parameter."""
     if isinstance(modules, Tensor) or not isinstance(modules, Iterable):
         raise TypeError(
             f"modules is a {type(modules).__name__} and not a list of modules; pass "
@@ -241,12 +184,7 @@ def _as_modules(given: object) -> str:
 
 
 def check_step(batches: Iterable[Any], *, may_be_none: bool = False) -> list[Any]:
-    """The batches of a training step; refuses one without gradients, or without a batch.
-
-    Raises:
-        RuntimeError: gradients are switched off.
-        ValueError: there is no batch.
-    """
+    """Return the batches of a training step; refuse a step without gradients or batches."""
     if not torch.is_grad_enabled():
         raise RuntimeError(
             "backward was called where gradients are switched off; leave the no_grad or "
@@ -259,24 +197,16 @@ def check_step(batches: Iterable[Any], *, may_be_none: bool = False) -> list[Any
 
 
 def check_state(state: Mapping[str, object], own: Mapping[str, object]) -> None:
-    """Refuse the state of something else.
-
-    Raises:
-        ValueError: keys are missing.
-    """
+    """Refuse a state that lacks keys, because it belongs to something else."""
     missing = sorted(own.keys() - state.keys())
     if missing:
         raise ValueError(f"the state lacks {missing}; pass what Microbatcher.state_dict() returned")
 
 
 def check_loss(loss: object, *, may_be_zero: bool = False) -> Tensor:
-    """The loss, if it can be differentiated.
-
-    Raises:
-        LossError: not one scalar, not floating point, or cut off from every parameter.
-    """
+    """Return the loss if it is a scalar that can be differentiated."""
     if type(loss) is Tensor and loss.requires_grad and not loss.ndim and loss.is_floating_point():
-        return loss  # the usual case, quickly
+        return loss  # fast path
     if not isinstance(loss, Tensor):
         raise LossError(
             f"the loss is of type {type(loss).__name__}, not a tensor; return the tensor itself, "
@@ -293,18 +223,14 @@ def check_loss(loss: object, *, may_be_zero: bool = False) -> Tensor:
             f"the loss is of dtype {loss.dtype} and cannot be differentiated; return a floating "
             "point loss, not a count or an index"
         )
-    # Reading the number waits for the device, and only where there is no graph.
+    # Reading the number waits for the device, so it is read only if there is no graph.
     if not loss.requires_grad and not (may_be_zero and float(loss) == 0.0):
         refuse_constant()
     return loss
 
 
 def refuse_constant() -> NoReturn:
-    """Say that a loss has nothing to go backward through.
-
-    Raises:
-        LossError: always.
-    """
+    """Raise the error of a loss that depends on no parameter."""
     raise LossError(
         "the loss does not depend on any parameter that requires a gradient: all parameters "
         "are frozen, or the forward detaches (no_grad, .detach(), .item()); unfreeze some "
@@ -313,11 +239,7 @@ def refuse_constant() -> NoReturn:
 
 
 def check_history(leaves: Iterable[tuple[str, Tensor]]) -> None:
-    """Refuse to split a batch that was computed from something that requires a gradient.
-
-    Raises:
-        BatchError: one microbatch's backward would free the graph that the next one needs.
-    """
+    """Refuse to split a batch with a graph, which the first backward would free."""
     for path, leaf in leaves:
         if leaf.grad_fn is not None and leaf.requires_grad:
             raise BatchError(
@@ -327,13 +249,9 @@ def check_history(leaves: Iterable[tuple[str, Tensor]]) -> None:
 
 
 def resolve_device(device: torch.device | str | None, model: nn.Module) -> torch.device:
-    """The device given, or the one where the model's parameters lie.
-
-    Raises:
-        ValueError: the parameters lie elsewhere, or nowhere.
-    """
+    """Return the given device, or the device of the model's parameters."""
     found = {tensor.device for tensor in [*model.parameters(), *model.buffers()]}
-    # Said here in words: the first batch would fail inside of some kernel.
+    # Checked here, because the first batch would fail with an obscure error of a kernel.
     if any(each.type == "meta" for each in found):
         raise ValueError(
             "the model has parameters on the meta device, without data; materialise it first "
@@ -351,41 +269,29 @@ def resolve_device(device: torch.device | str | None, model: nn.Module) -> torch
 
 
 def _agrees(one: torch.device, other: torch.device) -> bool:
-    # "cuda" without a number is whichever device of that type the model lies on.
+    # "cuda" without an index matches any device of that type.
     return one.type == other.type and other.index in (None, one.index)
 
 
 def read_amount(name: str, value: float | None) -> float | None:
-    """A positive number, or None.
-
-    Raises:
-        TypeError: not a number.
-        ValueError: not above zero.
-
-    >>> read_amount("grad_clip_norm", 1)
-    1.0
-    """
+    """Return a positive number as a float, or None for None."""
     if value is None:
         return None
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
         raise TypeError(f"{name} is {value!r}, not a number; pass one such as 1.0, or None")
-    # So written, it refuses NaN, too.
+    # Written so that NaN is refused, too.
     if not value > 0:
         raise ValueError(f"{name}={value} must be above 0; pass a number such as 1.0, or None")
     return float(value)
 
 
 def read_count(name: str, value: object, *, least: int = 1) -> int:
-    """A whole number, not below the least.
-
-    Raises:
-        TypeError: not a whole number.
-        ValueError: too small.
+    """Return a whole number that is not below ``least``.
 
     >>> read_count("accumulate_batches", torch.tensor(4))
     4
     """
-    # NumPy's whole numbers are no ints, and for Python, True is one.
+    # NumPy's integers are not ints, but True is one.
     count = getattr(value, "__index__", None)
     if isinstance(value, bool) or count is None:
         raise TypeError(f"{name} is {value!r}, not a whole number; pass an int such as {least}")
@@ -396,14 +302,7 @@ def read_count(name: str, value: object, *, least: int = 1) -> int:
 
 
 def read_flag(name: str, value: object) -> bool:
-    """True or False, and nothing that only counts as one.
-
-    Raises:
-        TypeError: anything else.
-
-    >>> read_flag("deterministic", True)
-    True
-    """
+    """Return True or False; refuse other values, even if they compare equal to these."""
     if not isinstance(value, bool):
         raise TypeError(f"{name} is {value!r}; pass True or False")
     return value

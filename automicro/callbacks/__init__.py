@@ -1,4 +1,4 @@
-"""Callbacks that come along."""
+"""Callbacks that ship with automicro."""
 
 from automicro.callbacks.average import ExponentialMovingAverage
 from automicro.callbacks.early_stopping import EarlyStopping

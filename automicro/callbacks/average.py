@@ -18,34 +18,33 @@ _DECAY = 0.999
 
 
 class ExponentialMovingAverage(Callback):
-    """Keeps an average of the model's weights in which older ones count less and less.
+    """Keeps an exponential moving average (EMA) of the model's weights.
 
-    At each update ``average = decay · average + (1 - decay) · weights``, of all parameters and of
-    the buffers that hold floating point numbers (BatchNorm's statistics); other buffers are the
-    model's own. The average begins as the weights at the start of the first `fit`, or at the first
-    batch's end where the model is lazy.
+    Each update computes ``average = decay · average + (1 - decay) · weights``, for all parameters
+    and for floating point buffers (BatchNorm's statistics); other buffers are not averaged. The
+    average starts from the weights at the start of the first `fit`, or after the first batch if the
+    model is lazy.
 
-    Evaluations see the average, and training goes on with the very weights that it had: both stay
-    where they are, and parameters point to one or the other, so nothing is copied and no bit
-    changes. After an evaluation that ends with an error, the training weights are back at the next
-    event, or with `restore`. `Trainer.predict` uses the model's own weights; load
-    `average_state_dict` into the model to predict with the average.
+    Evaluations use the average. Parameters are pointed to it and back, so training continues with
+    the same weights, bit for bit, and nothing is copied. If an evaluation ends with an error, the
+    training weights are restored at the next event, or by `restore`. `Trainer.predict` uses the
+    training weights; to predict with the average, load `average_state_dict` into the model.
 
-    Memory: as much as parameters and floating point buffers once more, on the device, from the
-    start to the end. Weights of half precision have their average in float32, twice as much,
-    because small updates would be rounded away; in an evaluation there is one copy of the average
-    in half precision as well. An update allocates nothing else. Shards of FSDP2 are copied for an
-    evaluation, which takes as much memory as a rank's shards once more.
+    Memory: the size of parameters and floating point buffers once more, on the device, during the
+    whole run. Weights in half precision are averaged in float32, because small updates would be
+    rounded away. This takes twice their size, and an evaluation adds a copy of the average in half
+    precision. Updates allocate nothing else. With FSDP2, an evaluation copies the shards of a rank,
+    so it takes their size once more.
 
     Args:
-        decay: how much of the average stays at each update; 0.999 unless there is a half-life.
-        half_life: after how much training weights count half; in place of a decay. In epochs only
-            where the interval is, too.
-        update_interval: how often to update.
-        evaluate: whether evaluations see the average.
+        decay: share of the average that each update keeps. Defaults to 0.999, without a half-life.
+        half_life: amount of training after which weights count half; replaces ``decay``. Can be in
+            epochs only if the interval is in epochs.
+        update_interval: how often to update the average.
+        evaluate: whether evaluations use the average.
 
     Raises:
-        TypeError, ValueError: arguments that make no sense.
+        TypeError, ValueError: an argument is invalid.
 
     Example:
         >>> average = ExponentialMovingAverage(half_life="100ba", update_interval="10ba")
@@ -88,16 +87,16 @@ class ExponentialMovingAverage(Callback):
         self._evaluate = evaluate
         self._model: nn.Module | None = None
         self._average: dict[str, Tensor] | None = None
-        self._is_placed = True  # False for one that was loaded and not yet used
+        self._is_placed = True  # False for an average that was loaded but not yet copied
         self._updated_at = 0  # in the interval's unit
         self._aged_at = 0  # in the half-life's unit
-        self._set_aside: list[tuple[Tensor, Tensor]] = []  # what evaluates, its training weights
+        self._set_aside: list[tuple[Tensor, Tensor]] = []  # tensors and their training weights
 
     def decay_after(self, amount: int) -> float:
-        """The share of the average that an update keeps.
+        """Return the share of the average that an update keeps.
 
         Args:
-            amount: of training since the last update, in the unit of the half-life.
+            amount: amount of training since the last update, in the unit of the half-life.
         """
         if self._half_life is None:
             return self._decay
@@ -105,17 +104,17 @@ class ExponentialMovingAverage(Callback):
         return decay
 
     def average_state_dict(self) -> dict[str, Any]:
-        """A state dict of the model with the average in place of its weights, to save or load.
+        """Return a state dict of the model with averages instead of weights, to save or load.
 
-        Its tensors are the average's own, which go on changing with training.
+        Its tensors are not copied, so they change as training continues.
 
         Raises:
             RuntimeError: there is no average yet.
         """
         if self._average is None or self._model is None:
             raise RuntimeError("there is no average yet; it begins with fit()")
-        # With the parameters themselves, as averages are found by identity: names in a state dict
-        # may differ from those of parameters, under hooks.
+        # keep_vars, because averages are looked up by the identity of parameters: hooks might
+        # rename entries of a state dict.
         state: dict[str, Any] = self._model.state_dict(keep_vars=True)
         average = self._average
         by_id = {id(each): average[name] for name, each in _averaged(self._model).items()}
@@ -126,7 +125,7 @@ class ExponentialMovingAverage(Callback):
         return state
 
     def restore(self) -> None:
-        """Put the training weights back, where an evaluation did not end."""
+        """Restore the training weights after an evaluation that did not end."""
         for tensor, data in self._set_aside:
             if is_sharded(tensor):
                 _write_shard(tensor, data)
@@ -135,34 +134,34 @@ class ExponentialMovingAverage(Callback):
         self._set_aside = []
 
     def fit_start(self, run: Run) -> None:
-        """Begin, or go on."""
+        """Start or resume the average."""
         self.restore()
         self._adopt(run)
         budget = active_budget()
         if self._average is not None and budget is not None and run.device.type == "cpu":
-            # The simulated device of this fit is another one, and its memory holds the average as
+            # The simulated device of this fit is a new one, and the average takes memory on it as
             # well.
-            budget.track(self._average)  # of an earlier fit
+            budget.track(self._average)  # from an earlier fit
         if self._average is None and not any(map(is_uninitialized, _tensors(run.model))):
             self._begin(run)
 
     def _restore_at(self, *_: Any, **__: Any) -> None:
-        """Make sure of the training weights."""
+        """Restore the training weights if necessary."""
         self.restore()
 
     epoch_start = batch_start = checkpoint_start = eval_end = fit_end = _restore_at
 
     def eval_start(self, run: Run) -> None:
-        """Let the evaluation see the average."""
+        """Switch the model to the average."""
         self.restore()
         self._adopt(run)
         if not self._evaluate or self._average is None:
             return
         for name, tensor in _averaged(run.model).items():
-            # Of one precision it is the average itself: nothing is copied.
+            # With equal precision this is the average itself, without a copy.
             average = self._average[name].to(tensor.dtype)
             if is_sharded(tensor):
-                # FSDP keeps the very memory of a shard, so it is written to instead.
+                # FSDP holds on to the memory of a shard, so the average is written into it.
                 self._set_aside.append((tensor, tensor.detach().clone()))
                 _write_shard(tensor, average)
                 continue
@@ -170,7 +169,7 @@ class ExponentialMovingAverage(Callback):
             tensor.data = average
 
     def state_dict(self) -> dict[str, Any]:
-        """The average by name, and when it was updated."""
+        """Return the average by name, and the progress at its last update."""
         return {
             "average": None if self._average is None else dict(self._average),
             "updated_at": self._updated_at,
@@ -178,14 +177,14 @@ class ExponentialMovingAverage(Callback):
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on with an average; it is copied to where the model is."""
+        """Restore an average; it is copied to the model's device on first use."""
         self._average = None if state["average"] is None else dict(state["average"])
         self._is_placed = False
         self._updated_at = state["updated_at"]
         self._aged_at = state["aged_at"]
 
     def _adopt(self, run: Run) -> None:
-        """Take the run's model for that of the average, and copy a loaded one to where it is."""
+        """Bind the average to the run's model, and copy a loaded average to the model's device."""
         if self._model is not None and self._model is not run.model:
             raise ValueError(
                 "this ExponentialMovingAverage averages the weights of another model; make a new "
@@ -197,7 +196,7 @@ class ExponentialMovingAverage(Callback):
         tensors = _averaged(run.model)
         _require_same_names(self._average, tensors)
         self._average = {
-            # A copy in any case: what was loaded may belong to a checkpoint that others read.
+            # Always a copy, because the loaded tensors might belong to a shared checkpoint.
             name: self._average[name].to(tensor.device, _dtype_for(tensor), copy=True)
             for name, tensor in tensors.items()
         }
@@ -212,7 +211,7 @@ class ExponentialMovingAverage(Callback):
         self._note_progress(run)
 
     def _update_if_due(self, run: Run, *_: Any, **__: Any) -> None:
-        """Update the average if that is due."""
+        """Update the average if an interval has passed."""
         if self._average is None:
             self._begin(run)
         elif self._passed(run) > self._updated_at // self._interval.value:
@@ -237,13 +236,13 @@ class ExponentialMovingAverage(Callback):
         _require_same_names(averages, tensors)
         by_type: dict[tuple[torch.dtype, torch.device], list[str]] = {}
         for name, tensor in tensors.items():
-            # All of one type and device in one call: a kernel for each parameter would cost more
+            # One call for each type and device, because a kernel for each parameter would cost more
             # than the update itself.
             if averages[name].dtype == tensor.dtype:
                 by_type.setdefault((tensor.dtype, tensor.device), []).append(name)
             else:
                 averages[name].lerp_(tensor.to(averages[name].dtype), 1 - decay)
-        # Of torch, so that it is fused where torch can do that.
+        # Torch's function is fused on devices that support it.
         update = get_ema_multi_avg_fn(decay)  # type: ignore[no-untyped-call]
         for names in by_type.values():
             update([averages[name] for name in names], [tensors[name] for name in names], 0)
@@ -259,7 +258,7 @@ def _tensors(model: nn.Module) -> list[Tensor]:
 
 
 def _averaged(model: nn.Module) -> dict[str, Tensor]:
-    # By name and not by identity: the average must fit a model that a checkpoint is loaded into.
+    # By name and not by identity, because an average has to fit a model loaded from a checkpoint.
     named = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     return {
         name: tensor
@@ -269,7 +268,8 @@ def _averaged(model: nn.Module) -> dict[str, Tensor]:
 
 
 def _dtype_for(tensor: Tensor) -> torch.dtype:
-    # In half precision, 0.999 · average + 0.001 · weights rounds to the average, which never moves.
+    # In half precision, 0.999 · average + 0.001 · weights rounds to the average, which never
+    # changes.
     return torch.promote_types(tensor.dtype, torch.float32)
 
 

@@ -1,4 +1,4 @@
-"""Ending training when a value no longer gets better."""
+"""Early stopping: end training when a value stops improving."""
 
 import math
 from collections.abc import Mapping
@@ -12,27 +12,27 @@ from automicro.step.results import StepResult
 
 
 class EarlyStopping(Callback):
-    """Ends training when a value has not become better for a while.
+    """Ends training when a value has not improved for a while.
 
-    A value of an evaluation is looked at after each evaluation that has it; of training
-    (``"train/…"``), a metric after each epoch and anything else after each batch; any other value,
-    which a callback logs, after each evaluation. NaN is never better. Evaluations outside of `fit`
-    do not count.
+    Values of an evaluation are checked after each evaluation that has them. Of training
+    (``"train/…"``), metrics are checked after each epoch, and other values after each batch. Values
+    that callbacks log under other names are checked after each evaluation. NaN never counts as an
+    improvement. Evaluations outside `fit` are ignored.
 
     Args:
         monitor: the name under which the value is logged: ``"eval/loss"``, ``"eval/accuracy"``,
             ``"train/loss"``.
-        patience: after how many evaluations (or epochs, or batches) in a row without a better value
-            to end.
-        mode: whether smaller (``"min"``) or larger (``"max"``) is better.
-        min_delta: by how much a value must beat the best one so far to count as better.
+        patience: number of checks in a row (evaluations, epochs or batches) without an improvement
+            after which training ends.
+        mode: whether smaller (``"min"``) or larger (``"max"``) values are better.
+        min_delta: minimum difference to the best value that counts as an improvement.
 
     Raises:
-        TypeError, ValueError: arguments that make no sense.
+        TypeError, ValueError: an argument is invalid.
 
-    A name that nothing gives is a ``ValueError`` before training begins. Where only values tell
-    (losses with names, metric collections), it is one right after the evaluation; for training,
-    after the first epoch.
+    An unknown name raises a ``ValueError`` before training starts. If names are known only with
+    their values (named losses, metric collections), it is raised right after the evaluation, or
+    after the first epoch for training.
 
     Example:
         >>> stopping = EarlyStopping(monitor="eval/accuracy", mode="max", patience=2)
@@ -52,48 +52,48 @@ class EarlyStopping(Callback):
             raise ValueError("monitor='' is not a name; pass one such as 'eval/loss'")
         self._monitor = monitor
         self._patience = read_count("patience", patience)
-        # With the sign, less is better for both modes.
+        # Multiplied by the sign, smaller is better in both modes.
         self._sign = 1 if check_choice("mode", mode, ("min", "max")) == "min" else -1
         if not min_delta >= 0:
             raise ValueError(f"min_delta={min_delta!r} must be 0 or above; mode says the direction")
         self._min_delta = float(min_delta)
         self._best: float | None = None
         self._without_better = 0
-        self._is_training = False  # evaluations on their own do not count
+        self._is_training = False  # evaluations outside fit do not count
         self._was_found = False
         self._was_loaded = False
 
     @property
     def best(self) -> float | None:
-        """The best value so far; None before the first."""
+        """The best value so far, or None before the first."""
         return self._best
 
     @property
     def without_better(self) -> int:
-        """How many times in a row it was not better than before."""
+        """Number of checks in a row without an improvement."""
         return self._without_better
 
     def fit_start(self, run: Run) -> None:
-        """Begin to look; a run that had ended here ends again, unless patience is greater now."""
+        """Start monitoring. A run that was stopped stops again, unless patience was increased."""
         self._is_training = True
-        # Only what is known to be missing: None says that values alone will tell.
+        # Refuse only names known to be missing: None means that only the values will show.
         if run.expected.gives(self._monitor) is False:
             names = [each for each in run.expected.names if each.startswith(IN_EVALUATION)]
             self._refuse(names or None)
-        # A run that had stopped here would else train one more round of patience at each start.
+        # Otherwise each restart of a stopped run would train for one more round of patience.
         if self._was_loaded and self._without_better >= self._patience:
             times = "" if self._without_better == 1 else f" {self._without_better} times in a row"
             run.stop(f"{self._monitor} was not better{times} before the run was taken up again")
         self._was_loaded = False
 
     def fit_end(self, run: Run) -> None:
-        """Look no more.
+        """Stop monitoring.
 
         Warns:
-            UserWarning: there never was a value to look at.
+            UserWarning: the value was never logged.
         """
         self._is_training = False
-        # A run that ended within its first epoch may have had no evaluation by right.
+        # A run that ended within its first epoch might rightly have had no evaluation.
         if self._best is None and self._without_better == 0 and run.state.epoch:
             warn(
                 f"EarlyStopping never saw {self._monitor!r}, in {run.state.epoch} epochs: it looks "
@@ -104,9 +104,9 @@ class EarlyStopping(Callback):
             )
 
     def batch_end(self, run: Run, result: StepResult) -> None:
-        """Look at a value of a batch."""
-        # A metric of training covers an epoch: between two of them it would be looked at again and
-        # again, and its patience would run out in batches.
+        """Check a value that is logged for each batch."""
+        # A training metric covers an epoch. Checked after each batch, the same value would use up
+        # the patience.
         is_of_epochs = self._monitor.removeprefix(IN_TRAINING) in run.state.train.metrics
         if self._monitor.startswith(IN_TRAINING) and not is_of_epochs:
             value = run.values.get(self._monitor)
@@ -114,23 +114,23 @@ class EarlyStopping(Callback):
                 self._look_at(run, value, "batch")
 
     def epoch_end(self, run: Run) -> None:
-        """Look at a metric of training."""
+        """Check a training metric."""
         if not self._monitor.startswith(IN_TRAINING):
             return
         metrics = {f"{IN_TRAINING}{name}": each for name, each in run.state.train.metrics.items()}
         if self._monitor in metrics:
             self._look_at(run, metrics[self._monitor], "epoch")
-        # After a whole epoch everything of training has been given at least once.
+        # After a whole epoch every value of training was logged at least once.
         elif self._monitor not in run.values:
             of_batches = (name for name in run.values if name.startswith(IN_TRAINING))
             self._refuse(sorted({*of_batches, *metrics}))
 
     def eval_end(self, run: Run, values: Mapping[str, float]) -> None:
-        """Look at a value of an evaluation."""
+        """Check a value of an evaluation."""
         if self._monitor.startswith(IN_TRAINING) or not self._is_training:
             return
         found = {_logged_name(name): value for name, value in values.items()}
-        # A name of no kind is what another callback logs.
+        # A name without a known prefix belongs to another callback.
         if not self._monitor.startswith(IN_EVALUATION):
             found |= run.values
         if self._monitor in found:
@@ -140,26 +140,26 @@ class EarlyStopping(Callback):
             self._refuse(sorted(found))
 
     def state_dict(self) -> dict[str, Any]:
-        """The best value, and for how long there was no better one."""
+        """Return the best value and the number of checks without an improvement."""
         return {"best": self._best, "without_better": self._without_better}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on counting."""
+        """Restore the counts."""
         self._best = state["best"]
         self._without_better = state["without_better"]
         self._was_loaded = True
 
     def _comes_later(self, run: Run, found: Mapping[str, float]) -> bool:
-        """Whether the value is that of another evaluation than the one that gave these."""
+        """Return whether another evaluation than the one with these values logs the value."""
         prefixes = [f"{IN_EVALUATION}{name}/" for name in run.evaluations if name]
         its = next((prefix for prefix in prefixes if self._monitor.startswith(prefix)), None)
         return its is not None and not any(name.startswith(its) for name in found)
 
     def _look_at(self, run: Run, value: float, what: str) -> None:
         value, best = float(value), self._best
-        # The first value is better than none, whatever it is.
+        # The first value always counts as an improvement.
         gain = math.inf if best is None else self._sign * (best - value)
-        # A comparison with NaN is false in both directions, which would hide it as the best.
+        # Comparisons with NaN are always false, so NaN needs a check of its own.
         if not math.isnan(value) and gain > self._min_delta:
             self._best, self._without_better = value, 0
             return

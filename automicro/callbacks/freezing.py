@@ -1,4 +1,4 @@
-"""Parameters that are frozen for a part of training."""
+"""Freezing of parameters for a part of training."""
 
 import difflib
 import logging
@@ -16,28 +16,27 @@ logger = logging.getLogger(__name__)
 
 
 class FreezeSchedule(Callback):
-    """Freezes parameters until some point of training, or from one on.
+    """Freezes parameters up to a point of training, or from a point on.
 
-    A frozen parameter does not require a gradient, so the optimizer leaves it as it is. Buffers,
-    dropout and training mode are not touched: a frozen BatchNorm layer goes on updating its
+    A frozen parameter does not require a gradient, so the optimizer leaves it unchanged. Buffers,
+    dropout and training mode are not affected: a frozen BatchNorm layer still updates its
     statistics.
 
-    Training a layer from later on needs more memory from then on: its activations are kept, and
-    the optimizer builds state for it. A microbatch size that fitted until then may not fit any
-    more; it is found again like the first one.
+    Unfreezing a layer increases memory use, because its activations are kept and the optimizer
+    creates state for it. If the microbatch size no longer fits, a new one is found as at the start.
 
     Args:
-        frozen_until: durations by patterns of parameter names, as in the shell: ``{"encoder.*":
+        frozen_until: durations by shell-style patterns of parameter names: ``{"encoder.*":
             "100ba"}`` freezes the encoder for the first 100 batches.
-        frozen_from: the same for parameters that are trained at first.
+        frozen_from: the same for parameters that are frozen after a duration.
 
-    A parameter that several patterns match is frozen while any of them says so.
+    A parameter that matches several patterns is frozen while any of them applies.
 
     Raises:
-        TypeError, ValueError: no pattern, or no durations.
+        TypeError, ValueError: there is no pattern, or a duration is invalid.
 
-    A pattern that no parameter matches is a ``ValueError`` when training begins, and so is a
-    parameter to be unfrozen that the optimizer does not have.
+    When training starts, a ``ValueError`` is raised for a pattern that matches no parameter, and
+    for a parameter to be unfrozen that is not in the optimizer.
 
     Example:
         >>> schedule = FreezeSchedule({"0.*": "2ba"}, frozen_from={"1.bias": "1ep"})
@@ -64,11 +63,11 @@ class FreezeSchedule(Callback):
         self._now: tuple[nn.Module, list[bool]] | None = None
 
     def frozen(self, names: list[str], state: LoopState) -> list[str]:
-        """Which of some parameters are frozen now.
+        """Return the names of parameters that are frozen now.
 
         Args:
-            names: of the parameters.
-            state: where training stands.
+            names: names of the parameters.
+            state: progress of training.
         """
         patterns = [
             *(each for each, until in self._until.items() if not _is_reached(state, until)),
@@ -77,7 +76,7 @@ class FreezeSchedule(Callback):
         return [name for name in names if _matches(name, patterns)]
 
     def fit_start(self, run: Run) -> None:
-        """Freeze what is frozen at first."""
+        """Check the patterns, and freeze parameters for the start."""
         if run.world_size > 1:
             raise ValueError(
                 f"{type(self).__name__} changes which parameters take gradients, and "
@@ -91,8 +90,8 @@ class FreezeSchedule(Callback):
         if run.optimizer is not None:
             known = {id(p) for group in run.optimizer.param_groups for p in group["params"]}
             for name in parameters:
-                # Optimizers are often built of what requires a gradient: unfreezing would then
-                # change nothing, and nothing would say so.
+                # Optimizers are often built from parameters that require a gradient. Unfreezing
+                # another one would silently have no effect.
                 if _matches(name, self._until) and id(parameters[name]) not in known:
                     raise ValueError(
                         f"{name!r} is to be unfrozen, and the optimizer does not have it; build "
@@ -102,14 +101,15 @@ class FreezeSchedule(Callback):
         self._apply(run)
 
     def batch_start(self, run: Run, batch: Any) -> None:
-        """Freeze and unfreeze what is due."""
+        """Freeze and unfreeze parameters that are due."""
         self._apply(run)
 
     def _apply(self, run: Run) -> None:
         state = run.state
         durations = (*self._until.values(), *self._from.values())
         reached = [_is_reached(state, each) for each in durations]
-        # Names are matched only when something is due: there may be thousands, at each batch.
+        # Names are matched only when a duration is reached, because a batch might have to match
+        # thousands.
         if self._now is not None and self._now[0] is run.model and self._now[1] == reached:
             return
         self._now = (run.model, reached)
@@ -118,15 +118,15 @@ class FreezeSchedule(Callback):
         changed: dict[bool, list[str]] = {True: [], False: []}
         for name, parameter in parameters.items():
             wants_gradient = name not in frozen
-            # What is only frozen from some point on stays as it was until then.
+            # Parameters in frozen_from only are left unchanged until they are frozen.
             if wants_gradient and not _matches(name, self._until):
                 continue
             if parameter.requires_grad != wants_gradient:
                 parameter.requires_grad_(wants_gradient)
                 changed[wants_gradient].append(name)
             if not wants_gradient:
-                # A gradient that stays would let the optimizer, with its momentum, move what is
-                # frozen.
+                # With a remaining gradient, an optimizer with momentum would still change the
+                # frozen parameter.
                 parameter.grad = None
         for wants_gradient, names in changed.items():
             done, shown = "unfroze" if wants_gradient else "froze", ", ".join(names[:5])
@@ -153,7 +153,7 @@ def _is_reached(state: LoopState, duration: Duration) -> bool:
 
 
 def _parameters(model: nn.Module) -> dict[str, nn.Parameter]:
-    # Tied ones under each of their names, so that a pattern finds them by any.
+    # Tied parameters are listed under each of their names, so that a pattern can match any of them.
     return dict(model.named_parameters(remove_duplicate=False))
 
 

@@ -1,4 +1,4 @@
-"""Sizes that grow in training: of images, and of sequences."""
+"""Sizes of images and sequences that grow during training."""
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
@@ -20,25 +20,25 @@ Resize = Callable[[Any, int], Any]
 
 
 class GrowthSchedule(Callback):
-    """Trains on smaller samples first, and on larger ones as training goes on.
+    """Trains on smaller samples first, and on larger samples as training progresses.
 
-    The size grows from ``start`` to ``end`` in equal steps, and stays at ``end`` afterwards. Larger
-    samples need more memory: a microbatch size that fitted at first may not fit any more, and is
-    found again then. Evaluations see whole samples.
+    The size grows from ``start`` to ``end`` in equal steps, and then stays at ``end``. Larger
+    samples need more memory: if the microbatch size no longer fits, a new one is found. Evaluations
+    use full-size samples.
 
     Args:
-        start: the first size.
-        end: the last one.
-        over: how long it grows.
-        resize: gives a batch of a size: ``resize(batch, size)``. It gets what the loader gave,
-            on the host, and returns a new batch, without writing into the old one.
-        steps: in how many steps it grows; None for as many as there are sizes. Code compiled for
-            one shape is compiled again at each.
+        start: first size.
+        end: last size.
+        over: duration of the growth.
+        resize: returns a batch at another size: ``resize(batch, size)``. It receives the batch of
+            the data loader, on the host, and returns a new one without changing the old one.
+        steps: number of steps of the growth; None for one step per size. Code compiled for static
+            shapes is compiled again at each step.
         multiple_of: sizes between the first and the last are rounded down to a multiple of this.
-        logged_as: the name under which the size is logged.
+        logged_as: name under which the size is logged.
 
     Raises:
-        TypeError, ValueError: arguments that make no sense.
+        TypeError, ValueError: an argument is invalid.
 
     Example:
         >>> schedule = GrowthSchedule(
@@ -74,26 +74,26 @@ class GrowthSchedule(Callback):
         self._logged_as = logged_as
 
     def size(self, state: LoopState) -> int:
-        """The size of the next batch.
+        """Return the size of the next batch.
 
         Args:
-            state: where training stands.
+            state: progress of training.
         """
         done = min(state.done(self._over.unit), self._over.value)
-        # In whole numbers: what a resumed run computes is the same on any machine.
+        # Integer arithmetic, so that a resumed run computes the same sizes on any machine.
         if self._steps is None:
             grown = (self._end - self._start) * done // self._over.value
         else:
             step = done * self._steps // self._over.value
             grown = (self._end - self._start) * step // self._steps
         size = self._start + grown
-        # The first and the last were asked for, so they hold even where they are no multiple.
+        # The first and last sizes are explicit, so they are used even if they are not a multiple.
         if size in (self._start, self._end):
             return size
         return max(size // self._multiple_of * self._multiple_of, self._start)
 
     def transform(self, run: Run, batch: Any) -> Any:
-        """The batch at the size of now."""
+        """Return the batch at the current size."""
         size = self.size(run.state)
         run.log({self._logged_as: size})
         return self._resize(batch, size)
@@ -106,23 +106,23 @@ _OWN = "pass resize=…, a function (batch, size) → batch of your own"
 class ImageSizeSchedule(GrowthSchedule):
     """Trains on smaller images first.
 
-    The shorter side of the images becomes the size, by bilinear interpolation with antialiasing;
-    the other side keeps their shape, rounded to ``multiple_of``. Images are the first part of a
-    pair, or in a mapping what is called ``pixel_values``, ``images``, ``image``, ``inputs`` or
-    ``x``, and have the shape (rows, channels, height, width).
+    The shorter side of the images is resized to the size, by bilinear interpolation with
+    antialiasing. The longer side keeps the aspect ratio, rounded to ``multiple_of``. Images have
+    the shape (rows, channels, height, width) and are the first part of a pair, or the entry of a
+    mapping called ``pixel_values``, ``images``, ``image``, ``inputs`` or ``x``.
 
     Args:
-        start: the first size, in pixels.
-        end: the last one.
-        over: how long it grows.
+        start: first size, in pixels.
+        end: last size, in pixels.
+        over: duration of the growth.
         steps: see `GrowthSchedule`.
         multiple_of: see `GrowthSchedule`.
-        resize: in place of all that: ``resize(batch, size)`` gives the batch.
+        resize: replaces all of this: ``resize(batch, size)`` returns the resized batch.
 
     Raises:
-        TypeError, ValueError: arguments that make no sense, or a batch without images. Also one in
-            which something else has the height and the width of the images, such as a mask: how
-            that is resized is yours to say.
+        TypeError, ValueError: an argument is invalid, or a batch has no images. Also if another
+            tensor, such as a mask, has the height and width of the images; pass ``resize`` to
+            resize it.
 
     Example:
         >>> schedule = ImageSizeSchedule(16, 32, over="10ep", multiple_of=4)
@@ -153,10 +153,7 @@ class ImageSizeSchedule(GrowthSchedule):
 
 
 def resize_images(batch: Any, size: int, *, multiple_of: int = 1) -> Any:
-    """A batch with its images at another size; see `ImageSizeSchedule`.
-
-    Raises:
-        ValueError: there are no images, or something else has their height and width.
+    """Return a batch with its images at another size; see `ImageSizeSchedule`.
 
     >>> tuple(resize_images({"images": torch.rand(2, 3, 8, 8)}, 4)["images"].shape)
     (2, 3, 4, 4)
@@ -164,34 +161,33 @@ def resize_images(batch: Any, size: int, *, multiple_of: int = 1) -> Any:
     images = _find_images(batch)
     height, width = images.shape[-2:]
     short, long = min(height, width), max(height, width)
-    # The very batch: without a copy, and with the bits that the loader gave.
+    # The batch itself, without a copy and with the same bits.
     if short == size:
         return batch
     longer = max(round(long * size / short / multiple_of) * multiple_of, multiple_of)
-    # A square stays one, also where its side is no multiple.
+    # A square stays a square, even if its side is not a multiple.
     if long == short:
         longer = size
     target = (size, longer) if height <= width else (longer, size)
-    # A mask or a target per pixel that stayed as large would train on wrong pixels, without an
-    # error.
+    # A mask or a target per pixel that kept its size would silently train on the wrong pixels.
     for path, tensor in tensor_leaves(batch):
         if tensor is not images and tensor.dim() >= 3 and tensor.shape[-2:] == images.shape[-2:]:
             raise ValueError(
                 f"{path!r} has the height and the width of the images, {height} × {width}, and "
                 f"nothing says how to resize it; {_OWN}"
             )
-    # What is made on the host is none of the memory of a simulated device.
+    # Tensors created on the host do not count as memory of a simulated device.
     with on_host() if images.device.type == "cpu" else torch.no_grad():
         return replace_tensors(batch, {id(images): _interpolated(images.detach(), target)})
 
 
 def _interpolated(images: Tensor, size: tuple[int, int]) -> Tensor:
-    # Bilinear interpolation with antialiasing is there for floating point alone.
+    # Bilinear interpolation with antialiasing supports only floating point.
     floating = images if images.is_floating_point() else images.float()
     resized = F.interpolate(floating, size, mode="bilinear", antialias=True, align_corners=False)
     if images.is_floating_point():
         return resized
-    # Rounding may leave the range of the type by one, and a conversion would wrap around.
+    # Rounding might exceed the range of the type by one, and the conversion would wrap around.
     limits = torch.iinfo(images.dtype)
     return resized.round_().clamp_(limits.min, limits.max).to(images.dtype)
 
@@ -216,7 +212,7 @@ def _describe(batch: Any) -> str:
 
 
 def _is_image(value: object) -> bool:
-    # Four dimensions of truths are a mask, which bilinear interpolation would make gray.
+    # A boolean tensor of four dimensions is a mask, which bilinear interpolation would blur.
     return isinstance(value, Tensor) and value.dim() == 4 and value.dtype is not torch.bool
 
 
@@ -234,23 +230,23 @@ _TOKEN_KEYS = (
 class SequenceLengthSchedule(GrowthSchedule):
     """Trains on the beginnings of sequences first.
 
-    Cuts the dimension of tokens to the size: of the tensors of a mapping that are called
-    ``input_ids``, ``attention_mask``, ``labels``, ``position_ids``, ``token_type_ids``,
-    ``special_tokens_mask`` or ``inputs_embeds``; or of a pair of token ids and targets, the
-    targets only where they are per token. A sequence that is shorter already stays as it is.
+    Cuts the token dimension to the size. In a mapping, these are the tensors called ``input_ids``,
+    ``attention_mask``, ``labels``, ``position_ids``, ``token_type_ids``, ``special_tokens_mask`` or
+    ``inputs_embeds``. In a pair, these are the token ids, and the targets if they are per token.
+    Shorter sequences are left unchanged.
 
     Args:
-        start: the first length, in tokens.
-        end: the last one.
-        over: how long it grows.
+        start: first length, in tokens.
+        end: last length, in tokens.
+        over: duration of the growth.
         steps: see `GrowthSchedule`.
         multiple_of: see `GrowthSchedule`.
-        keys: of the mapping, in place of those above.
-        resize: in place of all that: ``resize(batch, size)`` gives the batch.
+        keys: keys of the mapping that are cut instead of those above.
+        resize: replaces all of this: ``resize(batch, size)`` returns the cut batch.
 
     Raises:
-        TypeError, ValueError: arguments that make no sense, or a batch without tokens. Without
-            ``keys``, also one in which something else is as long as the tokens.
+        TypeError, ValueError: an argument is invalid, or a batch has no tokens. Without ``keys``,
+            also if another tensor is as long as the tokens.
 
     Example:
         >>> import torch
@@ -285,10 +281,7 @@ class SequenceLengthSchedule(GrowthSchedule):
 
 
 def cut_tokens(batch: Any, size: int, *, keys: Sequence[str] | None = None) -> Any:
-    """A batch with its sequences cut to a length; see `SequenceLengthSchedule`.
-
-    Raises:
-        ValueError: there are no tokens, or it cannot be told what else is to be cut.
+    """Return a batch with its sequences cut to a length; see `SequenceLengthSchedule`.
 
     >>> import torch
     >>> tokens, targets = cut_tokens((torch.zeros(2, 8, dtype=torch.long), torch.zeros(2, 8)), 4)
@@ -329,8 +322,8 @@ def _token_parts(inputs: Mapping[str, Any], keys: Sequence[str] | None) -> list[
 
 def _refuse_as_long(inputs: Mapping[str, Any], length: int) -> None:
     for key, value in inputs.items():
-        # What is as long as the tokens most likely belongs to them, but not surely: an error
-        # costs less than a training on rows that were cut apart.
+        # A tensor as long as the tokens probably belongs to them. An error costs less than training
+        # on rows that do not match.
         is_as_long = isinstance(value, Tensor) and value.dim() > 1 and value.shape[1] == length
         if key not in _TOKEN_KEYS and is_as_long:
             raise ValueError(
@@ -340,8 +333,8 @@ def _refuse_as_long(inputs: Mapping[str, Any], length: int) -> None:
 
 
 def _cut(value: Any, size: int, length: int) -> Any:
-    """Cut what has the tokens' length in its second dimension, or in its last two."""
-    # One value per row, such as a class, has no tokens to cut.
+    """Cut the second dimension, or the last two, if they have the length of the tokens."""
+    # One value per row, such as a class, has no token dimension.
     if not isinstance(value, Tensor) or value.dim() < 2:
         return value
     if value.dim() == 4 and value.shape[-1] == length:  # a mask of attention scores

@@ -1,4 +1,4 @@
-"""Logging the learning rate, the memory and the speed."""
+"""Monitors that log the learning rate, memory and speed."""
 
 import time
 from collections.abc import Callable, Mapping
@@ -14,14 +14,14 @@ from automicro.units import Duration, read_duration
 
 
 class LearningRateMonitor(Callback):
-    """Logs the learning rate of every batch, and the momentum where that is asked for.
+    """Logs the learning rate of every batch, and optionally the momentum.
 
-    Of one parameter group as ``train/lr`` and ``train/momentum``, of several as ``train/lr/0``,
-    ``train/lr/1`` … in the optimizer's order. The momentum of Adam and its like is the first of
-    their betas.
+    One parameter group is logged as ``train/lr`` and ``train/momentum``; several are logged as
+    ``train/lr/0``, ``train/lr/1``, …, in the order of the optimizer. For Adam and its variants, the
+    momentum is the first beta.
 
     Args:
-        momentum: whether to log that, too.
+        momentum: whether to log the momentum as well.
 
     Example:
         >>> monitor = LearningRateMonitor(momentum=True)
@@ -36,16 +36,16 @@ class LearningRateMonitor(Callback):
         self._values: dict[str, float] = {}
 
     def batch_start(self, run: Run, batch: Any) -> None:
-        """Read what this batch's step takes; a scheduler changes it right after the step."""
+        """Read the values for this batch, because a scheduler changes them right after the step."""
         if run.optimizer is not None:
             self._values = self.values(run.optimizer.param_groups)
 
     def batch_end(self, run: Run, result: StepResult) -> None:
-        """Log it."""
+        """Log the values."""
         run.log(self._values)
 
     def values(self, groups: list[dict[str, Any]]) -> dict[str, float]:
-        """The values to log for an optimizer's parameter groups.
+        """Return the values to log for an optimizer's parameter groups.
 
         Args:
             groups: the optimizer's ``param_groups``.
@@ -55,7 +55,7 @@ class LearningRateMonitor(Callback):
             suffix = f"/{index}" if len(groups) > 1 else ""
             if "lr" in group:
                 logged[f"train/lr{suffix}"] = float(group["lr"])
-            # Adam and its like have their momentum as the first of the betas.
+            # Adam and its variants have their momentum as the first beta.
             momentum = group.get("momentum", next(iter(group.get("betas", ())), None))
             if self._momentum and momentum is not None:
                 logged[f"train/momentum{suffix}"] = float(momentum)
@@ -65,13 +65,13 @@ class LearningRateMonitor(Callback):
 class MemoryMonitor(Callback):
     """Logs the memory of the device after every batch, in bytes.
 
-    ``memory/allocated_bytes``, and ``memory/peak_bytes`` since `fit` began; with CUDA's allocator
-    also ``memory/reserved_bytes`` (cached memory included), ``memory/allocator_retries`` (how often
-    it gave back cached memory to go on, which is slow) and ``memory/ooms``. On a CPU memory is
-    counted inside a `MemoryBudget` only: allocated, peak, and ``memory/ooms``. Elsewhere nothing
-    is logged.
+    Logs ``memory/allocated_bytes``, and ``memory/peak_bytes`` since the start of `fit`. With CUDA's
+    allocator it also logs ``memory/reserved_bytes`` (including cached memory),
+    ``memory/allocator_retries`` (how often cached memory was freed to serve a request, which is
+    slow) and ``memory/ooms``. On a CPU, memory is counted only inside a `MemoryBudget`: allocated,
+    peak, and ``memory/ooms``. On other devices nothing is logged.
 
-    The peak is not that of each batch: it would have to be reset, and is read by others, too.
+    The peak is not reset for each batch, because other code reads it, too.
 
     Example:
         >>> from automicro import MemoryBudget
@@ -82,17 +82,17 @@ class MemoryMonitor(Callback):
     """
 
     def batch_end(self, run: Run, result: StepResult) -> None:
-        """Log."""
+        """Log the values, if any."""
         if values := self.values(run.device):
             run.log(values)
 
     def values(self, device: torch.device) -> dict[str, float]:
-        """The values to log for a device.
+        """Return the values to log for a device.
 
         Args:
-            device: whose memory it is.
+            device: the device whose memory is read.
         """
-        # Read without waiting for the device: the allocator counts on the host.
+        # This does not wait for the device, because the allocator counts on the host.
         counts = read_counts(device)
         read = {
             "memory/allocated_bytes": counts.allocated_bytes,
@@ -107,20 +107,20 @@ class MemoryMonitor(Callback):
 class SpeedMonitor(Callback):
     """Logs samples, tokens and batches per second, averaged over the latest batches.
 
-    ``speed/samples_per_second``, ``speed/tokens_per_second`` (where tokens are counted) and
-    ``speed/batches_per_second``; of one batch, ``speed/computing_seconds`` and
-    ``speed/waiting_seconds``, and ``speed/waiting_share`` of the two together. Waiting is from the
-    end of a batch to the start of the next one: the loader, and callbacks that transform the batch.
-    Evaluations and checkpoints count as neither.
+    Logs ``speed/samples_per_second``, ``speed/tokens_per_second`` (if tokens are counted) and
+    ``speed/batches_per_second``. Per batch, it logs ``speed/computing_seconds``,
+    ``speed/waiting_seconds`` and ``speed/waiting_share``, the share of waiting in their sum.
+    Waiting is the time from the end of a batch to the start of the next one: the data loader, and
+    callbacks that transform the batch. Evaluations and checkpoints count as neither.
 
-    A new `fit` begins to measure anew.
+    Each `fit` starts a new measurement.
 
     Args:
-        window: over how much to average.
-        clock: gives seconds.
+        window: amount of training to average over.
+        clock: returns the time in seconds.
 
     Raises:
-        TypeError, ValueError: ``window`` is no duration.
+        TypeError, ValueError: ``window`` is not a duration.
 
     Example:
         >>> monitor = SpeedMonitor(window="100ba")
@@ -131,22 +131,22 @@ class SpeedMonitor(Callback):
     ) -> None:
         self._every = read_duration("window", window)
         self._clock = clock
-        self._window: Window | None = None  # while a fit runs
+        self._window: Window | None = None  # set during fit
         self._computing = self._waiting = 0.0
         self._batch_start = self._last_end = self._pause_start = 0.0
         self._paused = 0.0  # since the last batch
 
     def fit_start(self, run: Run) -> None:
-        """Begin to measure."""
+        """Start a measurement."""
         self._computing = self._waiting = self._paused = 0.0
         self._last_end = self._clock()
         start = run.state.done(self._every.unit)
         self._window = Window(self._every.value, self._amounts(run.state), start=start)
 
     def batch_start(self, run: Run, batch: Any) -> None:
-        """The wait is over."""
+        """End the wait for data."""
         self._batch_start = self._clock()
-        # An evaluation between two batches is no wait for data.
+        # An evaluation between two batches is not a wait for data.
         self._waiting += max(self._batch_start - self._last_end - self._paused, 0.0)
         self._paused = 0.0
 
@@ -164,7 +164,7 @@ class SpeedMonitor(Callback):
         self._pause_start = self._clock()
 
     def _go_on(self, *_: Any, **__: Any) -> None:
-        """Let the clock go on."""
+        """Restart the clock."""
         self._paused += self._clock() - self._pause_start
 
     eval_start = checkpoint_start = _stop_clock

@@ -1,4 +1,4 @@
-"""A JSON file for each time that memory ran out."""
+"""Reports of out-of-memory errors, one JSON file each."""
 
 import contextlib
 import json
@@ -35,29 +35,31 @@ from automicro.torch_private import (
 
 
 class OutOfMemoryReport(Callback):
-    """Writes a file each time that memory runs out and is recovered from, or is not.
+    """Writes a report of each out-of-memory error, recovered from or not.
 
-    ``oom-0001.json`` and so on in the folder: when and where in training, the attempt, the sizes
-    before and after, the shapes of the batch, the message, peak and allocated bytes, and what takes
-    memory at any size. The attempt after a failure tells which modules leave how much on the device
-    in a forward, and in which memory ran out again;
-    ``automicro doctor oom-0001.json`` reads all of it. With CUDA's native allocator beside it
-    ``oom-0001.pickle``, a snapshot for https://docs.pytorch.org/memory_viz, taken where a request
-    could not be served, with everything still on the device. A library that fails without having
-    asked torch's allocator leaves one of what is left when the attempt was rolled back.
-    Where no size fits, the error names the last file.
+    Reports are called ``oom-0001.json`` and so on. They hold the place in training, the attempt,
+    the microbatch sizes before and after, the shapes of the batch, the message, peak and allocated
+    bytes, and the memory needed at any size. The attempt after a failure adds how much each module
+    leaves on the device in a forward, and in which modules memory ran out again. ``automicro doctor
+    oom-0001.json`` analyzes a report.
 
-    A file that cannot be written (a full disk, say) is a warning, and the run goes on.
+    With CUDA's native allocator, a snapshot for https://docs.pytorch.org/memory_viz is saved as
+    ``oom-0001.pickle``. It is taken when a request cannot be served, with all tensors still on the
+    device. If a library fails without a request to torch's allocator, it is taken after the attempt
+    was rolled back. If no size fits, the error names the last file.
+
+    If a file cannot be written (because the disk is full, for example), a warning is issued and the
+    run continues.
 
     Args:
-        folder: where to write; made when it is needed.
-        max_reports: how many to write in a run, resumed ones included.
-        snapshot: whether to write snapshots, where there are any.
-        history: how many allocations and releases a snapshot knows of, from before memory ran
-            out; 0 for none. Taking them down costs microseconds each.
+        folder: folder for the files; created if necessary.
+        max_reports: maximum number of reports of a run, including before it was resumed.
+        snapshot: whether to save snapshots, if available.
+        history: number of earlier allocations and releases in a snapshot; 0 for none. Recording
+            them costs microseconds each.
 
     Raises:
-        TypeError, ValueError: arguments that make no sense.
+        TypeError, ValueError: an argument is invalid.
 
     Example:
         >>> report = OutOfMemoryReport("runs/1/oom", max_reports=5)
@@ -79,63 +81,63 @@ class OutOfMemoryReport(Callback):
         self._history = read_count("history", history, least=0)
         self._written = 0
         self._batch: Any = None
-        self._taken: Path | None = None  # the snapshot of this attempt's last refused request
+        self._taken: Path | None = None  # snapshot of this attempt's last refused request
         self._why_not: Exception | None = None
-        self._forward: _Forward | None = None  # of an attempt after one that failed
-        self._last: tuple[Path, dict[str, Any]] | None = None  # of the attempt that failed
+        self._forward: _Forward | None = None  # in an attempt after a failed one
+        self._last: tuple[Path, dict[str, Any]] | None = None  # report of the failed attempt
 
     @property
     def written(self) -> int:
-        """How many reports there are of this run."""
+        """Number of reports written in this run."""
         return self._written
 
     def fit_start(self, run: Run) -> None:
-        """Begin to take down allocations, where that is wanted."""
+        """Start recording allocations, if requested."""
         if self._history and can_record_memory(run.device):
             record_memory_history(self._history)
 
     def fit_end(self, run: Run) -> None:
-        """Take down no more."""
+        """Stop recording allocations."""
         if self._history and can_record_memory(run.device):
             record_memory_history(None)
 
     def batch_start(self, run: Run, batch: Any) -> None:
-        """Keep the batch, to describe it if need be."""
+        """Keep the batch, to describe it in a report."""
         self._batch, self._last = batch, None
 
     def batch_end(self, *_: Any, **__: Any) -> None:
-        """Let go of the batch."""
+        """Release the batch."""
         self._batch = self._last = None
 
     eval_batch_start, eval_batch_end = batch_start, batch_end
 
     def attempt_start(self, run: Run, attempt: Attempt) -> None:
-        """Take a snapshot where memory runs out."""
+        """Request a snapshot if memory runs out."""
         self._drop_snapshot()
         if self._takes_snapshots(run):
-            # Asked of the allocator itself: by the time that the error arrives here, the attempt's
-            # tensors are gone, and a snapshot would show a device that is half empty.
+            # The allocator itself triggers the snapshot: when the error arrives here, the attempt's
+            # tensors have been freed, and a snapshot would show a half-empty device.
             tell_of_shortage(self._take_snapshot)
 
     def forward_start(self, run: Run, microbatch: Microbatch) -> None:
-        """Look what modules take, where memory ran out before."""
-        # One forward is enough: all microbatches of an attempt are alike.
+        """Measure the memory of modules, if the previous attempt failed."""
+        # One forward is enough, because all microbatches of an attempt are alike.
         if microbatch.attempt.number > 1 and microbatch.index == 0 and self._last is not None:
             self._forward = _Forward(run, microbatch.attempt)
             self._forward.begin()
 
     def forward_end(self, run: Run, microbatch: Microbatch) -> None:
-        """Look no more."""
+        """Stop measuring."""
         if self._forward is not None:
             self._forward.end()
 
     def attempt_end(self, run: Run, attempt: Attempt) -> None:
-        """Take none any more, and drop what was not needed: a library went on with less."""
+        """Cancel the snapshot, and drop one from which a library recovered by itself."""
         tell_no_more(self._take_snapshot)
         self._drop_snapshot()
         if self._forward is not None and self._last is not None:
-            # The file is written again, because the modules were not watched in the attempt that it
-            # tells of.
+            # The report is rewritten, because modules were not measured in the attempt that it
+            # describes.
             path, report = self._last
             self._forward.add_to(report)
             with _saying(lambda: path):
@@ -143,14 +145,14 @@ class OutOfMemoryReport(Callback):
         self._forward = self._last = None
 
     def oom(self, run: Run, failure: OutOfMemory) -> None:
-        """Write a report. The next size is added when it is known, if there is one."""
+        """Write a report. `resize` adds the next size later, if there is one."""
         path, self._last = self._folder, None
         tell_no_more(self._take_snapshot)
         if self._forward is not None:
             self._forward.end()
         try:
             if self._written < self._max_reports:
-                # Whatever fails, it is not worth the run.
+                # No failure to write a report may end the run.
                 with _saying(lambda: path):
                     path = self._next_path()
                     report = describe_failure(run, failure, self._batch)
@@ -161,10 +163,10 @@ class OutOfMemoryReport(Callback):
                     self._last = path, report
                     failure.reports.append(str(path))
                     path = path.with_suffix(".pickle")
-                    # Before this report counts, so that the last one has its snapshot, too.
+                    # Before this report is counted, so that the last one gets its snapshot, too.
                     if self._takes_snapshots(run):
                         self._keep_snapshot(path)
-        # Ctrl-C leaves no snapshot behind, either.
+        # Also after Ctrl-C, so that no snapshot is left behind.
         finally:
             self._written += self._last is not None
             self._drop_snapshot()
@@ -183,21 +185,21 @@ class OutOfMemoryReport(Callback):
         return self._snapshot and has_room and can_record_memory(run.device)
 
     def _take_snapshot(self) -> None:
-        """Of a device that is full; called by its allocator, which an exception must not reach."""
+        """Take a snapshot. Called by the allocator, which an exception must not reach."""
         self._drop_snapshot()
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
-            # Named by the process, as several may write into one folder.
+            # The name has the process id, because several processes might share a folder.
             taken = self._folder / f"snapshot-{os.getpid()}.part"
             self._taken = taken
             dump_memory_snapshot(str(taken))
-        except Exception as error:  # said when the report is written
+        except Exception as error:  # reported when the report is written
             self._why_not = error
 
     def _drop_snapshot(self) -> None:
         self._why_not = None
         if self._taken is not None:
-            with contextlib.suppress(OSError):  # on a disk that cannot be written to
+            with contextlib.suppress(OSError):  # the disk might be read-only
                 self._taken.unlink(missing_ok=True)
             self._taken = None
 
@@ -210,18 +212,18 @@ class OutOfMemoryReport(Callback):
                 _write(path, report)
 
     def state_dict(self) -> dict[str, Any]:
-        """How many reports were written."""
+        """Return the number of reports written."""
         return {"written": self._written}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on counting."""
+        """Restore the number of reports written."""
         self._written = state["written"]
 
     def _next_path(self) -> Path:
-        # Reports of earlier runs stay, so numbers go on behind theirs.
+        # Reports of earlier runs are kept, so numbers continue after theirs.
         number = self._written + 1
         while (path := self._folder / f"oom-{number:04d}.json").exists():
-            number += 1  # of an earlier run
+            number += 1  # taken by an earlier run
         return path
 
 
@@ -269,7 +271,7 @@ def describe_failure(run: Run, failure: OutOfMemory, batch: Any) -> dict[str, An
         "batch": _describe_batch(batch),
         "peak_bytes": failure.peak_bytes,
         "allocated_bytes_after": allocated_bytes(run.device),
-        # The limit that was set, which the device's own total does not show.
+        # The configured limit, which the device's total does not show.
         "limit_bytes": residents.limit,
         "device_memory": _device_memory(run.device),
         "held": [each for each in held if each["num_bytes"]],
@@ -277,7 +279,7 @@ def describe_failure(run: Run, failure: OutOfMemory, batch: Any) -> dict[str, An
 
 
 def _held(kind: str, owner: str, num_bytes: int, sizes: Sequence[int] = (0,)) -> dict[str, Any]:
-    """One holder of memory, as `automicro.tools.doctor.holders.Holder` has it."""
+    """Return one holder of memory, in the format of `automicro.tools.doctor.holders.Holder`."""
     return {
         "kind": kind,
         "owner": owner,
@@ -288,14 +290,14 @@ def _held(kind: str, owner: str, num_bytes: int, sizes: Sequence[int] = (0,)) ->
 
 
 def _device_memory(device: torch.device) -> dict[str, int] | None:
-    """Of the whole device, so that what others hold shows; None if unknown."""
-    # What others hold of the host's memory changes all the time, and did not limit the run.
+    """Return the memory of the whole device, other processes included, or None if unknown."""
+    # Host memory of other processes changes all the time, and did not limit the run.
     if device.type == "cpu":
         return None
     try:
         free_bytes, total_bytes = torch.accelerator.get_memory_info(device)
         reserved_bytes = torch.accelerator.memory_reserved(device)
-    # Backends from outside of torch have all of these functions, some or none.
+    # Third-party backends might have all of these functions, some or none.
     except (AttributeError, NotImplementedError, RuntimeError):
         return None
     return {
@@ -308,8 +310,8 @@ def _device_memory(device: torch.device) -> dict[str, int] | None:
 class _Forward:
     """Bytes that each module leaves on the device in the forward of one microbatch.
 
-    Only after a failure, and for one forward: asking the allocator twice for each module costs
-    microseconds each. Nothing is looked at inside of what is compiled.
+    Used for one forward after a failure, because two queries of the allocator per module cost
+    microseconds each. Compiled models are not measured.
     """
 
     def __init__(self, run: Run, attempt: Attempt) -> None:
@@ -317,16 +319,16 @@ class _Forward:
         self._rows = attempt.microbatch_size
         root = type(run.model).__name__
         self._names = {id(part): name or root for name, part in run.model.named_modules()}
-        # A hook would break the graph of a compiled model, or have it compiled again.
+        # A hook would break the graph of a compiled model, or cause a recompilation.
         self._looks = not any(map(is_compiled, run.model.modules()))
-        self._open: list[int] = []  # modules that compute
-        self._bytes = 0  # that were there at the last turn
+        self._open: list[int] = []  # ids of modules that are running
+        self._bytes = 0  # allocated at the last hook
         self._held: Counter[str] = Counter()
         self._handles: list[Any] = []
 
     @property
     def inside(self) -> list[str]:
-        """The modules in which it ended, from the outermost on; none where it went through."""
+        """Modules in which the forward failed, outermost first; empty if it succeeded."""
         return [self._names[module] for module in self._open]
 
     def begin(self) -> None:
@@ -342,8 +344,8 @@ class _Forward:
         self._handles = []
 
     def add_to(self, report: dict[str, Any]) -> None:
-        """Say what modules held, the largest first: at this report's size, where rows add up."""
-        # The attempt that was watched was smaller than the one that the report is about.
+        """Add the bytes of modules, largest first, scaled to the size of this report."""
+        # The measured attempt was smaller than the one that the report describes.
         share = report["microbatch_size"]["before"] / self._rows
         others = [each for each in report["held"] if each["kind"] != "activations"]
         innermost = self.inside[-1:]
@@ -356,7 +358,7 @@ class _Forward:
         ]
 
     def _enter(self, module: nn.Module, _: Any) -> None:
-        # The hooks are for all modules of the process, and others may run, such as a teacher.
+        # The hooks are global, so other modules, such as a teacher, might run as well.
         if id(module) in self._names:
             self._turn()
             self._open.append(id(module))
@@ -365,10 +367,10 @@ class _Forward:
         if id(module) in self._open:
             self._turn()
             while self._open.pop() != id(module):
-                pass  # a part whose error the model caught
+                pass  # the model caught the error of a part
 
     def _turn(self) -> None:
-        """Attribute the bytes since the last turn to the innermost module."""
+        """Attribute the bytes since the last hook to the innermost module."""
         before, self._bytes = self._bytes, allocated_bytes(self._device) or 0
         if self._open:
             self._held[self._names[self._open[-1]]] += self._bytes - before

@@ -1,19 +1,19 @@
-"""The command line, and the configs that it reads: the only part that knows OmegaConf.
+"""The command line and its configs: the only part of the package that uses OmegaConf.
 
 ::
 
-    command_line   finds the command, runs it, shows what goes wrong
-    arguments      what every command has; files and overrides
-    commands       one file for each command: its help, its arguments, what it does
-    job            the files and overrides of a command line, to be read and made
-    run_dir        where a run leaves its results, and how it goes on there
-    output         what is printed
-    errors         how errors and warnings are shown; exit codes
+    command_line   finds the command, runs it, and shows failures
+    arguments      arguments of all commands; files and overrides
+    commands       one file per command: its help, its arguments, its work
+    job            the files and overrides of a command line, to be read and created
+    run_dir        the folder with the results of a run, and how a run resumes there
+    output         printing
+    errors         display of errors and warnings; exit codes
 
-    config/keys    the names of all keys, in groups
-    config/schema  each key with its type and default, and whether a value belongs under it
-    config/sources YAML files and overrides, and which of them brought a mistake
-    config/load    all of this: from files and overrides to a RunConfig
+    config/keys    names of all keys, in groups
+    config/schema  types and defaults of keys, and checks of their values
+    config/sources YAML files and overrides, and the source of each mistake
+    config/load    from files and overrides to a RunConfig
     config/nodes   {call: dotted.path, args: {…}}
     config/build   from a RunConfig to a Trainer
 """
@@ -25,14 +25,10 @@ INTERRUPTED = 130
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line and return its exit code.
-
-    >>> main(["--version"])
-    automicro ...
-    0
-    """
+    """Run the command line and return its exit code."""
     try:
-        # Imports may take long on a cold disk: Ctrl-C meanwhile prints no traceback.
+        # Imports might take long on a cold disk, so Ctrl-C is handled here, too, without a
+        # traceback.
         from automicro.cli.command_line import main as run
 
         return run(argv)

@@ -22,36 +22,26 @@ FORM = "CONFIG [CONFIG …] [key=value …]"
 
 @dataclass(frozen=True, kw_only=True)
 class Command:
-    """One command of ``automicro``.
+    """One command of ``automicro``."""
 
-    Attributes:
-        doc: its help, the docstring of its file; the first line stands in the list of commands.
-        examples: whole command lines; the first one stands in the list of commands, too.
-        exit_codes: what each means here, by number; 2, 130, 141 and 143 are the same everywhere.
-        run: does it, and returns the exit code.
-        add_arguments: adds more of them to the command's parser.
-        takes_config: whether it takes files and overrides.
-        json: what ``--json`` does; empty where there is no such option.
-        place: in the list of commands; no two have the same.
-    """
-
-    doc: str
-    examples: Sequence[str]
+    doc: str  # help text, the docstring of its file; lists of commands show the first line
+    examples: Sequence[str]  # complete command lines; lists of commands show the first one
+    # Apart from 2, 130, 141 and 143, which mean the same for all commands.
     exit_codes: Mapping[int, str]
-    run: Callable[[argparse.Namespace], int]
+    run: Callable[[argparse.Namespace], int]  # returns the exit code
     add_arguments: Callable[[argparse.ArgumentParser], None] = lambda parser: None
-    takes_config: bool = True
-    json: str = ""
-    place: int = 100
+    takes_config: bool = True  # whether it takes files and overrides
+    json: str = ""  # help of --json; empty if there is no such option
+    place: int = 100  # position in lists of commands, unique
 
     @property
     def brief(self) -> str:
-        """The first line of its help, as it stands behind a name."""
+        """First line of the help, for the list of commands."""
         line = self.doc.partition(".\n")[0]
         return line[0].lower() + line[1:]
 
     def fill(self, parser: argparse.ArgumentParser) -> None:
-        """Give a parser all that the command takes, and its help."""
+        """Add all arguments and the help of the command to a parser."""
         examples = "".join(f"  {example}\n" for example in self.examples)
         codes = "\n".join(exit_code_lines(self.exit_codes))
         parser.description = self.doc
@@ -70,7 +60,7 @@ class Command:
 
 
 def exit_code_lines(codes: Mapping[int, str]) -> list[str]:
-    """Return what exit codes mean, those of every command included.
+    """Return the meaning of exit codes, including those of all commands.
 
     >>> print(exit_code_lines({0: "trained"})[1])
       0    trained
@@ -86,10 +76,7 @@ def exit_code_lines(codes: Mapping[int, str]) -> list[str]:
 
 
 def split_inputs(inputs: Sequence[str], *, command: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Tell paths of YAML files from ``key=value``.
-
-    What has ``=`` in it is a path only where a separator comes first, or where there is such a
-    file.
+    """Separate paths of YAML files from ``key=value``.
 
     >>> split_inputs(["base.yaml", "seed=1", "runs/lr=0.1/config.yaml"], command="train")
     (('base.yaml', 'runs/lr=0.1/config.yaml'), ('seed=1',))
@@ -112,10 +99,10 @@ def reading(
     for_ranks: bool = False,
     results_only: bool = True,
 ) -> "Iterator[tuple[Job, Recipe, TextIO]]":
-    """Read the config of a command, and check all that the command takes of it."""
+    """Read and check the config of a command."""
     files, overrides = split_inputs(arguments.inputs, command=arguments.command)
-    # First of all: a mistyped path is told at once, and not after the seconds that torch's import
-    # takes.
+    # Checked first, because importing torch takes seconds, and a mistyped path should be reported
+    # at once.
     for path in map(Path, files):
         if not path.exists():
             raise no_such_file(path)
@@ -128,19 +115,15 @@ def reading(
 
 
 def whole_number(text: str) -> int:
-    """Read an option of which there must be at least one.
-
-    >>> whole_number("8")
-    8
-    """
-    # What is no number at all is a ValueError, which argparse answers by itself.
+    """Read an option that must be at least 1."""
+    # argparse itself reports the ValueError for text that is not a number.
     if int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text} is below 1: give a number of them")
     return int(text)
 
 
 def no_such_file(path: Path) -> ConfigError:
-    """The error for a config that is not there, with what may have been meant.
+    """Return the error for a config that does not exist, with a suggestion.
 
     >>> print(no_such_file(Path("configs/digit.yaml")))
     there is no file 'configs/digit.yaml': did you mean 'configs/digits.yaml'?
@@ -149,18 +132,19 @@ def no_such_file(path: Path) -> ConfigError:
 
 
 def is_path(argument: str) -> bool:
-    """Tell a path from ``key=value``.
+    """Return whether an argument is a path and not ``key=value``.
 
     >>> is_path("configs/digits.yaml"), is_path("seed=1")
     (True, False)
     """
-    # Folders may be named by values, as in runs/lr=0.1/config.yaml: no key has a slash in it.
+    # Names of folders might contain values, as in runs/lr=0.1/config.yaml, but no key contains a
+    # slash.
     before, equals, _ = argument.partition("=")
     return not equals or os.sep in before or "/" in before or Path(argument).is_file()
 
 
 def _files_near(path: Path) -> str:
-    # A key without =VALUE was taken for a path.
+    # The argument might be a key without =VALUE.
     if str(path).partition(".")[0] in KEYS and not path.suffix.startswith(".y"):
         return f": to set this key, say {path}=VALUE"
     folders = {Path(), Path("configs"), path.parent}

@@ -1,4 +1,4 @@
-"""The command ``automicro``: finds the subcommand, runs it, shows what goes wrong."""
+"""The command ``automicro``: finds the subcommand, runs it, and shows failures."""
 
 import argparse
 import re
@@ -20,30 +20,24 @@ microbatches that fit, with the gradient of the whole batch.
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line and return its exit code.
-
-    >>> main(["--version"])
-    automicro ...
-    0
-    """
+    """Run the command line and return its exit code."""
     try:
         arguments = _parse(argv)
-    except SystemExit as exit:  # argparse has written its message
+    except SystemExit as exit:  # argparse has printed its message
         return int(exit.code or 0)
     from automicro.cli import errors
 
     try:
         with one_rank_speaks(), errors.warnings_in_one_line():
             code = COMMANDS[arguments.command].run(arguments)
-        # Flushed inside of the try: a closed pipe would else show when Python ends, which prints a
-        # complaint of its own.
+        # Flushed here, because otherwise Python would report a closed pipe when it exits.
         print(end="", flush=True)
         return code
     except (Exception, KeyboardInterrupt, SystemExit) as error:
         if errors.is_closed_pipe(error):
             errors.forget_stdout()
             return errors.CLOSED_PIPE
-        if isinstance(error, SystemExit) and not errors.is_sigterm(error):  # the user's own
+        if isinstance(error, SystemExit) and not errors.is_sigterm(error):  # from user code
             raise
         return errors.show_failure(error, debug=arguments.debug)
 
@@ -52,19 +46,19 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     given: list[str] = []
     for each in sys.argv[1:] if argv is None else argv:
         if re.match(r"-\d", each) and given and re.fullmatch(r"--[\w-]+", given[-1]):
-            each = f"{given.pop()}={each}"  # argparse would take -5GiB for an option
+            each = f"{given.pop()}={each}"  # argparse would read -5GiB as an option
         given.append(each)
     parser, commands = make_parsers()
     if given and given[0] == "help":
         given = [*given[1:2], "--help"]
     name = next((each for each in given if not each.startswith("-")), None)
-    # argparse would refuse it, too, without a word of what was meant.
+    # argparse would refuse it, too, but without a suggestion.
     if name is not None and name not in COMMANDS:
         parser.error(
             f"there is no command {name!r}{suggestion(name, COMMANDS)}: say one of "
             f"{', '.join(COMMANDS)}"
         )
-    # Not parse_args(), whose error suggests nothing and which refuses a file behind an option.
+    # Not parse_args(), because its error has no suggestion and it refuses a file after an option.
     arguments, rest = parser.parse_known_args(given)
     mine = parser if name is None else commands[name]
     for each in rest:
@@ -79,7 +73,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
         example = COMMANDS["train"].examples[0]
         parser.error(f"no command was given: say one of {', '.join(COMMANDS)}, such as {example}")
     if "inputs" in arguments:
-        # argparse takes no more positionals once an option came between them.
+        # argparse takes no more positional arguments after an option between them.
         arguments.inputs = [*arguments.inputs, *rest]
     elif rest:
         mine.error(f"unknown argument {rest[0]!r}: {name} takes options only")
@@ -91,14 +85,14 @@ def _key_meant(option: str, *behind: str) -> str:
     key = key.replace("-", "_")
     if not equals:
         value = "VALUE" if not behind or behind[0].startswith("-") else behind[0]
-    # Other programs take --epochs 3: here it is max_duration=3ep.
+    # Other programs have --epochs 3, which is max_duration=3ep here.
     if duration := duration_meant(value, key):
         key, value = "max_duration", duration
     return f" (did you mean '{key}={value}'?)" if key.partition(".")[0] in KEYS else ""
 
 
 def make_parsers() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParser]]:
-    """The parser of the whole command line, and those of the commands."""
+    """Return the parser of the whole command line, and the parsers of the commands by name."""
     parser = argparse.ArgumentParser(
         prog="automicro",
         description=DESCRIPTION,
@@ -122,7 +116,7 @@ def make_parsers() -> tuple[argparse.ArgumentParser, dict[str, argparse.Argument
             allow_abbrev=False,
         )
         command.fill(commands[name])
-        # Suppressed: where it is not given here, what was given before the command stays.
+        # Without a default, so that it does not overwrite a --debug before the command.
         _add_debug(commands[name], default=argparse.SUPPRESS)
         usage = commands[name].format_usage().removeprefix("usage: ")
         commands[name].usage = usage.replace("[CONFIG ...]", FORM)

@@ -1,4 +1,4 @@
-"""How errors and warnings are shown: exit codes, and the line of the user's own code."""
+"""Display of errors and warnings: exit codes, and the line of user code that failed."""
 
 import contextlib
 import json
@@ -29,24 +29,20 @@ from automicro.errors import (
 FAILED, MISUSED, INTERRUPTED, CLOSED_PIPE = 1, 2, 130, 141
 TERMINATED = 128 + signal.SIGTERM
 OUR_NOTE = "automicro: "
-_SHORT = 300  # letters
+_SHORT = 300  # characters
 DEBUG_HINT = "(--debug shows the traceback)"
 PACKAGE = Path(__file__).parent.parent
-# Models and data to try things with: reporting a bug there mends nothing.
+# Models and data for demonstrations, whose errors are shown like those of user code.
 DEMO = PACKAGE / "demo"
 STANDARD_LIBRARY = Path(os.__file__).parent
 INSTALLED = ("site-packages", "dist-packages")
-# A worker process of a DataLoader sends its traceback as text.
+# A DataLoader worker sends its traceback as text.
 WORKER_FRAME = re.compile(r'^  File "(.+)", line (\d+), in (.+)$', re.MULTILINE)
 IN_WORKER = "Original Traceback (most recent call last):"
 
 
 def show_failure(error: BaseException, *, debug: bool) -> int:
-    """Say what went wrong, and return the exit code.
-
-    >>> show_failure(ConfigError("no model"), debug=False)  # says it on stderr
-    2
-    """
+    """Print an error to stderr, and return the exit code."""
     code, text = _describe(error)
     said = _share(error, text) if has_peers() else text
     if said != text and not debug:
@@ -63,46 +59,34 @@ def show_failure(error: BaseException, *, debug: bool) -> int:
 
 
 def summarize_error(error: BaseException) -> str:
-    """An error in words: what it says, its notes, and of one that is not ours its type and place.
-
-    >>> summarize_error(KeyError("x"))
-    "KeyError: 'x'"
-    """
+    """Describe an error with its notes; errors of other code with their type and place, too."""
     if isinstance(error, AutomicroError) or is_refusal(error):
         return _with_notes(error)
     return _in_words(error, _users_place(error))
 
 
 def _leave_for_torchrun(error: BaseException, text: str) -> None:
-    """Write what went wrong where torchrun looks for it, so that its summary says it."""
+    """Write the error to the file that torchrun shows in its summary."""
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if not path or isinstance(error, RankError | KeyboardInterrupt | SystemExit):
         return
     if _is_most_likely_of_all(error):
         return
     details = {"py_callstack": text, "timestamp": str(int(time.time()))}
-    with contextlib.suppress(OSError):  # it is said already
+    with contextlib.suppress(OSError):  # the error was already printed
         Path(path).write_text(
             json.dumps({"message": {"message": text, "extraInfo": details}}), encoding="utf-8"
         )
 
 
 def is_sigterm(error: BaseException) -> bool:
-    """Tell whether training ended because SIGTERM asked it to.
-
-    >>> is_sigterm(SystemExit(143)), is_sigterm(SystemExit(1))
-    (True, False)
-    """
+    """Return whether training ended because of SIGTERM."""
     return isinstance(error, SystemExit) and error.code == TERMINATED
 
 
 def is_closed_pipe(error: BaseException) -> bool:
-    """Tell whether stdout is no longer read, as behind ``| head``.
-
-    >>> is_closed_pipe(BrokenPipeError())  # of something else
-    False
-    """
-    # Rich turns it into an exit.
+    """Return whether stdout is closed by its reader, as with ``| head``."""
+    # Rich turns a BrokenPipeError into SystemExit.
     cause = error.__context__ if isinstance(error, SystemExit) else error
     if not isinstance(cause, BrokenPipeError):
         return False
@@ -110,49 +94,50 @@ def is_closed_pipe(error: BaseException) -> bool:
         return True
     try:
         sys.stdout.flush()
-        # A BrokenPipeError may come from any pipe of the user's: POLLERR tells that it is that of
+        # A BrokenPipeError might come from any pipe of user code; POLLERR shows whether it is
         # stdout.
         poll = select.poll()
         poll.register(sys.stdout.fileno(), select.POLLOUT)
     except BrokenPipeError:
         return True
-    except (AttributeError, OSError, ValueError):  # no such call here, or no file behind stdout
+    except (AttributeError, OSError, ValueError):  # no poll here, or stdout is not a file
         return False
     return any(event & select.POLLERR for _, event in poll.poll(0))
 
 
 def forget_stdout() -> None:
-    """Let what is still to be written to a closed pipe vanish, when Python ends too."""
-    # Python flushes stdout once more at its end, which would fail again where there is no reader.
+    """Discard output that is still buffered for a closed pipe, also when Python exits."""
+    # Python flushes stdout once more at exit, which would fail again without a reader.
     nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, sys.stdout.fileno())
     os.close(nowhere)
 
 
 def _share(error: BaseException, text: str) -> str:
-    """The text that one process among several says; empty where another one says it."""
+    """Return the text that one of several ranks prints; empty if another rank prints it."""
     from automicro.trainer.processes import leave, place_for_output
 
     place = place_for_output()
-    # The error is caught, so Python does not know of it: at its exit it would end the process group
-    # in order, and wait there for ranks that are gone.
+    # The error is caught, so Python would exit normally: it would destroy the process group and
+    # wait there for ranks that are gone.
     leave()
     if isinstance(error, PeerLostError):
-        # Any rank that is left says it.
+        # Every remaining rank prints it.
         return "; ".join(line.strip() for line in text.splitlines())
     is_shared = _is_most_likely_of_all(error) or isinstance(error, KeyboardInterrupt | SystemExit)
     is_of_another = isinstance(error, PeerFailedError)
     if not is_of_another and (place.is_first or not is_shared):
         return text
     if facts_of(error).stopped is not None:
-        return ""  # in order, which the first one says
-    # As much of it as one line holds: the other ranks' share of one error. Ours name the rank.
+        return ""  # stopped in order, which the first rank reports
+    # Shortened to one line, because it is one rank's part of the same error. Our own errors name
+    # the rank.
     line = text if is_of_another else f"rank {place.rank} of {place.world_size}: {text}"
     return textwrap.shorten(line, _SHORT, placeholder=" …")
 
 
 def _is_most_likely_of_all(error: BaseException) -> bool:
-    """Whether all ranks most likely come to the same error."""
+    """Return whether the same error most likely occurs on all ranks."""
     from automicro.errors import SampleTooLargeError
 
     return isinstance(error, ConfigError | SampleTooLargeError | DesyncError)
@@ -174,12 +159,12 @@ def _describe(error: BaseException) -> tuple[int, str]:
 
 def _headline(error: BaseException) -> str:
     kind, said = type(error).__name__, str(error)
-    if isinstance(error, SyntaxError):  # its place is told apart
+    if isinstance(error, SyntaxError):  # its place is reported separately
         said = error.msg
     if IN_WORKER in said:  # the traceback of another process, as text
         last = next(line for line in reversed(said.splitlines()) if line.strip())
         return f"{last} (in a worker process of the DataLoader)"
-    # Some tell a story over several lines, which are told apart from notes by their indent.
+    # Messages of several lines are indented to distinguish them from notes.
     return "\n    ".join(line for line in f"{kind}: {said}".splitlines() if line.strip())
 
 
@@ -189,12 +174,12 @@ def _in_words(error: BaseException, place: str | None) -> str:
 
 
 def _has_more_to_show(error: BaseException) -> bool:
-    """Whether a traceback says more than the message: never of a mistake in a config itself."""
+    """Return whether a traceback adds to the message; never for a mistake in a config itself."""
     if isinstance(error, KeyboardInterrupt | SystemExit):
         return False
     if not isinstance(error, ConfigError):
         return True
-    # Errors of a config wrap one another: what counts is the first cause of another kind.
+    # Config errors wrap each other, so the first cause of another kind counts.
     cause: BaseException | None = error
     while isinstance(cause, ConfigError):
         cause = cause.__cause__
@@ -202,7 +187,7 @@ def _has_more_to_show(error: BaseException) -> bool:
 
 
 def _describe_end(what: str, error: BaseException) -> str:
-    """Describe the end of a run, an orderly one in one line."""
+    """Describe the end of a run, in one line if it was orderly."""
     stopped = facts_of(error).stopped
     first, *more = _notes(error) or [""]
     return str(stopped) if stopped is not None else "; ".join([f"{what} {first}".strip(), *more])
@@ -218,7 +203,7 @@ def _notes(error: BaseException) -> list[str]:
 
 
 def _users_place(error: BaseException) -> str | None:
-    """The innermost line of the user's own code that an error passed through.
+    """Return the innermost line of user code that an error passed through.
 
     >>> try:
     ...     compile("1 +", "my_models.py", "exec")
@@ -229,7 +214,7 @@ def _users_place(error: BaseException) -> str | None:
     if isinstance(error, SyntaxError) and error.filename and is_users(error.filename):
         code = f": {error.text.strip()}" if error.text else ""
         return f"{shorten(error.filename)}:{error.lineno}{code}"
-    # Lines of a worker process lie further inside than those that passed its error on.
+    # Lines of a worker process are further inside than those of the main process.
     for place in reversed([*traceback.extract_tb(error.__traceback__), *_places_in_worker(error)]):
         if is_users(place.filename):
             return _describe_place(place)
@@ -237,24 +222,16 @@ def _users_place(error: BaseException) -> str | None:
 
 
 def is_refusal(error: BaseException) -> bool:
-    """Tell whether automicro raised an error itself, to say what is wrong with what it was given.
-
-    >>> from automicro.policy.choose import make_policy
-    >>> try:
-    ...     make_policy(0)
-    ... except ValueError as error:
-    ...     is_refusal(error)
-    True
-    """
+    """Return whether automicro itself raised an error to refuse a value."""
     if not isinstance(error, TypeError | ValueError):
         return False
     places = traceback.extract_tb(error.__traceback__)
-    # By a raise statement: a TypeError that an expression of ours ran into refuses nothing.
+    # Only a raise statement counts: a TypeError in one of our expressions refuses nothing.
     return bool(places) and _is_ours(places[-1].filename) and _is_raised_in(places[-1])
 
 
 def is_users(filename: str) -> bool:
-    """Tell whether a file is neither automicro's nor that of something installed.
+    """Return whether a file belongs neither to automicro nor to an installed package.
 
     >>> import torch
     >>> is_users("my_models.py"), is_users(torch.__file__), is_users("<string>")
@@ -270,7 +247,7 @@ def is_users(filename: str) -> bool:
 
 
 def shorten(filename: str) -> str:
-    """Return a path as short as it can be: from where we are, or from where libraries lie.
+    """Return a path relative to the current folder, or to the folder of installed packages.
 
     >>> shorten("/somewhere/site-packages/torch/nn/functional.py")
     'torch/nn/functional.py'
@@ -297,7 +274,7 @@ def _describe_place(place: traceback.FrameSummary) -> str:
     text = f"{shorten(place.filename)}:{place.lineno}"
     if place.name != "<module>":
         text += f", in {place.name}"
-    # What it raises is the message already.
+    # The text of a raise statement would only repeat the message.
     return text if _is_raised_in(place) else f"{text}: {place.line}"
 
 
@@ -312,13 +289,9 @@ def _is_ours(filename: str) -> bool:
 
 @contextlib.contextmanager
 def warnings_in_one_line() -> Iterator[None]:
-    """Show warnings as ``automicro: warning: …`` meanwhile, those of others with their place.
+    """Print warnings as ``automicro: warning: …``, those of other packages with their place.
 
-    Which warnings are shown is left to the filters; one that was shown is not shown again.
-
-    >>> with warnings.catch_warnings(), warnings_in_one_line():
-    ...     warnings.simplefilter("default")
-    ...     warnings.warn("mind the gap", AutomicroWarning)  # says it on stderr
+    Filters decide which warnings are shown; none is shown twice.
     """
     shown: set[tuple[object, ...]] = set()
 
@@ -332,7 +305,7 @@ def warnings_in_one_line() -> Iterator[None]:
     ) -> None:
         text = " ".join(str(message).split())
         is_ours = issubclass(category, AutomicroWarning)
-        # A line of torch's that warns of every shape anew says nothing new with the second.
+        # If a line of another package warns about each shape, the second warning adds nothing.
         key = (category, text) if is_ours else (category, filename, lineno)
         if key in shown:
             return
@@ -345,6 +318,6 @@ def warnings_in_one_line() -> Iterator[None]:
     try:
         yield
     finally:
-        # What was installed meanwhile stays.
+        # Keep a function that other code has installed in the meantime.
         if warnings.showwarning is show:
             warnings.showwarning = before

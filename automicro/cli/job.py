@@ -1,4 +1,4 @@
-"""The config files and overrides of a command line, to be read and made."""
+"""The config files and overrides of a command line, to be read and created."""
 
 import contextlib
 import sys
@@ -19,9 +19,9 @@ from automicro.trainer.surroundings import noting
 
 
 class Job:
-    """The job that a command line names, to be read and made."""
+    """The job described by a command line."""
 
-    loaded: LoadedConfig  # once the config was read
+    loaded: LoadedConfig  # set when the config was read
 
     def __init__(
         self, files: Sequence[str], overrides: Sequence[str], *, alone: str | None = None
@@ -30,9 +30,9 @@ class Job:
 
     @contextlib.contextmanager
     def reading(self, required: Sequence[str], unused: Collection[str]) -> Iterator[Recipe]:
-        """Read the config; meanwhile modules are found beside its files, and where we are."""
+        """Read the config, with its folders and the current one importable inside the block."""
         num_processes = self._count_processes()
-        # Around the yield, too: what is made there may import more.
+        # Including the yield, because code inside the block might import more modules.
         with _importing_beside(*self._files):
             self.loaded = read_config(
                 self._files,
@@ -45,7 +45,7 @@ class Job:
 
     @contextlib.contextmanager
     def making(self) -> Iterator[None]:
-        """Tell mistakes in what a config names from those of a run."""
+        """Turn errors in creating the objects of a config into config errors."""
         try:
             yield
         except Exception as error:
@@ -54,18 +54,18 @@ class Job:
 
     @contextlib.contextmanager
     def asking(self) -> Iterator[None]:
-        """Tell a config that asks for what makes no sense from what goes wrong in doing it."""
+        """Turn refusals of a configured value into config errors; pass on all other errors."""
         try:
             yield
         except (TypeError, ValueError) as error:
             if isinstance(error, AutomicroError) or not is_refusal(error):
                 raise
-            # Raised again inside of it, which gives the error the lines of the config.
+            # Raised again inside, to add the lines of the config.
             with self.making():
                 raise
 
     def _located(self, text: str, keys: Sequence[str]) -> str:
-        """A message with the lines that it is about."""
+        """Return a message with the config lines that it is about."""
         return f"{self.loaded.sources.origin(keys)}: {text}"
 
     def _count_processes(self) -> int:
@@ -83,7 +83,7 @@ class Job:
 
 @contextlib.contextmanager
 def _importing_beside(*paths: str) -> Iterator[None]:
-    """Let a config name modules that lie beside it, then those where the command was started."""
+    """Make modules next to the configs importable, then modules in the current folder."""
     before = list(sys.path)
     folders = [str(Path(path).resolve().parent) for path in paths]
     sys.path[:0] = dict.fromkeys([*folders, str(Path.cwd())])
@@ -94,14 +94,14 @@ def _importing_beside(*paths: str) -> Iterator[None]:
 
 
 def make_computation(recipe: Recipe) -> tuple[nn.Module, dict[str, Any]]:
-    """A config's model on its device, and the arguments that say how it computes a loss."""
+    """Return the model of a config on its device, and the arguments for computing its loss."""
     device = choose_device(recipe.config.device)
     model = recipe.make_model()
     check_model(model)
     model.to(device)
     loss_fn = recipe.make("loss_fn")
     return model, {
-        # A loss may be a function; a module may hold weights of classes.
+        # A loss can be a function, or a module with class weights.
         "loss_fn": loss_fn.to(device) if hasattr(loss_fn, "to") else loss_fn,
         "forward": recipe.make("forward"),
         "loss_average": recipe.make("loss_average"),
@@ -111,11 +111,7 @@ def make_computation(recipe: Recipe) -> tuple[nn.Module, dict[str, Any]]:
 
 
 def first_batch(data: Iterable[Any]) -> Any:
-    """The first batch of a config's training data.
-
-    >>> first_batch([1, 2])
-    1
-    """
+    """Return the first batch of a config's training data."""
     with noting(lambda: "while taking the first batch of train_dataloader"):
         batch = next(iter(data), None)
     if batch is None:
@@ -124,9 +120,9 @@ def first_batch(data: Iterable[Any]) -> Any:
 
 
 def options_of(recipe: Recipe, *names: str) -> dict[str, Any]:
-    """Plain options of a config by name, as a step takes that is not the Trainer's."""
+    """Return options of a config by name, for steps outside the Trainer."""
     options = {name: getattr(recipe.config, name) for name in names}
-    # fp16 needs a loss scaler, which only the Trainer has; numbers in bf16 have the same size.
+    # fp16 needs a loss scaler, which only the Trainer has; values in bf16 have the same size.
     if options.get("precision") == "fp16":
         options["precision"] = "bf16"
     return options

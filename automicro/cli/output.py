@@ -1,6 +1,6 @@
-"""Output for programs and for people, and notices of long work. One rank prints.
+"""Output for programs and people, and notices of long work. Only one rank prints.
 
-Nothing here imports torch where there is one process.
+Nothing here imports torch in a single process.
 """
 
 import contextlib
@@ -19,26 +19,20 @@ _ERASE = "\r\x1b[2K"
 
 
 def to_json(values: Any, *, indent: int | None = None) -> str:
-    """Return values, or a dataclass, as JSON. What is NaN or infinite becomes null.
+    """Return values or a dataclass as JSON, with null for NaN and infinities.
 
     >>> to_json({"loss": float("nan"), "steps": 3})
     '{"loss": null, "steps": 3}'
     """
     if dataclasses.is_dataclass(values) and not isinstance(values, type):
         values = dataclasses.asdict(values)
-    # Python would write NaN and Infinity, which other readers of JSON refuse.
+    # Python would write NaN and Infinity, which other JSON parsers refuse.
     return json.dumps(_finite(values), indent=indent, allow_nan=False, default=str)
 
 
 @contextlib.contextmanager
 def results_alone(wanted: bool) -> Iterator[TextIO]:
-    """Keep stdout for the results: meanwhile everything else goes to stderr.
-
-    >>> with results_alone(True) as results:
-    ...     print("progress")  # on stderr
-    ...     print("{}", file=results)
-    {}
-    """
+    """Reserve stdout for results; inside the block, everything else goes to stderr."""
     results = sys.stdout
     with contextlib.redirect_stdout(sys.stderr) if wanted else contextlib.nullcontext():
         yield results
@@ -46,7 +40,7 @@ def results_alone(wanted: bool) -> Iterator[TextIO]:
 
 @contextlib.contextmanager
 def one_rank_speaks() -> Iterator[None]:
-    """Keep stdout for rank 0 of several processes, whose output would be that of all."""
+    """Discard the stdout of all ranks but the first, because they would repeat its output."""
     if is_first():
         yield
         return
@@ -55,13 +49,13 @@ def one_rank_speaks() -> Iterator[None]:
 
 
 def warn(text: str) -> None:
-    """Say on stderr what is to be known and is no mistake. Of several processes one speaks."""
+    """Print a notice to stderr, on one rank."""
     if is_first():
         _say(text, "bold magenta")
 
 
 def complain(text: str) -> None:
-    """Say on stderr what went wrong."""
+    """Print an error to stderr."""
     _say(text, "bold red")
 
 
@@ -70,7 +64,7 @@ def _say(text: str, style: str) -> None:
     from rich.text import Text
 
     with contextlib.suppress(OSError, ValueError):  # closed
-        sys.stdout.flush()  # behind a pipe, what was printed before comes before
+        sys.stdout.flush()  # keeps the order of earlier output in a pipe
     # As Text, because Rich reads [brackets] in a plain string as markup.
     line = Text.assemble(("automicro:", style), f" {text}")
     Console(stderr=True).print(line, soft_wrap=True)
@@ -86,18 +80,14 @@ def _finite(value: Any) -> Any:
 
 @contextlib.contextmanager
 def saying(doing: str, *, is_wanted: bool = True) -> Iterator[None]:
-    """Say in a terminal what is being done until it is done. Of several processes one speaks.
-
-    >>> with saying("importing torch"):  # of a test, stderr is no terminal
-    ...     pass
-    """
+    """Show in a terminal what is being done until it is done, on one rank."""
     can_erase = sys.stderr.isatty() and os.environ.get("TERM", "dumb") not in ("dumb", "unknown")
-    # By the variable of torchrun: whatever else tells the rank imports torch.
+    # The variable of torchrun, because every other source of the rank imports torch.
     if not (is_wanted and can_erase) or os.environ.get("RANK", "0") != "0":
         yield
         return
-    # The cursor goes back, so that whatever is printed meanwhile writes over the line. A stream
-    # that cannot write "…" is no reason not to train.
+    # The cursor returns to the start of the line, so that other output overwrites it. A stream that
+    # cannot encode "…" must not prevent training.
     with contextlib.suppress(OSError, ValueError):
         print(f"automicro: {doing} …", end="\r", file=sys.stderr, flush=True)
     try:
@@ -107,31 +97,23 @@ def saying(doing: str, *, is_wanted: bool = True) -> Iterator[None]:
 
 
 def has_peers() -> bool:
-    """Tell whether this is one of several processes.
-
-    >>> has_peers()
-    False
-    """
+    """Return whether this is one of several processes."""
     return not _is_surely_alone() and _place().world_size > 1
 
 
 def is_first() -> bool:
-    """Tell whether this is the process that speaks for all.
-
-    >>> is_first()
-    True
-    """
+    """Return whether this process prints for all."""
     return _is_surely_alone() or _place().is_first
 
 
 def _place() -> "Process":
-    # Imports torch.
+    # This imports torch.
     from automicro.trainer.processes import place_for_output
 
     return place_for_output()
 
 
 def _is_surely_alone() -> bool:
-    # Variables, or a process group that the user's code has made.
+    # Several processes have these variables, or a process group that user code created.
     is_announced = "WORLD_SIZE" in os.environ or "RANK" in os.environ
     return not is_announced and "torch.distributed" not in sys.modules

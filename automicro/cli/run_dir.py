@@ -1,6 +1,6 @@
-"""The folder of a run: its config, summary, weights and checkpoints, and how to go on from these.
+"""The folder of a run: its config, summary, weights and checkpoints, and how a run resumes.
 
-Nothing of another run is overwritten. A run that saves checkpoints goes on in its folder.
+Files of other runs are never overwritten. A run with checkpoints resumes in its folder.
 """
 
 import contextlib
@@ -27,17 +27,13 @@ from automicro.trainer.signals import end_told_here
 
 SUMMARY, WEIGHTS = "summary.json", "weights.pt"
 ANOTHER = "give another run_dir, such as 'runs/${now:%Y-%m-%d_%H-%M-%S}', or remove the folder"
-# Keys that change nothing of what is trained; the same folder may be named in many ways.
+# Keys that do not affect training; the same folder can be named in many ways.
 THE_SAME_RUN = frozenset({"run_dir", "progress", "max_time"})
 UNSET = object()
 
 
 class RunDir:
-    """The folder of a run; nothing is kept where there is none. Each file appears whole or not.
-
-    >>> RunDir(None, {}).finished() is None
-    True
-    """
+    """The folder of a run, or none. Each file is written completely or not at all."""
 
     def __init__(
         self, path: str | None, config: Mapping[str, Any], *, goes_on: bool = False
@@ -50,12 +46,12 @@ class RunDir:
 
     @about("run_dir")
     def finished(self) -> dict[str, Any] | None:
-        """The summary of a run that trained to its end, as it was written."""
+        """Return the saved summary if the run was trained to its end, otherwise None."""
         if self._path is None or not self._goes_on or not (self._path / SUMMARY).exists():
             return None
         try:
             summary: dict[str, Any] = json.loads((self._path / SUMMARY).read_text("utf-8"))
-            # A run whose time was over is not at its end: it goes on when it is started again.
+            # A run that used up its time has not reached its end, so it resumes.
             return None if summary["stop_reason"] == TIME_IS_OVER else summary
         except (OSError, KeyError, TypeError, ValueError) as error:
             raise ConfigError(
@@ -78,7 +74,7 @@ class RunDir:
             ) from error
 
     def end(self, weights: Mapping[str, Any], summary: FitSummary) -> str:
-        """Write the weights, then the summary, whose presence says that the run is complete."""
+        """Write the weights, then the summary, which marks the run as complete."""
         if self._path is None:
             return ""
         write_whole(self._path / WEIGHTS, lambda file: torch.save(weights, file), lasts=True)
@@ -93,7 +89,7 @@ def _refuse_another_run(folder: Path, config: Mapping[str, Any], *, goes_on: boo
     path = folder / CONFIG
     if path.exists():
         changes = _changes(read_file(path)[0], config)
-        # One that failed before it left anything else is in no one's way.
+        # A run that failed before it wrote anything else can be replaced.
         if changes and not all(map(_is_in_nobodys_way, folder.iterdir())):
             saved = folder / "checkpoints"
             more = shlex.join([f"run_dir={folder}-2", f"checkpoint.resume={saved}"])
@@ -124,20 +120,12 @@ def _show(value: object) -> str:
 
 
 def goes_on(checkpoint: CheckpointConfig | None) -> bool:
-    """Tell whether a run that is started again takes up its checkpoints.
-
-    >>> goes_on(CheckpointConfig(folder="runs/first/checkpoints")), goes_on(None)
-    (True, False)
-    """
+    """Return whether a restarted run resumes from its checkpoints."""
     return checkpoint is not None and checkpoint.resume != "never"
 
 
 def goes_on_from(checkpoint: CheckpointConfig | None) -> Path | None:
-    """The folder whose checkpoints a run goes on from: its own, then another's; None for none.
-
-    >>> goes_on_from(CheckpointConfig(folder="a", resume="b/c"))
-    PosixPath('b/c')
-    """
+    """Return the folder to resume from: the run's own, then another run's, or None."""
     if checkpoint is None or not goes_on(checkpoint):
         return None
     if _saved(checkpoint):
@@ -149,14 +137,14 @@ def goes_on_from(checkpoint: CheckpointConfig | None) -> Path | None:
 def telling_how_to_go_on(
     checkpoint: CheckpointConfig | None, *, run_dir: str | None, inputs: Sequence[str]
 ) -> Iterator[None]:
-    """Say of a run that was stopped in order, or lost a rank, what to do to go on."""
+    """Add how to resume to the error of a run that was stopped or that lost a rank."""
     try:
         with end_told_here():
             yield
     except (KeyboardInterrupt, SystemExit, PeerLostError) as error:
         told = facts_of(error).stopped
         remedy = _remedy(checkpoint, run_dir, inputs, is_saved=bool(told and told.checkpoint))
-        if told is None:  # at once, by a second signal or a lost rank
+        if told is None:  # ended at once, by a second signal or a lost rank
             add_note(error, remedy)
         else:
             remember(error, stopped=replace(told, remedy=remedy))
@@ -176,7 +164,7 @@ def _remedy(
         return f"{command} begins anew; with {own}checkpoint={{}} it can go on"
     if not is_saved and not _saved(checkpoint):
         return f"{command} begins anew"
-    # With ${now:…} in it, the same command would begin in another folder.
+    # With ${now:…} in run_dir, the same command would start in another folder.
     given = [] if run_dir is None else [f"run_dir={run_dir}"]
     added = [shlex.quote(each) for each in given if each not in inputs]
     if checkpoint.resume == "never":

@@ -1,1 +1,1 @@
-"""Events, callbacks, and the state of a run."""
+"""Events, callbacks and the state of a run."""

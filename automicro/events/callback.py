@@ -1,4 +1,4 @@
-"""The events of a run, as the methods of a listener."""
+"""Events of a run, as the methods of a callback."""
 
 import contextlib
 import inspect
@@ -17,26 +17,28 @@ from automicro.step.results import EvalResult, StepResult
 
 
 class Callback:
-    """Does something of its own at events of a run. Override the methods of those.
+    """Base class of objects that act on events of a run. Override the methods of these events.
 
-    What an event hands over is to be read and not to be changed; what a callback may ask for is
-    in `Run`. An exception ends the run, with a note that names the callback and the event.
+    Callbacks read the objects passed to an event, but must not change them; `Run` has the requests
+    that a callback can make. An exception ends the run, with a note that names the callback and the
+    event.
 
-    ``fit_start`` · [``rehearsal_end``] · ``epoch_start`` · ``batch_start`` · [``attempt_start`` ·
-    [``microbatch_start`` · ``forward_start`` · ``forward_end`` · ``loss_start`` · ``loss_end`` ·
-    ``backward_start`` · ``backward_end`` · ``microbatch_end``] for each microbatch ·
-    ``attempt_end``] · ``gradients_ready`` · ``batch_end`` · ``epoch_end`` · ``fit_end``. Gradients
-    are there at ``gradients_ready`` alone; they are cleared before ``batch_end``. Where memory runs
-    out, ``attempt_end`` is missing, ``oom`` and ``resize`` follow, and the next ``attempt_start``
-    has the number 2. An evaluation is ``eval_start`` · [``eval_batch_start`` · the same attempts,
-    with no backward · ``eval_batch_end``] · ``eval_end``.
+    Events come in this order: ``fit_start`` · [``rehearsal_end``] · ``epoch_start`` ·
+    ``batch_start`` · [``attempt_start`` · [``microbatch_start`` · ``forward_start`` ·
+    ``forward_end`` · ``loss_start`` · ``loss_end`` · ``backward_start`` · ``backward_end`` ·
+    ``microbatch_end``] for each microbatch · ``attempt_end``] · ``gradients_ready`` · ``batch_end``
+    · ``epoch_end`` · ``fit_end``. Gradients exist only at ``gradients_ready``; they are cleared
+    before ``batch_end``. If an attempt runs out of memory, ``oom`` and ``resize`` replace its
+    ``attempt_end``, and the next ``attempt_start`` has number 2. An evaluation is ``eval_start`` ·
+    [``eval_batch_start`` · the same attempts without a backward · ``eval_batch_end``] ·
+    ``eval_end``.
 
-    Inside an attempt, what happens may be undone: count and keep at ``batch_end``. A forward and
-    backward of one's own goes through a `Microbatcher` (`Run.microbatcher`), which survives
-    running out of memory, at ``batch_start``, ``batch_end`` or later ones. Where memory runs out in
-    an event outside of attempts, in one process, memory is given back and the method is called once
-    more, so it changes what it keeps last; `transform` and ``gradients_ready`` are not, for what
-    they have changed already would change twice.
+    An attempt might be rolled back, so count and store values at ``batch_end``. Run additional
+    forwards and backwards through a `Microbatcher` (`Run.microbatcher`), which recovers from
+    running out of memory, at ``batch_start``, at ``batch_end`` or between batches. If an event
+    outside attempts runs out of memory in a single process, automicro frees memory and calls the
+    method once more, so methods should change their own state last. `transform` and
+    ``gradients_ready`` are never repeated, because their changes would be applied twice.
 
     Example:
         >>> class CountRetries(Callback):
@@ -50,100 +52,101 @@ class Callback:
         return one_line(self)
 
     def fit_start(self, run: Run) -> None:
-        """Training begins, or goes on after an interruption."""
+        """Called when training starts or resumes."""
 
     def rehearsal_end(self, run: Run, report: Any) -> None:
-        """The costliest batches went through; ``report`` is a `RehearsalReport`.
+        """Called after a rehearsal of the costliest batches, before the first epoch.
 
-        With ``rehearse="worst"``, before the first epoch. No event tells of the batches themselves.
+        Only with ``rehearse="worst"``. ``report`` is a `RehearsalReport`; the rehearsed batches
+        emit no events.
         """
 
     def fit_end(self, run: Run) -> None:
-        """Training has ended, after the last evaluation. Not called after an error."""
+        """Called when training ends, after the last evaluation. Not called after an error."""
 
     def epoch_start(self, run: Run) -> None:
-        """A pass over the data begins."""
+        """Called when a pass over the data starts."""
 
     def epoch_end(self, run: Run) -> None:
-        """A pass over the data is complete; its metrics are in ``run.state.train.metrics``."""
+        """Called after a pass over the data; its metrics are in ``run.state.train.metrics``."""
 
     def transform(self, run: Run, batch: Any) -> Any:
-        """The batch to train on in place of this one, before anything else sees it."""
+        """Return the batch to train on instead of this one. Called before any use of the batch."""
         return batch
 
     def batch_start(self, run: Run, batch: Any) -> None:
-        """An optimization batch is about to be trained on.
+        """Called before training on an optimization batch.
 
-        With ``accumulate_batches`` it is a list of what the loader gave. Of several ranks, one
-        whose data have run out is not told, so a collective belongs into `batch_end`.
+        With ``accumulate_batches``, ``batch`` is a list of batches of the data loader. A rank whose
+        data has run out does not get this event, so collectives belong in `batch_end`.
         """
 
     def batch_end(self, run: Run, result: StepResult) -> None:
-        """The optimizer has stepped, or the batch was skipped; gradients are cleared."""
+        """Called after the optimizer step, or after a skipped batch; gradients are cleared."""
 
     def gradients_ready(self, run: Run, result: StepResult) -> None:
-        """``.grad`` holds the whole batch's gradient, unscaled; clipping comes next."""
+        """Called before clipping, with the unscaled gradient of the whole batch in ``.grad``."""
 
     def attempt_start(self, run: Run, attempt: Attempt) -> None:
-        """A try at a batch begins."""
+        """Called when an attempt at a batch starts."""
 
     def attempt_end(self, run: Run, attempt: Attempt) -> None:
-        """All microbatches of a try went through; it is about to be committed."""
+        """Called after the last microbatch of an attempt, before the attempt is committed."""
 
     def microbatch_start(self, run: Run, microbatch: Microbatch) -> None:
-        """A microbatch is on the device."""
+        """Called when a microbatch is on the device."""
 
     def microbatch_end(self, run: Run, microbatch: Microbatch) -> None:
-        """A microbatch is done."""
+        """Called at the end of a microbatch."""
 
     def forward_start(self, run: Run, microbatch: Microbatch) -> None:
-        """The model is about to be called."""
+        """Called before the model is called."""
 
     def forward_end(self, run: Run, microbatch: Microbatch) -> None:
-        """The model has been called."""
+        """Called after the model was called."""
 
     def loss_start(self, run: Run, microbatch: Microbatch) -> None:
-        """The loss is about to be computed; where the model computes it, it has been."""
+        """Called before the loss is computed, or after that if the model computes it."""
 
     def loss_end(self, run: Run, microbatch: Microbatch) -> None:
-        """``microbatch.loss`` is the microbatch's share of the batch's loss."""
+        """Called with the microbatch's share of the batch's loss in ``microbatch.loss``."""
 
     def backward_start(self, run: Run, microbatch: Microbatch) -> None:
-        """The backward is about to run."""
+        """Called before the backward."""
 
     def backward_end(self, run: Run, microbatch: Microbatch) -> None:
-        """The microbatch's gradient has been added."""
+        """Called after the gradient of the microbatch was accumulated."""
 
     def oom(self, run: Run, failure: OutOfMemory) -> None:
-        """A try ran out of memory and was undone."""
+        """Called after an attempt ran out of memory and was rolled back."""
 
     def resize(self, run: Run, resize: Resize) -> None:
-        """The microbatch size changes."""
+        """Called when the microbatch size changes."""
 
     def eval_start(self, run: Run) -> None:
-        """An evaluation begins; the model is still as in training."""
+        """Called when an evaluation starts; the model is still in training mode."""
 
     def eval_batch_start(self, run: Run, batch: Any) -> None:
-        """A batch is about to be evaluated."""
+        """Called before a batch is evaluated."""
 
     def eval_batch_end(self, run: Run, result: EvalResult) -> None:
-        """A batch has been evaluated."""
+        """Called after a batch was evaluated."""
 
     def eval_end(self, run: Run, values: Mapping[str, float]) -> None:
-        """An evaluation is complete: loss and metrics by name, as they are logged."""
+        """Called after an evaluation, with loss and metrics under their logged names."""
 
     def checkpoint_start(self, run: Run) -> None:
-        """A checkpoint is about to be made of the state as it is."""
+        """Called before a checkpoint of the current state is saved."""
 
     def checkpoint_end(self, run: Run, path: Path) -> None:
-        """A checkpoint was made."""
+        """Called after a checkpoint was saved."""
 
     def state_dict(self) -> dict[str, Any]:
-        """The state that a checkpoint keeps of this callback: tensors and plain values."""
+        """Return the state of this callback for checkpoints, as tensors and plain values."""
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from what `state_dict` returned. Called before ``fit_start``."""
+        """Restore the state that `state_dict` returned. Called before ``fit_start``."""
 
 
 STEP_EVENTS = (
@@ -172,12 +175,7 @@ _CALLED_ONCE = (*STEP_EVENTS, "gradients_ready")
 
 
 class Callbacks:
-    """Several callbacks, told one after the other in the order in which they were given.
-
-    Only methods that are overridden are called, so that an event without a listener costs nothing.
-
-    Raises:
-        TypeError: something else.
+    """Several callbacks, called in the order in which they were given.
 
     >>> class Shout(Callback):
     ...     def gradients_ready(self, run, result):
@@ -191,7 +189,7 @@ class Callbacks:
     """
 
     def __init__(self, callbacks: Iterable[Callback]) -> None:
-        # Without this, the mistake would show as one of iteration, inside of automicro.
+        # Without this check, the error would come from a loop inside automicro.
         if isinstance(callbacks, Callback) or not isinstance(callbacks, Iterable):
             raise TypeError(
                 f"callbacks is a {type(callbacks).__name__} and not a list; pass a list of "
@@ -210,7 +208,7 @@ class Callbacks:
             event: [
                 (callback, getattr(callback, event))
                 for callback in self._callbacks
-                # On the class, or on the instance, where some set a method of one object.
+                # Overridden on the class, or on one instance. Unused events cost nothing.
                 if getattr(type(callback), event) is not getattr(Callback, event)
                 or event in vars(callback)
             ]
@@ -225,41 +223,39 @@ class Callbacks:
 
     @property
     def names(self) -> Sequence[str]:
-        """Of each callback: its class, numbered where there are several of one."""
+        """Class name of each callback, numbered if a class occurs more than once."""
         names: list[str] = []
         for callback in self._callbacks:
             name = type(callback).__name__
-            # The order of the list tells two of a class apart, as nothing else of them outlasts the
-            # process.
+            # Two callbacks of a class are distinguished by their order, because nothing else about
+            # them is the same in another process.
             same = sum(each.partition(" ")[0] == name for each in names)
             names.append(f"{name} {same + 1}" if same else name)
         return names
 
     @property
     def transforming(self) -> Sequence[Callback]:
-        """Those that put other batches in the place of the loader's."""
+        """Callbacks that replace batches of the data loader."""
         return [callback for callback, _ in self._listeners["transform"]]
 
     def listens(self, *events: str) -> bool:
-        """Whether anybody listens to any of these events."""
+        """Return whether any callback listens to any of these events."""
         return any(self._listeners[event] for event in events)
 
     def fire(self, event: str, run: Run, *subject: Any) -> None:
-        """Tell of an event.
-
-        Raises:
-            Exception: of a callback, with a note that names it and the event.
-        """
+        """Call all listeners of an event; exceptions get a note that names callback and event."""
         for callback, method in self._listeners[event]:
             call = partial(method, run, *subject)
             with _blaming(callback, f"at {event}", explains=event not in STEP_EVENTS) as where:
-                if event in _CALLED_ONCE or run.world_size > 1:  # peers would wait
+                if (
+                    event in _CALLED_ONCE or run.world_size > 1
+                ):  # a repeated call could leave peers waiting
                     call()
                 else:
                     once_more(call, run.device, doing=f"calling {where}")
 
     def transform(self, run: Run, batch: Any) -> Any:
-        """The batch as all callbacks leave it, one after the other."""
+        """Apply the transforms of all callbacks in turn."""
         for callback, method in self._listeners["transform"]:
             with _blaming(callback, "transform"):
                 batch = method(run, batch)
@@ -271,11 +267,7 @@ class Callbacks:
         return batch
 
     def state_dicts(self) -> dict[str, dict[str, Any]]:
-        """The state of each callback, by its name; those that keep nothing are left out.
-
-        Raises:
-            Exception: of a callback, with a note that names it.
-        """
+        """Return the state of each callback by name, without those that have no state."""
         states: dict[str, dict[str, Any]] = {}
         for name, callback in zip(self.names, self._callbacks, strict=True):
             with _blaming(callback, "at state_dict", explains=False):
@@ -285,8 +277,8 @@ class Callbacks:
         return states
 
     def features(self, run: Run) -> list[Feature]:
-        """Features that emit the events inside a step; none where no callback listens to them."""
-        # Telling of each forward costs something even if nothing listens.
+        """Return features that emit the events inside a step, or none if no callback listens."""
+        # Emitting an event for each forward has a cost even without a listener.
         if not self.listens(*STEP_EVENTS):
             return []
 
@@ -298,7 +290,7 @@ class Callbacks:
 
 @contextlib.contextmanager
 def _blaming(callback: Callback, at: str, *, explains: bool = True) -> Iterator[str]:
-    """Name the callback in what it raises, and say what to do where memory ran out in it."""
+    """Name the callback in its exceptions, with a remedy if it ran out of memory."""
     where = f"{type(callback).__name__}, {at}"
     try:
         yield where
@@ -314,11 +306,7 @@ def _blaming(callback: Callback, at: str, *, explains: bool = True) -> Iterator[
 
 
 def _refuse_foreign_events(callback: Callback) -> None:
-    """Refuse methods named as other trainers name their events, which are never called.
-
-    Raises:
-        ValueError: there are such.
-    """
+    """Refuse methods named like the events of other trainers, which would never be called."""
     for name in dir(type(callback)):
         # Names of Lightning and Hugging Face: on_train_batch_start, on_step_end, on_epoch_begin.
         event = name.removeprefix("on_").replace("train_batch", "batch").replace("step", "batch")

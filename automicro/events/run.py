@@ -1,4 +1,4 @@
-"""The run as a callback sees it, and the requests that it may make."""
+"""The run as callbacks see it, with the requests that they can make."""
 
 import math
 from collections import deque
@@ -18,7 +18,7 @@ from automicro.units import Duration, Unit
 
 @dataclass(frozen=True, kw_only=True)
 class Sizes:
-    """How a batch was cut into microbatches.
+    """How a batch was cut into microbatches; ``nested`` has the largest slices of nested parts.
 
     >>> str(Sizes(num_rows=512, microbatch_size=128, num_microbatches=4))
     '4 × 128 of 512'
@@ -26,14 +26,6 @@ class Sizes:
     '3 × up to 4 of 10'
     >>> str(Sizes(num_rows=64, microbatch_size=32, num_microbatches=2, nested={"joint": 4}))
     '2 × 32 of 64, joint 4 at a time'
-
-    Attributes:
-        num_rows: of the batch.
-        microbatch_size: of the largest microbatch.
-        num_microbatches: of the batch.
-        unit: of sizes.
-        level: how microbatches were computed.
-        nested: rows of the largest slice of parts with a size of their own, by their names.
     """
 
     num_rows: int
@@ -45,7 +37,7 @@ class Sizes:
 
     @classmethod
     def of(cls, result: StepResult | EvalResult) -> "Sizes":
-        """The cut of the attempt that succeeded."""
+        """Return the cut of the attempt that succeeded."""
         return cls(
             num_rows=result.num_samples,
             microbatch_size=result.microbatch_size,
@@ -65,16 +57,15 @@ class Sizes:
 
 @dataclass(kw_only=True)
 class PhaseState:
-    """Counts of training, or evaluation, so far.
+    """Counts of training or evaluation so far.
 
     Attributes:
-        ooms: attempts that ran out of memory and were rolled back.
-        nested_ooms: how often memory ran out inside of parts with sizes of their own, see
-            `StepResult`.
-        cut: how the latest of the largest batches was cut, so that neither the rest at the end of
-            an epoch hides it nor a batch that was cut smaller to measure; None before the first.
-        metrics: the latest values by name; for training, of the latest complete epoch.
+        ooms: number of attempts that ran out of memory and were rolled back.
+        cut: how the latest of the largest batches was cut, or None before the first batch. Smaller
+            batches, such as the last of an epoch, and batches cut smaller to measure are ignored.
+        metrics: latest values by name; for training, those of the latest complete epoch.
         seconds: time spent.
+        nested_ooms: how often memory ran out inside nested parts, see `StepResult`.
     """
 
     ooms: int = 0
@@ -84,10 +75,11 @@ class PhaseState:
     nested_ooms: int = 0
 
     def count(self, result: StepResult | EvalResult) -> None:
-        """Take note of one batch."""
+        """Count one batch."""
         self.ooms += result.ooms
         self.nested_ooms += result.nested_ooms
-        # Such a batch was cut smaller than necessary, and would be told as the size that fits.
+        # A measured batch was cut smaller than necessary, so its size would be reported as the
+        # largest that fits.
         if result.is_measuring and self.cut is not None:
             return
         if self.cut is None or result.ooms or result.num_samples >= self.cut.num_rows:
@@ -96,26 +88,27 @@ class PhaseState:
 
 @dataclass(kw_only=True)
 class LoopState:
-    """Where training stands.
+    """Progress of training.
 
     Attributes:
-        epoch: complete epochs.
-        epoch_batch: optimization batches done in the epoch that is running.
-        batch: optimization batches done.
-        loader_batches: what the data loader gave for them: more than one for each where batches
-            are accumulated.
-        samples: rows trained on.
-        most_rows: of an optimization batch, over all devices.
-        most_loaded: what the data loader gave for that one.
-        num_smaller: optimization batches of fewer rows, such as the last of an epoch.
-        tokens: of these rows; None where they cannot be counted.
-        data_seconds: of these rows, such as those of speech; None if they are not counted.
-        skipped: batches after which the optimizer did not step, because of a loss or gradients
-            that were not finite.
-        loss: of the latest batch; None before the first.
+        epoch: number of complete epochs.
+        epoch_batch: number of optimization batches done in the current epoch.
+        batch: number of optimization batches done.
+        loader_batches: number of batches that the data loader gave for them; larger than ``batch``
+            if batches are accumulated.
+        samples: number of rows trained on.
+        most_rows: rows of the largest optimization batch, over all devices.
+        most_loaded: number of batches that the data loader gave for that largest batch.
+        num_smaller: number of optimization batches with fewer rows, such as the last of an epoch.
+        tokens: number of tokens in these rows, or None if they cannot be counted.
+        data_seconds: duration of the data in these rows (of speech, for example), or None if it is
+            not counted.
+        skipped: number of batches without an optimizer step, because the loss or gradients were not
+            finite.
+        loss: loss of the latest batch, or None before the first.
         train: sizes, out-of-memory errors and metrics of training.
-        eval: the same of evaluation.
-        evaluated_at: batches done at the last evaluation, by its name.
+        eval: sizes, out-of-memory errors and metrics of evaluation.
+        evaluated_at: batches done at the last evaluation, by name of the evaluation.
     """
 
     epoch: int = 0
@@ -135,28 +128,21 @@ class LoopState:
     evaluated_at: dict[str, int] = field(default_factory=dict)
 
     def count_rows(self, rows: int, *, loaded: int) -> None:
-        """Take note of an optimization batch that was counted.
-
-        >>> state = LoopState()
-        >>> for state.batch, rows in enumerate((32, 32, 8), start=1):
-        ...     state.count_rows(rows, loaded=1)
-        >>> state.samples, state.most_rows, state.num_smaller
-        (72, 32, 1)
-        """
+        """Count the rows of an optimization batch."""
         self.samples += rows
         self.loader_batches += loaded
         if rows > self.most_rows:
-            # All batches before were smaller than this one.
+            # All previous batches were smaller than this one.
             self.num_smaller = self.batch - 1
             self.most_rows, self.most_loaded = rows, max(loaded, 1)
         elif rows < self.most_rows:
             self.num_smaller += 1
 
     def done(self, unit: Unit) -> int:
-        """How much of what a duration counts is done.
+        """Return how much of training is done, in a unit.
 
         Raises:
-            ValueError: tokens or seconds, and those of a batch could not be counted.
+            ValueError: the unit is tokens or seconds, and these were not counted.
 
         >>> LoopState(batch=3, samples=96).done(Unit.SAMPLES)
         96
@@ -179,15 +165,16 @@ class LoopState:
                 f"features=[CountData({name}=…)] (count_{name} in a config) with a callable from a "
                 f"batch to its {of_batch}, or count batches or samples instead (100ba, 3200sp)"
             )
-        # Durations are compared in whole numbers, and 0.1 + 0.2 seconds must not miss one.
+        # Durations are compared as whole numbers, and rounding errors such as those of 0.1 + 0.2
+        # seconds must not lose one.
         return math.floor((amount or 0) + _ROUNDING)
 
 
-_ROUNDING = 1e-6  # of sums of seconds
+_ROUNDING = 1e-6  # error of a sum of seconds
 
 
 def describe_hours(seconds: float) -> str:
-    """An amount of data that is counted in seconds.
+    """Describe a duration of data.
 
     >>> describe_hours(45.0), describe_hours(5400.0)
     ('45 s', '1.5 h')
@@ -198,7 +185,7 @@ def describe_hours(seconds: float) -> str:
 
 
 class Window:
-    """How much amounts have grown over the latest stretch of a run.
+    """Growth of amounts over the latest part of a run.
 
     >>> window = Window(10, {"rows": 0})
     >>> [window.gained(place, {"rows": 4 * place}) for place in (5, 10, 15)]
@@ -210,7 +197,7 @@ class Window:
         self._marks = deque([(start, amounts)])
 
     def gained(self, place: float, amounts: Mapping[str, float]) -> dict[str, float]:
-        """The growth since the window's beginning, or since the start where that is later."""
+        """Return the growth since the start of the window, or of the run if that is later."""
         while len(self._marks) > 1 and place - self._marks[1][0] >= self._width:
             self._marks.popleft()
         self._marks.append((place, amounts))
@@ -220,18 +207,7 @@ class Window:
 
 @dataclass(frozen=True, kw_only=True)
 class GlobalBatch:
-    """How large the optimization batches were.
-
-    Attributes:
-        rows_per_device: of what one device loads at a time, on average.
-        num_devices: that share an optimization batch.
-        accumulation: how many of what a device loads make up an optimization batch, on average.
-        most_rows: of an optimization batch; None where only averages are known.
-        most_loaded: what a device loaded for that one.
-        num_batches: optimization batches in all.
-        num_smaller: those of fewer rows, such as the last one of an epoch.
-        tokens_per_device: as ``rows_per_device``; None if unknown.
-        seconds_per_device: the same of data, such as speech.
+    """Size of the optimization batches.
 
     >>> state = LoopState()
     >>> for state.batch, rows in enumerate((64, 64, 16), start=1):
@@ -252,7 +228,7 @@ class GlobalBatch:
 
     @classmethod
     def of(cls, state: LoopState, num_devices: int = 1) -> "GlobalBatch":
-        """Of all that was trained on so far."""
+        """Summarize all batches trained on so far."""
         loaded = max(state.loader_batches, 1) * num_devices
         tokens, seconds = state.tokens, state.data_seconds
         return cls(
@@ -269,12 +245,12 @@ class GlobalBatch:
 
     @property
     def rows(self) -> float:
-        """Of an optimization batch, on average."""
+        """Average rows of an optimization batch."""
         return self.rows_per_device * self.num_devices * self.accumulation
 
     @property
     def average(self) -> str:
-        """Rows of a device's batch × devices × accumulation, on average.
+        """Average rows of a device's batch × devices × accumulation.
 
         >>> GlobalBatch(
         ...     rows_per_device=32, num_devices=8, accumulation=2, seconds_per_device=400.0
@@ -300,7 +276,7 @@ class GlobalBatch:
 
     @property
     def brief(self) -> str:
-        """For a line that has much to say: rows, devices, accumulation.
+        """Short form for a crowded line: rows, devices, accumulation.
 
         >>> GlobalBatch(rows_per_device=64, num_devices=1, accumulation=1, most_rows=64).brief
         '64'
@@ -317,10 +293,10 @@ class GlobalBatch:
         return f"{self.most_rows:,} = {' × '.join(f'{each:,}' for each in factors)}"
 
     def _factors(self) -> tuple[int, int, int] | None:
-        """Rows, devices and accumulation of the largest; None where they say nothing."""
+        """Rows, devices and accumulation of the largest batch, or None if uninformative."""
         assert self.most_rows is not None
         shares = self.num_devices * self.most_loaded
-        # Ranks may have had unequal parts of it, and a product would then be a lie.
+        # Ranks might have had unequal parts of the batch, so the product would be wrong.
         if shares == 1 or self.most_rows % shares:
             return None
         return self.most_rows // shares, self.num_devices, self.most_loaded
@@ -356,13 +332,7 @@ NO_EVALUATION = "there is no evaluation in training: pass eval_dataloader=… an
 
 @dataclass(frozen=True, kw_only=True)
 class ExpectedValues:
-    """The names of values that training and its evaluations will log.
-
-    Attributes:
-        evaluations: the metrics of each evaluation that happens in training, by its name, an empty
-            one where there is only one; None for metrics whose names come with their values.
-        training: the metrics of training; None as above.
-        has_one_loss: whether losses of several names are out of the question.
+    """Names of values that training and its evaluations will log; None for unknown metric names.
 
     >>> expected = ExpectedValues(evaluations={"": ["accuracy"]}, has_one_loss=True)
     >>> expected.gives("eval/accuracy"), expected.gives("eval/acc"), expected.gives("score")
@@ -375,7 +345,7 @@ class ExpectedValues:
 
     @property
     def names(self) -> list[str]:
-        """The names that are known."""
+        """The names that are known in advance."""
         found = [f"{IN_TRAINING}{each}" for each in ("loss", *(self.training or ()))]
         for name, metrics in self.evaluations.items():
             prefix = _prefix(name)
@@ -383,9 +353,9 @@ class ExpectedValues:
         return found
 
     def gives(self, name: str) -> bool | None:
-        """Whether there will be a value of a name: None while unknown."""
+        """Return whether a value of this name will be logged, or None if that is unknown."""
         if name.startswith(IN_TRAINING):
-            # Callbacks log there, too.
+            # Callbacks also log under this prefix.
             return self._is_of(name.removeprefix(IN_TRAINING), self.training) or None
         if not name.startswith(IN_EVALUATION):
             return None
@@ -403,7 +373,7 @@ class ExpectedValues:
             return False if self.has_one_loss else None
         if metrics is None:
             return None
-        # A metric of several values gives each as name/index.
+        # A metric with several values logs each as name/index.
         return any(name == each or name.startswith(f"{each}/") for each in metrics)
 
 
@@ -413,17 +383,7 @@ def _prefix(evaluation: str) -> str:
 
 @dataclass(kw_only=True)
 class Requests:
-    """Values and requests of callbacks; the trainer takes them.
-
-    Attributes:
-        max_duration: when training ends.
-        expected: the names of values that will be logged, as far as they are known.
-        logged: the latest of every value, by name.
-        unlogged: values that loggers have not got yet.
-        unshown: pictures that loggers have not got yet.
-        stop_reason: why training ends after this batch; None while it was not asked for.
-        wants_checkpoint: whether one was asked for.
-    """
+    """Values and requests of callbacks, read by the trainer."""
 
     max_duration: Duration
     expected: ExpectedValues = field(default_factory=ExpectedValues)
@@ -434,7 +394,7 @@ class Requests:
     wants_checkpoint: bool = False
 
     def take(self, name: str) -> Any:
-        """The entries of one of these since it was last taken."""
+        """Return and clear the collected entries of one attribute."""
         value = getattr(self, name)
         setattr(self, name, type(value)())
         return value
@@ -442,22 +402,22 @@ class Requests:
 
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class Run:
-    """A run as callbacks see it: to be read, with a few requests.
+    """A run as callbacks see it: read-only state, with a few requests.
 
-    Models and optimizers are the real ones, and changing their weights or options is a callback's
-    own responsibility.
+    The model and the optimizer are the real objects; a callback that changes weights or options
+    does so at its own risk.
 
     Attributes:
-        state: where training stands; training goes by it.
-        model: the model that is trained.
-        modules: the model, then further modules that take part.
-        optimizer: what steps; None in an evaluation outside of training.
-        device: where the model computes.
-        rank: this process's number, from 0. Callbacks run on all ranks, loggers on rank 0.
-        world_size: how many processes train the model.
-        evaluations: the names of what is evaluated on; an empty one where there is only one.
-        make_microbatcher: for the trainer.
-        requests: for the trainer.
+        state: progress of training, which the trainer itself uses.
+        model: the model being trained.
+        modules: the model, followed by the additional modules that take part.
+        optimizer: the optimizer, or None in an evaluation outside training.
+        device: the device on which the model computes.
+        evaluations: names of the evaluations; a single empty name if there is only one.
+        make_microbatcher: for internal use; call `microbatcher`.
+        requests: for internal use.
+        rank: number of this process, from 0. Callbacks run on all ranks, loggers on rank 0.
+        world_size: number of processes that train the model.
     """
 
     state: LoopState
@@ -478,52 +438,52 @@ class Run:
 
     @property
     def values(self) -> Mapping[str, float]:
-        """The latest of every value that was logged, by name."""
+        """Latest logged value of each name."""
         return MappingProxyType(self.requests.logged)
 
     @property
     def expected(self) -> ExpectedValues:
-        """The names of values that will be logged, as far as they are known."""
+        """Names of values that will be logged, as far as they are known."""
         return self.requests.expected
 
     @property
     def stop_reason(self) -> str | None:
-        """Why training ends after this batch; None while it was not asked for."""
+        """Why training will end after this batch, or None if no callback asked for it."""
         return self.requests.stop_reason
 
     def microbatcher(self, **options: Any) -> Microbatcher:
-        """A `Microbatcher` of this run's model, loss and options, for passes of one's own.
+        """Return a `Microbatcher` with this run's model, loss and options, for additional passes.
 
         With ``precision="fp16"`` its gradients are not scaled, like those at ``gradients_ready``;
-        ``backward=`` may scale them.
+        ``backward=`` can scale them.
 
         Args:
-            options: of `Microbatcher`, in place of the run's: ``forward=…``, say.
+            options: options of `Microbatcher` that replace those of the run, such as ``forward=…``.
         """
         return self.make_microbatcher(**options)
 
     def log(self, values: Mapping[str, float]) -> None:
-        """Hand values to the loggers, with the batch that is running."""
+        """Send values to the loggers, at the current batch."""
         self.requests.logged.update(values)
         self.requests.unlogged.update(values)
 
     def show(self, name: str, picture: Any) -> None:
-        """Hand a picture to the loggers that show any, with the batch that is running.
+        """Send a figure to the loggers that support figures, at the current batch.
 
         Args:
-            name: under which it stands.
-            picture: a figure of matplotlib, such as those of `automicro.tools.pictures`.
+            name: name under which the figure is logged.
+            picture: a matplotlib figure, such as those of `automicro.tools.pictures`.
         """
         self.requests.unshown[name] = picture
 
     def stop(self, reason: str) -> None:
-        """Ask to end training after this batch, or after this evaluation.
+        """Request that training ends after this batch or this evaluation.
 
         Args:
-            reason: in words that complete "training stopped: …".
+            reason: completes the sentence "training stopped: …".
         """
         self.requests.stop_reason = self.stop_reason or reason
 
     def save_checkpoint(self) -> None:
-        """Ask for a checkpoint after this batch, where the run makes any."""
+        """Request a checkpoint after this batch, if the run saves checkpoints."""
         self.requests.wants_checkpoint = True

@@ -1,4 +1,4 @@
-"""Where the numbers of a run go: files, TensorBoard, W&B, MLflow, your own place."""
+"""Loggers for the values of a run: JSON lines, TensorBoard, W&B, MLflow, or your own."""
 
 from automicro.loggers.lines import JSONLinesLogger
 from automicro.loggers.logger import Logger, LoggerGroup

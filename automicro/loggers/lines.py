@@ -1,4 +1,4 @@
-"""Values as lines of JSON, in a file that is cut where a run resumes."""
+"""Logger of JSON lines, to a file that is truncated when a run resumes."""
 
 import contextlib
 import json
@@ -15,20 +15,11 @@ from automicro.loggers.logger import RESERVED_NAMES, not_started
 
 
 class AppendFile:
-    """Appends each record whole or not at all.
+    """File that appends each record completely or not at all.
 
-    Nothing is buffered: a record that was written outlasts the death of the process (not a loss
-    of power: nothing is synced to the disk). A write that fails in the middle, because the disk
-    is full or Ctrl-C came, is taken back, so that later records do not hang on half of one.
-
-    Raises:
-        OSError: the file cannot be opened.
-
-    Example:
-        >>> file = AppendFile(Path(os.devnull))
-        >>> file.write(b"a record")
-        8
-        >>> file.close()
+    Nothing is buffered, so a written record survives the death of the process (but not a power
+    failure, because nothing is synced to disk). If a write fails halfway, because the disk is full
+    or Ctrl-C was pressed, it is undone, so that later records do not follow half of one.
     """
 
     def __init__(self, path: Path, *, is_new: bool = False) -> None:
@@ -37,23 +28,19 @@ class AppendFile:
         self._torn_at: int | None = None
 
     def write(self, record: bytes) -> int:
-        """Append a record.
-
-        Raises:
-            OSError: it could not be written; the file is as it was.
-        """
+        """Append a record. If that fails, the file is left unchanged."""
         if self._torn_at is not None:
             self.cut(self._torn_at)
         end = self._raw.seek(0, os.SEEK_END)
-        # Noted before the first byte, as Ctrl-C may come at any line.
+        # Set before the first byte, because Ctrl-C might come at any line.
         self._torn_at = end
         try:
             rest = memoryview(record)
             while rest:
-                # An unbuffered write may take a part, where the disk is nearly full.
+                # An unbuffered write might write only a part if the disk is nearly full.
                 rest = rest[self._raw.write(rest) :]
         except BaseException:
-            # If not even this goes, it is tried again before the next record.
+            # If this fails too, it is repeated before the next record.
             with contextlib.suppress(OSError):
                 self.cut(end)
             raise
@@ -61,40 +48,36 @@ class AppendFile:
         return len(record)
 
     def cut(self, length: int) -> None:
-        """Drop everything after so many bytes.
-
-        Raises:
-            OSError: the file cannot be cut.
-        """
+        """Truncate the file to a length in bytes."""
         self._raw.truncate(length)
         self._torn_at = None
 
     def fileno(self) -> int:
-        """The operating system's number of the open file."""
+        """Return the file descriptor."""
         return self._raw.fileno()
 
     def flush(self) -> None:
-        """Nothing is ever held back."""
+        """Do nothing, because nothing is buffered."""
 
     def close(self) -> None:
         """Close the file. Closing twice does nothing."""
         self._raw.close()
 
 
-_HEAD = b'{"step":'  # of each line
+_HEAD = b'{"step":'  # start of each line
 
 
 def _kept_bytes(file: AppendFile, path: Path, resume_step: int | None) -> int:
-    """How much of a file of lines a run that resumes after a step will not log again."""
-    # Mapped and read from its end: a log may be large, and only a few lines of it are read.
+    """Return the length of the lines that a run resumed after a step will not log again."""
+    # Mapped and read from its end, because a log might be large and only a few lines are needed.
     with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
-        # A file shorter than its head is one whose first write was torn.
+        # A file shorter than its head had its first write torn.
         if not _HEAD.startswith(content[: len(_HEAD)]):
             raise ValueError(
                 f"{str(path)!r} begins with {content[: len(_HEAD)]!r} and not with {_HEAD!r}, so "
                 "another program wrote it; it is left as it is: log to another path"
             )
-        # A last line without its end was torn by a kill.
+        # A last line without a line break was torn by a kill.
         end = content.rfind(b"\n") + 1
         while end and resume_step is not None:
             start = content.rfind(b"\n", 0, end - 1) + 1
@@ -107,7 +90,7 @@ def _kept_bytes(file: AppendFile, path: Path, resume_step: int | None) -> int:
                     f"be cut after step {resume_step}; it is left as it is: remove the line, or "
                     "log to another path"
                 ) from error
-            # Steps ascend, so all before this line stay.
+            # Steps ascend, so all lines before this one are kept.
             if step <= resume_step:
                 break
             end = start
@@ -115,7 +98,7 @@ def _kept_bytes(file: AppendFile, path: Path, resume_step: int | None) -> int:
 
 
 class FileLogger:
-    """Writes into a file that is open from `start` to `close`."""
+    """Base of loggers with a file that is open from `start` to `close`."""
 
     def __init__(self, path: str | Path) -> None:
         self._path = Path(path)
@@ -140,14 +123,15 @@ class FileLogger:
 class JSONLinesLogger(FileLogger):
     """Writes one JSON object per line: the step, the time, and the values by name.
 
-    The first line of a run has what is run under ``"run"`` instead of values. Each line is in the
-    file when `log` returns. A file that exists is appended to; on a resume it is cut first.
+    The first line of a run has the description of the run under ``"run"`` instead of values. Each
+    line is in the file when `log` returns. An existing file is appended to; when a run resumes,
+    later steps are first removed from it.
 
-    JSON has no NaN and no infinities: they are the texts ``"NaN"``, ``"Infinity"`` and
-    ``"-Infinity"``, as in the JSON of protocol buffers, which ``float()`` reads.
+    JSON has no NaN and no infinities, so they are written as the strings ``"NaN"``, ``"Infinity"``
+    and ``"-Infinity"``. ``float()`` reads these, and protocol buffers use the same in JSON.
 
     Args:
-        path: of the file.
+        path: path of the file.
 
     Example:
         >>> import tempfile
@@ -163,11 +147,11 @@ class JSONLinesLogger(FileLogger):
     """
 
     def start(self, run: Mapping[str, Any], *, resume_step: int | None = None) -> None:
-        """Open the file, and cut it after the step to resume from.
+        """Open the file, and remove lines after the step to resume from.
 
         Raises:
             OSError: the file cannot be opened or written.
-            ValueError: the file holds something else.
+            ValueError: the file was written by another program.
         """
         self.close()
         file = AppendFile(self._path)
@@ -184,8 +168,8 @@ class JSONLinesLogger(FileLogger):
         """Write a line.
 
         Raises:
-            OSError: the line cannot be written; the file is as it was.
-            ValueError: a value is called as something else in a line is.
+            OSError: the line cannot be written; the file is left unchanged.
+            ValueError: a value has the name of another field of the line.
         """
         taken = sorted(RESERVED_NAMES & values.keys())
         if taken:
@@ -198,12 +182,12 @@ class JSONLinesLogger(FileLogger):
     def _write(self, content: Mapping[str, Any], step: int) -> None:
         line = {"step": step, "time": round(time.time(), 3), **content}
         text = json.dumps(json_values(line), ensure_ascii=False, allow_nan=False)
-        # Half of a surrogate pair cannot be encoded; its escape is the JSON for it.
+        # A lone surrogate cannot be encoded; JSON has an escape for it.
         self._opened.write(text.encode(errors="backslashreplace") + b"\n")
 
 
 def json_values(value: Any) -> Any:
-    """A value with only what JSON has: other things as text, keys too.
+    """Return a value in which anything that JSON lacks is text, including keys.
 
     >>> json_values({"lr": (0.1, float("nan")), 3: Path("data")})
     {'lr': [0.1, 'NaN'], '3': 'data'}

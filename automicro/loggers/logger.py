@@ -1,4 +1,4 @@
-"""The interface of loggers, the values that can be logged, and a group that never fails."""
+"""Interface of loggers, the values that they accept, and a group that never fails."""
 
 import math
 import numbers
@@ -16,42 +16,42 @@ MOST_FAILURES = 3  # in a row
 
 @runtime_checkable
 class Logger(Protocol):
-    """Takes down the numbers of a run.
+    """Interface of objects that record the values of a run.
 
-    Write your own with these three methods. An exception in one of them becomes a warning and
-    never stops the run, see `LoggerGroup`.
+    Implement these three methods. An exception in one of them becomes a warning and never stops the
+    run, see `LoggerGroup`.
 
-    One that can show pictures has a fourth, ``show(name, picture, *, step)``, where the picture is
-    a figure of matplotlib; others are not asked.
+    A logger that can show figures also has ``show(name, picture, *, step)``, where ``picture`` is a
+    matplotlib figure.
 
-    There is no ``flush``: what was logged should survive the death of the process. A logger that
-    buffers writes what it holds every few seconds, and in `close`.
+    There is no ``flush``: logged values should survive the death of the process. A logger that
+    buffers values writes them every few seconds, and in `close`.
     """
 
     def start(self, run: Mapping[str, Any], *, resume_step: int | None) -> None:
-        """Begin, once per fit, or go on where an earlier run stopped.
+        """Start logging, once per fit, or continue after an earlier run.
 
         Args:
-            run: what is run: settings, as text, numbers, lists and mappings.
-            resume_step: the optimization batches done by the run that is resumed; what it logged
-                at later steps will be logged again. None for a run that begins anew.
+            run: description of the run: settings as text, numbers, lists and mappings.
+            resume_step: number of optimization batches done by the resumed run, whose values of
+                later steps will be logged again. None for a new run.
         """
         ...
 
     def log(self, values: Mapping[str, float], *, step: int) -> None:
-        """Take down values by name.
+        """Record values by name.
 
         Args:
-            values: numbers, NaN and infinite ones too. New names may appear at any time.
-            step: optimization batches done. It never decreases within a run, and comes more than
-                once: after the batch, and after the evaluation that follows it.
+            values: numbers, including NaN and infinities. New names can appear at any time.
+            step: number of optimization batches done. It never decreases within a run, and repeats:
+                after the batch, and after an evaluation that follows.
         """
         ...
 
     def close(self) -> None:
-        """Write what is still held, and let go of files and threads.
+        """Write all buffered values, and release files and threads.
 
-        Comes last, however the run ended, also after a `start` that failed, and perhaps twice.
+        Called last, however the run ended, even if `start` failed, and possibly twice.
         """
         ...
 
@@ -61,18 +61,18 @@ RESERVED_NAMES = frozenset({"run", "step", "time"})
 
 
 def not_started(logger: object) -> RuntimeError:
-    """The error of a logger that was not started, or was closed."""
+    """Return the error of a logger that is not open."""
     return RuntimeError(f"{logger!r} is not open: call start({{}}) before log(…)")
 
 
 def _number(value: object) -> float | None:
-    """A Python number; None for what is no number, or several."""
+    """Return a Python number, or None if the value is not a single number."""
     if isinstance(value, Tensor | np.ndarray):
         has_value = not (isinstance(value, Tensor) and value.is_meta)
         if math.prod(value.shape) != 1 or not has_value:
             return None
         value = value.item()
-    # True is an int that JSON and CSV would write as a word.
+    # Booleans too, because JSON and CSV would write True as a word.
     if isinstance(value, numbers.Integral | np.bool_):
         return int(value)
     return float(value) if isinstance(value, numbers.Real) else None
@@ -83,7 +83,7 @@ def _is_name(name: object) -> bool:
 
 
 class _GuardedLogger:
-    """Passes calls on to a logger, and turns its exceptions into words.
+    """Logger whose exceptions are turned into messages.
 
     >>> class Broken:
     ...     def start(self, run, *, resume_step): ...
@@ -100,17 +100,11 @@ class _GuardedLogger:
 
     def __init__(self, logger: Logger) -> None:
         self.logger = logger
-        self.begin: Callable[[], None] | None = None  # what is left to do before anything else
+        self.begin: Callable[[], None] | None = None  # pending start, before any other call
         self.failures = 0  # in a row
 
     def attempt(self, what: str, work: Callable[[], None], *, is_last: bool = False) -> str | None:
-        """Do something, unless the logger is switched off; return what to say of a failure.
-
-        Args:
-            what: is done, in words.
-            work: does it.
-            is_last: whether it is to be done in any case, also of a logger that never started.
-        """
+        """Call ``work`` unless the logger is switched off (``is_last`` always calls it)."""
         before = self.failures
         if before >= MOST_FAILURES and not is_last:
             return None
@@ -119,7 +113,7 @@ class _GuardedLogger:
                 self.begin()
                 self.begin = None
             work()
-        # Whatever it is: no trouble of a logger may cost the run that it watches.
+        # Any exception, because no failure of a logger may end the run.
         except Exception as error:
             self.failures += 1
             said = f"{self.logger!r} could not {what} ({describe_error(error)}): {_CONSEQUENCE}"
@@ -136,17 +130,17 @@ _CONSEQUENCE = (
 
 
 class LoggerGroup:
-    """Hands everything on to several loggers, and never stops the run that it watches.
+    """Forwards values to several loggers, and never stops the run.
 
-    An exception of a logger becomes a `LoggerWarning`, once for failures in a row; the other
-    loggers get their values all the same. After three failures in a row a logger is switched off
-    until the next `start`. Ctrl-C and ``SystemExit`` pass through.
+    An exception in a logger becomes a `LoggerWarning`, once for several failures in a row; the
+    other loggers still get their values. After three failures in a row, a logger is switched off
+    until the next `start`. Ctrl-C and ``SystemExit`` are not caught.
 
     Args:
-        loggers: the loggers, in the order in which they are called.
+        loggers: loggers, in the order in which they are called.
 
     Raises:
-        TypeError: something among them is no logger.
+        TypeError: an element is not a logger.
 
     Example:
         >>> import os
@@ -162,15 +156,15 @@ class LoggerGroup:
         self._refused: set[object] = set()
 
     def __len__(self) -> int:
-        """How many loggers there are: values for none need not be computed."""
+        """Return the number of loggers. If it is 0, values need not be computed."""
         return len(self._loggers)
 
     def start(self, run: Mapping[str, Any], *, resume_step: int | None = None) -> None:
         """Start every logger.
 
         Args:
-            run: what is run, in plain values.
-            resume_step: the optimization batches done by the run that is resumed, or None.
+            run: description of the run, in plain values.
+            resume_step: number of optimization batches done by the resumed run, or None.
         """
         self._refused.clear()
         for each in self._loggers:
@@ -182,10 +176,10 @@ class LoggerGroup:
         """Log values to every logger.
 
         Args:
-            values: numbers and tensors of one element, by name. What is neither is left out, with
+            values: numbers and tensors with one element, by name. Other values are omitted, with
                 one warning per name. A name is one line of text; "run", "step" and "time" are
-                taken.
-            step: optimization batches done.
+                reserved.
+            step: number of optimization batches done.
         """
         if not self._loggers:
             return
@@ -207,12 +201,12 @@ class LoggerGroup:
         _tell(messages)
 
     def show(self, name: str, picture: Any, *, step: int) -> None:
-        """Show a picture in every logger that can.
+        """Show a figure in every logger that supports figures.
 
         Args:
-            name: under which it stands.
-            picture: a figure of matplotlib, such as those of `automicro.tools.pictures`.
-            step: optimization batches done.
+            name: name under which the figure is shown.
+            picture: a matplotlib figure, such as those of `automicro.tools.pictures`.
+            step: number of optimization batches done.
         """
         showing = [(each, getattr(each.logger, "show", None)) for each in self._loggers]
         _tell(
@@ -229,7 +223,7 @@ class LoggerGroup:
 
 
 def _tell(messages: Iterable[str | None]) -> None:
-    # After all loggers were called: a filter may turn the warning into an error.
+    # After all loggers were called, because a filter might turn the warning into an error.
     for message in messages:
         if message is not None:
             warn(message, LoggerWarning)

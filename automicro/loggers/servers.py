@@ -1,4 +1,4 @@
-"""Loggers of others: TensorBoard, W&B, MLflow."""
+"""Loggers for TensorBoard, W&B and MLflow."""
 
 import abc
 import importlib.util
@@ -18,21 +18,22 @@ from automicro.loggers.lines import AppendFile, FileLogger, json_values
 from automicro.loggers.logger import not_started
 
 _PREFIX = "events.out.tfevents."
-_RGBA = 4  # as TensorBoard numbers them
+_RGBA = 4  # TensorBoard's number for this color space
 
 
 class TensorBoardLogger(FileLogger):
-    """Writes event files that ``tensorboard --logdir FOLDER`` shows.
+    """Writes event files for ``tensorboard --logdir FOLDER``.
 
-    Values are scalars under their own names, of 32 bits, as TensorBoard keeps them. What is run
-    is the text ``run``. Each `start` begins a file of its own; on a resume it tells TensorBoard
-    to leave out what earlier files hold of later steps.
+    Values are scalars under their own names, in float32 as TensorBoard stores them. The description
+    of the run is the text ``run``. Each `start` creates a new file. When a run resumes, the new
+    file tells TensorBoard to ignore later steps in earlier files.
 
-    Events are written where they are logged, each whole or not at all: torch's ``SummaryWriter``
-    hands them to a thread, which ends for good when a write fails, and is missing after a fork.
+    Each event is written when it is logged, completely or not at all. This does not use torch's
+    ``SummaryWriter``, because its writer thread ends for good after a failed write, and is missing
+    after a fork.
 
     Args:
-        folder: of the run; made where there is none.
+        folder: folder of the run; created if necessary.
 
     Raises:
         ImportError: the package tensorboard is not installed.
@@ -54,10 +55,10 @@ class TensorBoardLogger(FileLogger):
         super().__init__(folder)
 
     def start(self, run: Mapping[str, Any], *, resume_step: int | None = None) -> None:
-        """Begin an event file.
+        """Create an event file.
 
         Raises:
-            OSError: the file cannot be made or written.
+            OSError: the file cannot be created or written.
         """
         from tensorboard.compat.proto.event_pb2 import SessionLog  # type: ignore[import-untyped]
         from torch.utils.tensorboard.summary import text
@@ -66,13 +67,12 @@ class TensorBoardLogger(FileLogger):
         self._file = AppendFile(_next_path(self._path), is_new=True)
         self._write(file_version="brain.Event:2")
         if resume_step is not None:
-            # Readers drop what earlier files hold from this step on.
-            # A file is not cut: several processes may have written there, and readers know this
-            # mark.
+            # Readers then ignore this and later steps in earlier files. Files are not truncated,
+            # because several processes might have written there.
             start = SessionLog(status=SessionLog.START)
             self._write(step=resume_step + 1, session_log=start)
         shown = json.dumps(json_values(run), indent=2, ensure_ascii=False)
-        # Four spaces are code in Markdown.
+        # An indent of four spaces is code in Markdown.
         block = "\n".join("    " + line for line in shown.splitlines())
         summary = text("run", block)  # type: ignore[no-untyped-call]
         self._write(step=resume_step or 0, summary=summary)
@@ -81,7 +81,7 @@ class TensorBoardLogger(FileLogger):
         """Write the values as one event.
 
         Raises:
-            OSError: it cannot be written; the file is as it was.
+            OSError: the event cannot be written; the file is left unchanged.
         """
         from tensorboard.compat.proto.summary_pb2 import Summary  # type: ignore[import-untyped]
 
@@ -89,20 +89,20 @@ class TensorBoardLogger(FileLogger):
         self._write(step=step, summary=Summary(value=scalars))
 
     def show(self, name: str, picture: Any, *, step: int) -> None:
-        """Write a picture among the images.
+        """Write a figure to the images.
 
         Args:
-            name: under which it stands.
-            picture: a figure of matplotlib, such as those of `automicro.tools.pictures`.
-            step: optimization batches done.
+            name: name under which the figure is shown.
+            picture: a matplotlib figure, such as those of `automicro.tools.pictures`.
+            step: number of optimization batches done.
 
         Raises:
-            OSError: it cannot be written; the file is as it was.
+            OSError: the event cannot be written; the file is left unchanged.
         """
         from tensorboard.compat.proto.summary_pb2 import Summary
 
         picture.savefig(target := io.BytesIO(), format="png")
-        # Width and height stand at fixed places in the head of a PNG, so no decoder is needed.
+        # Width and height are at fixed offsets in a PNG, so no decoder is needed.
         png = target.getvalue()
         size = {"width": int.from_bytes(png[16:20]), "height": int.from_bytes(png[20:24])}
         image = Summary.Image(encoded_image_string=png, colorspace=_RGBA, **size)
@@ -119,7 +119,7 @@ class TensorBoardLogger(FileLogger):
 
 
 def _require(package: str, logger: str) -> None:
-    # Said at once: while training it would be one more logger that fails.
+    # Raised here, because during training it would only be a warning.
     if importlib.util.find_spec(package) is None:
         raise ImportError(
             f"{logger} needs the package {package}, which is not installed: pip install {package}"
@@ -127,21 +127,20 @@ def _require(package: str, logger: str) -> None:
 
 
 def _next_path(folder: Path) -> Path:
-    """A path that sorts after all event files there: readers read them in that order."""
+    """Return a path that sorts after all existing event files, because readers sort them."""
     files = folder.glob(f"{_PREFIX}*")
     taken = [path.name.removeprefix(_PREFIX).partition(".")[0] for path in files]
     last = max((int(each) for each in taken if each.isdecimal()), default=0)
-    # Two starts within a second, or a clock that was set back, would mix their order.
+    # Otherwise two starts within a second, or a clock set back, would mix up the order.
     seconds = max(int(time.time()), last + 1)
     return folder / f"{_PREFIX}{seconds:010d}.{socket.gethostname()}.{os.getpid()}"
 
 
 class GivenOnce:
-    """The run that values go to, and how far it has come, in a file that outlasts the process.
+    """File that records which values a server has received, so that it gets each only once.
 
-    A file can be cut when a run goes on from an older checkpoint; a server keeps what it has. So
-    the steps that come again are left out up to where the earlier process died, and the run there
-    has each value once.
+    A file can be truncated when a run resumes from an older checkpoint, but a server keeps its
+    values. Repeated steps are therefore skipped up to the point where the earlier process died.
 
     Example:
         >>> import tempfile
@@ -151,7 +150,7 @@ class GivenOnce:
         >>> given.name_run("1f2e")
         >>> given.take({"train/loss": 0.5}, step=8)
         {'train/loss': 0.5}
-        >>> again = GivenOnce(path)  # the process died, and another goes on from step 4
+        >>> again = GivenOnce(path)  # the process died, and another continues from step 4
         >>> again.begin(resume_step=4)
         '1f2e'
         >>> again.take({"train/loss": 0.7}, step=7)
@@ -165,15 +164,10 @@ class GivenOnce:
         self._is_slow = is_slow
         self._run: str | None = None
         self._step = -1
-        self._names: set[str] = set()  # at that step
+        self._names: set[str] = set()  # received at this step
 
     def begin(self, *, resume_step: int | None) -> str | None:
-        """Begin another run, or go on with the one in the file.
-
-        Raises:
-            OSError: the file cannot be read.
-            ValueError: the file holds something else.
-        """
+        """Start a new run, or return the name of the run to continue."""
         self._run, self._step, self._names = None, -1, set()
         if resume_step is not None and self._path.exists():
             self._read()
@@ -182,27 +176,16 @@ class GivenOnce:
         return self._run
 
     def name_run(self, name: str) -> None:
-        """Note down what the run is called, to go on with it.
-
-        Raises:
-            OSError: the file cannot be written.
-        """
+        """Record the name of the run."""
         self._run = name
         self._write()
 
     def take(self, values: Mapping[str, float], *, step: int) -> dict[str, float]:
-        """Note down values, and return those that are new.
-
-        They are noted before they are given: where the process dies in between, they are missing
-        and not there twice.
-
-        Raises:
-            OSError: the file cannot be written.
-        """
-        # An earlier process got further than the checkpoint, and gave these steps already.
+        """Record values, and return the new ones."""
+        # An earlier process got past the checkpoint, and sent these steps already.
         if step < self._step:
             return {}
-        # At the last step it may have died between two of its values.
+        # At its last step, the process might have died between two values.
         known = self._names if step == self._step else set()
         new = {name: value for name, value in values.items() if name not in known}
         if new:
@@ -211,19 +194,14 @@ class GivenOnce:
         return new
 
     def finish(self) -> None:
-        """Note down that the place has written all that it was given.
-
-        Raises:
-            OSError: the file cannot be written.
-        """
+        """Record that the server has written all values."""
         self._write(is_finished=True)
 
     def _read(self) -> None:
         try:
             content = json.loads(self._path.read_text(encoding="utf-8"))
             self._run, step, names = content["run"], int(content["step"]), set(content["names"])
-            # Of a slow place it is not known how much of the last steps it has: its own count
-            # decides.
+            # A slow server might lack the last steps, so its own count decides.
             if content["is_finished"] or not self._is_slow:
                 self._step, self._names = step, names
         except (ValueError, KeyError, TypeError) as error:
@@ -241,12 +219,12 @@ class GivenOnce:
         }
         self._path.parent.mkdir(parents=True, exist_ok=True)
         text = json.dumps(content).encode()
-        # Half a file would look like that of another program, and no run could go on.
+        # Half a file would look like that of another program, and no run could continue.
         write_whole(self._path, lambda file: file.write(text))
 
 
 def flat(run: Mapping[str, object], before: str = "") -> dict[str, object]:
-    """Settings in one level, as servers list and compare them.
+    """Return nested settings as one level, because servers list and compare them that way.
 
     >>> flat({"seed": 0, "config": {"model": {"call": "MyModel"}}})
     {'seed': 0, 'config.model.call': 'MyModel'}
@@ -261,7 +239,7 @@ def flat(run: Mapping[str, object], before: str = "") -> dict[str, object]:
 
 
 class _ServerLogger(abc.ABC):
-    """Goes on in the same run there: the folder says which it is, and how far it has come."""
+    """Base of loggers that continue the same run on a server; a file in the folder names it."""
 
     _note: ClassVar[str]
     """The file in the folder that says it."""
@@ -276,21 +254,21 @@ class _ServerLogger(abc.ABC):
         return f"{type(self).__name__}({str(self._folder)!r})"
 
     def start(self, run: Mapping[str, Any], *, resume_step: int | None = None) -> None:
-        """Begin a run, or go on in the one that the folder names.
+        """Start a run, or continue the run that the folder names.
 
         Raises:
-            Exception: what the place raises where it cannot begin.
+            Exception: an error of the server or its client.
         """
         self.close()
         self._folder.mkdir(parents=True, exist_ok=True)
         self._there = self._begin(run, self._given.begin(resume_step=resume_step))
 
     def log(self, values: Mapping[str, float], *, step: int) -> None:
-        """Hand on the values that are new there.
+        """Send the values that the server does not have yet.
 
         Raises:
-            OSError: the folder cannot be written.
-            Exception: what the place raises.
+            OSError: the folder is not writable.
+            Exception: an error of the server or its client.
         """
         if self._there is None:
             raise not_started(self)
@@ -298,15 +276,15 @@ class _ServerLogger(abc.ABC):
             self._give(self._there, new, step)
 
     def close(self) -> None:
-        """End: what is not sent yet is sent now."""
+        """Send remaining values, and end the run."""
         if self._there is not None:
-            # Let go first: an error in ending must not end it twice.
+            # Cleared first, so that a failure does not end the run twice.
             there, self._there = self._there, None
             self._end(there)
 
     @abc.abstractmethod
     def _begin(self, run: Mapping[str, Any], name: str | None) -> Any:
-        """Open the run of a name, or another one; what the next two get."""
+        """Open the named run or a new one; the result is passed to the other two methods."""
 
     @abc.abstractmethod
     def _give(self, there: Any, values: Mapping[str, float], step: int) -> None: ...
@@ -319,28 +297,29 @@ _OWN = ("config", "dir", "id", "resume")
 
 
 class WandbLogger(_ServerLogger):
-    """Logs to a run of Weights & Biases, and goes on in the same run after a resume.
+    """Logs to a run of Weights & Biases, and continues the same run after a resume.
 
-    The folder holds which run it is and how far it has come, so another process finds it, also
-    after a kill. Values of steps that the run has got already are not logged again: W&B takes
-    nothing back. What is run becomes the run's config.
+    The folder records the run and its progress, so another process can continue it, even after a
+    kill. Values of steps that the run already has are not logged again, because W&B cannot remove
+    them. The description of the run becomes its config.
 
-    W&B writes what it is given seconds later, so a kill loses the last of it. The steps after the
-    checkpoint are handed over again then. Online, those that W&B has are left out.
+    W&B writes values seconds later, so a kill loses the last of them. Steps after the checkpoint
+    are then sent again, except (online) those that W&B has.
 
     With ``mode="offline"`` (or ``WANDB_MODE=offline``) nothing is sent. Each process leaves a
-    folder ``wandb/offline-run-*``, and ``wandb sync --append`` sends those of one run together.
+    folder ``wandb/offline-run-*``, and ``wandb sync --append`` sends the folders of one run
+    together.
 
     Args:
-        folder: of the run; made where there is none.
-        project: of W&B; None for W&B's own choice.
-        name: of the run; None for W&B's own choice.
-        mode: ``"online"``, ``"offline"`` or ``"disabled"``; None for W&B's own choice.
-        options: further arguments of ``wandb.init``, such as ``entity``, ``group`` or ``tags``.
+        folder: folder of the run; created if necessary.
+        project: project in W&B, or None for W&B's default.
+        name: name of the run, or None for W&B's default.
+        mode: ``"online"``, ``"offline"`` or ``"disabled"``, or None for W&B's default.
+        options: additional arguments of ``wandb.init``, such as ``entity``, ``group`` or ``tags``.
 
     Raises:
         ImportError: the package wandb is not installed.
-        TypeError: options that the logger sets itself.
+        TypeError: an option is one that the logger sets itself.
 
     Example:
         >>> logger = WandbLogger("runs/first", project="digits", mode="offline", tags=["cpu"])
@@ -371,8 +350,8 @@ class WandbLogger(_ServerLogger):
         import wandb
 
         if name is None:
-            # Chosen here and noted before the server knows it: a kill in between begins no second
-            # run.
+            # Chosen here and recorded before the server knows it, so that a kill in between does
+            # not create a second run.
             name = uuid.uuid4().hex[:12]
             self._given.name_run(name)
         return wandb.init(
@@ -380,7 +359,7 @@ class WandbLogger(_ServerLogger):
         )
 
     def _give(self, there: Any, values: Mapping[str, float], step: int) -> None:
-        if step >= there.step:  # of a run that goes on: what W&B has
+        if step >= there.step:  # W&B already has the earlier steps of a continued run
             there.log(values, step=step)
 
     def _end(self, there: Any) -> None:
@@ -388,26 +367,26 @@ class WandbLogger(_ServerLogger):
         self._given.finish()
 
 
-_MOST_PARAMETERS = 100  # in one call
-_MOST_LETTERS = 500  # of a parameter, in the oldest version
+_MOST_PARAMETERS = 100  # per call
+_MOST_LETTERS = 500  # per parameter, in the oldest supported version
 _NOT_IN_NAMES = re.compile(r"[^/\w.\- :]")
 
 
 class MLflowLogger(_ServerLogger):
-    """Logs to a run of MLflow, and goes on in the same run after a resume.
+    """Logs to a run of MLflow, and continues the same run after a resume.
 
-    The folder holds which run it is and how far it has come, so another process finds it, also
-    after a kill. Values of steps that the run has got already are not logged again: MLflow would
-    keep both. What is run becomes the run's parameters, such as ``config.optimizer.args.lr``.
+    The folder records the run and its progress, so another process can continue it, even after a
+    kill. Values of steps that the run already has are not logged again, because MLflow would keep
+    both. The description of the run becomes its parameters, such as ``config.optimizer.args.lr``.
 
-    Letters that MLflow does not take in a name become ``_``.
+    Characters that MLflow does not allow in a name are replaced by ``_``.
 
     Args:
-        folder: of the run; made where there is none.
-        experiment: that the run belongs to; made where there is none.
-        name: of the run; None for MLflow's own choice.
-        tracking_uri: of the server or the database. None for ``MLFLOW_TRACKING_URI``, and where
-            that is not set either, for a database in the folder: ``mlflow.db``.
+        folder: folder of the run; created if necessary.
+        experiment: experiment of the run; created if necessary.
+        name: name of the run, or None for MLflow's default.
+        tracking_uri: URI of the server or database. None uses ``MLFLOW_TRACKING_URI``, or a
+            database ``mlflow.db`` in the folder if that is not set.
 
     Raises:
         ImportError: the package mlflow is not installed.
@@ -438,7 +417,7 @@ class MLflowLogger(_ServerLogger):
         client = MlflowClient(self._where())
         if name is None:
             return client, self._create(client, run)
-        # It was ended, or its process was killed, and shows as such.
+        # The run is marked as ended or killed.
         client.update_run(name, status="RUNNING")
         return client, name
 
@@ -449,7 +428,7 @@ class MLflowLogger(_ServerLogger):
         metrics = [
             Metric(_NOT_IN_NAMES.sub("_", name), value, now, step) for name, value in values.items()
         ]
-        client.log_batch(run_id, metrics=metrics)  # all in one call
+        client.log_batch(run_id, metrics=metrics)
 
     def _end(self, there: tuple[Any, str]) -> None:
         client, run_id = there
@@ -464,13 +443,13 @@ class MLflowLogger(_ServerLogger):
             where or client.create_experiment(self._experiment), run_name=self._name
         )
         run_id: str = made.info.run_id
-        # Before anything is logged: a kill after this line finds the run again.
+        # Before anything is logged, so that the run is found again if the process is killed.
         self._given.name_run(run_id)
         parameters = [
             Param(_NOT_IN_NAMES.sub("_", name), str(value)[:_MOST_LETTERS])
             for name, value in flat(json_values(run)).items()
         ]
-        # The server refuses more in one call.
+        # The server limits the parameters per call.
         for first in range(0, len(parameters), _MOST_PARAMETERS):
             client.log_batch(run_id, params=parameters[first : first + _MOST_PARAMETERS])
         return run_id

@@ -1,7 +1,7 @@
-"""Every command is one file here: what it is called, its help, its arguments and what it does.
+"""The commands, one file each: name, help, arguments and work.
 
-A new one is a new file with a ``COMMAND``. Nothing here imports torch before a command runs: help,
-a version and a mistyped option are for people who wait.
+To add a command, add a file with a ``COMMAND``. Nothing here imports torch before a command runs,
+so help, the version and mistyped options are answered at once.
 """
 
 import importlib
@@ -12,7 +12,7 @@ from automicro.cli.arguments import Command
 
 
 def find_commands() -> Mapping[str, Command]:
-    """All commands by name, in the order in which help lists them.
+    """Return all commands by name, in the order of the help.
 
     >>> list(find_commands())[:3]
     ['train', 'eval', 'plan']

@@ -1,11 +1,11 @@
 """List or clear the microbatch sizes that runs have found.
 
-A run with microbatch_size=auto starts with the size that the same model found on the
-same device; a wrong one costs an attempt or two, and is replaced.
+A run with microbatch_size=auto starts with the size that was found for the same model
+on the same device. A wrong size costs an attempt or two, and is replaced.
 
-They lie in $AUTOMICRO_CACHE (a folder, or a URL such as s3://bucket/automicro, that a
-team may share), else in $XDG_CACHE_HOME/automicro, else in ~/.cache/automicro, one
-small file each.
+Sizes are stored in $AUTOMICRO_CACHE (a folder, or a URL such as s3://bucket/automicro,
+which a team can share), else in $XDG_CACHE_HOME/automicro, else in ~/.cache/automicro,
+one small file each.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _FILE_LETTERS = 8
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add what the command takes."""
+    """Add the command's arguments."""
     parser.add_argument(
         "--clear", action="store_true", help="remove the sizes, damaged files included"
     )
@@ -40,7 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Do what the command was asked for, and return the exit code."""
+    """Run the command, and return the exit code."""
     if arguments.json and arguments.clear:
         raise ConfigError("--json and --clear do not go together: give one of them")
     from automicro.remembered.cache import SizeCache
@@ -72,11 +72,7 @@ def _count(number: int) -> str:
 def _choose_sizes(
     *, older_than: str | None, model: str | None
 ) -> Callable[[RememberedSize], bool] | None:
-    """Return what tells whether a size is meant; None where all are.
-
-    >>> _choose_sizes(older_than=None, model=None) is None
-    True
-    """
+    """Return a function that selects sizes, or None to select all."""
     if older_than is None and model is None:
         return None
     try:
@@ -90,7 +86,7 @@ def _choose_sizes(
 
 
 def _as_values(size: RememberedSize, cache: SizeCache) -> dict[str, object]:
-    """Return a size as values for JSON, with the whole key that it was found for."""
+    """Return a size as values for JSON, including the whole key that it was found for."""
     return {
         **dataclasses.asdict(size),
         "num_microbatches": _num_microbatches(size),
@@ -99,16 +95,15 @@ def _as_values(size: RememberedSize, cache: SizeCache) -> dict[str, object]:
 
 
 def as_text(sizes: Sequence[RememberedSize]) -> str:
-    """Return a table for a terminal or a pipe, one line for each size."""
+    """Return a table with one line per size."""
     rows = [list(COLUMNS), *cells(sizes)]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    # Shorter titles have their width, too.
     return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
 
 
 def cells(sizes: Iterable[RememberedSize]) -> list[list[str]]:
-    """Return the rows of such a table."""
-    # A file may hold anything: control characters would steer the terminal.
+    """Return the rows of the table."""
+    # Files can contain control characters, which would affect the terminal.
     texts = [[str(cell(size)) for cell in COLUMNS.values()] for size in sizes]
     return [["".join(c if c.isprintable() else "?" for c in text) for text in row] for row in texts]
 
@@ -122,7 +117,7 @@ def _date(size: RememberedSize) -> str:
 
 
 def _one_row(shapes: Mapping[str, str]) -> str:
-    """Describe one row of a batch; tensors of one kind are counted.
+    """Describe one row of a batch; equal tensors are counted.
 
     >>> _one_row({"input_ids": "int64[128]", "labels": "int64[128]", "weight": "float32[]"})
     '2 × int64[128], float32[]'

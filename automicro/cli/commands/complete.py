@@ -1,6 +1,6 @@
-"""Print a script with which a shell completes command lines.
+"""Print a script for shell completion.
 
-With the Tab key it offers commands, options and files then. Needs shtab: pip install
+With it, the Tab key completes commands, options and files. Needs shtab: pip install
 "automicro[completion]".
 """
 
@@ -13,12 +13,12 @@ SHELLS = ("bash", "zsh", "fish", "tcsh")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add what the command takes."""
+    """Add the command's arguments."""
     parser.add_argument("shell", choices=SHELLS, help="of which shell")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Do what the command was asked for, and return the exit code."""
+    """Run the command, and return the exit code."""
     try:
         import shtab
     except ImportError as error:
@@ -29,7 +29,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     parser, commands = make_parsers()
     paths = {"CONFIG": shtab.FILE, "FILE": shtab.FILE, "OUT": shtab.FILE}
-    # argparse does not say what is a file; shtab reads it off this attribute.
+    # argparse does not know which arguments are files; shtab reads this attribute.
     for action in (action for each in commands.values() for action in each._actions):
         if action.metavar in paths:
             vars(action)["complete"] = paths[action.metavar]

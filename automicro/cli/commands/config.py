@@ -1,9 +1,9 @@
-"""Print what train would use, all keys, or a template.
+"""Print the config that train would use, all keys, or a template.
 
-As train would use it: files merged, key=value applied, interpolations resolved, and
-every key with its default. What can be told without making anything is checked: keys,
-values, import paths and the names of arguments. Whether models and data can be made and
-fit each other shows automicro verify, or train. run_dir is not looked at.
+Files are merged, key=value is applied, interpolations are resolved, and every key is
+shown with its default. All that can be checked without creating objects is checked:
+keys, values, import paths and names of arguments. automicro verify, or train, shows
+whether models and data can be created and fit each other. run_dir is not checked.
 """
 
 import argparse
@@ -25,7 +25,7 @@ MOST_COLUMNS = 100
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add what the command takes."""
+    """Add the command's arguments."""
     parser.add_argument("--set", action="store_true", help="only the keys that are set")
     parser.add_argument(
         "--keys",
@@ -39,7 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Do what the command was asked for, and return the exit code."""
+    """Run the command, and return the exit code."""
     if arguments.template:
         _take_no_inputs(arguments, "--template")
         print(TEMPLATE.read_text(encoding="utf-8"), end="")
@@ -67,7 +67,7 @@ def _take_no_inputs(arguments: argparse.Namespace, option: str) -> None:
 
 
 class Key(NamedTuple):
-    """The description of a key; the default is None where it is not set."""
+    """Description of a key; the default is None if the key has none."""
 
     name: str
     kind: str
@@ -77,19 +77,16 @@ class Key(NamedTuple):
 
     @property
     def needed(self) -> str:
-        """Whether it has to be set, or what it is unless set."""
+        """The default, or that the key is required or not set."""
         return "required" if self.example else "not set" if self.default is None else self.default
 
 
 def documentation() -> dict[str, str]:
-    """Return what each key means, as a config writes it: null in place of None.
+    """Return the meaning of each key in the terms of a config, with null for None.
 
-    The Trainer's docstring explains its options, that of the Microbatcher those that the Trainer
-    only hands on, those of features their words, and that of RunConfig the rest. Keys inside of
-    others are explained by what these describe.
-
-    >>> documentation()["seed"][:27]
-    'seeds Python, NumPy and tor'
+    The docstring of Trainer explains its options, Microbatcher those that Trainer passes on,
+    features their words, and RunConfig the rest. Keys inside others are explained by the classes in
+    ``SECTIONS``.
     """
     from automicro.cli.config.schema import SECTIONS, RunConfig
     from automicro.features import WORDS, class_of
@@ -108,17 +105,13 @@ def documentation() -> dict[str, str]:
     }
     for section, (_, documented) in SECTIONS.items():
         texts |= {f"{section}.{name}": text for name, text in read_entries(documented).items()}
-    # CheckpointConfig does not know run_dir: the folder in it is the command line's default.
+    # CheckpointConfig does not know run_dir, so the command line sets the folder's default.
     texts["checkpoint.folder"] += " Unless given, checkpoints in `run_dir`."
     return {key: _in_yaml(text) for key, text in texts.items()}
 
 
 def describe_keys() -> dict[str, list[Key]]:
-    """All keys in their groups, each followed by those that it may hold.
-
-    >>> describe_keys()["How long"][0].default
-    '1ep'
-    """
+    """Return all keys in their groups, each followed by the keys inside it."""
     from automicro.cli.config.load import to_yaml
     from automicro.cli.config.nodes import CallConfig
     from automicro.cli.config.schema import EXAMPLES, defaults, keys_inside, type_in_words
@@ -128,7 +121,7 @@ def describe_keys() -> dict[str, list[Key]]:
     def describe(name: str) -> Key:
         section, _, own = name.rpartition(".")
         values = defaults(section)
-        # Behind an empty key, because YAML as a whole is a mapping here.
+        # Under an empty key, because top-level YAML is a mapping here.
         text = to_yaml({"": values.get(own)}).partition(": ")[2].strip()
         default = text if own in values else None
         example = EXAMPLES[name] if name in TO_TRAIN else ""
@@ -149,12 +142,7 @@ def describe_keys() -> dict[str, list[Key]]:
 
 
 def read_entries(documented: Any) -> dict[str, str]:
-    """Return what a class's docstring says of each argument or attribute, in one line each.
-
-    >>> from automicro.cli.config.schema import CallConfig
-    >>> read_entries(CallConfig)["call"][:38]
-    'the dotted import path of a class or a'
-    """
+    """Return the docstring of each argument or attribute of a class as one line."""
     lines = (inspect.getdoc(documented) or "").splitlines()
     entries: dict[str, list[str]] = {}
     inside, current = False, None
@@ -172,14 +160,15 @@ def read_entries(documented: Any) -> dict[str, str]:
 
 
 def _print_keys(pattern: str) -> None:
-    """Print the keys that match, with type, default and meaning.
+    """Print the matching keys with type, default and meaning.
 
     >>> _print_keys("*_dir")
     The run
     <BLANKLINE>
     run_dir: text or null, default null
         a folder for `config.yaml`, `summary.json`, `weights.pt` and checkpoints; with null, nothing
-        is written. Such as `runs/${now:%Y-%m-%d_%H-%M-%S}`. Nothing of another run is overwritten.
+        is written. Such as `runs/${now:%Y-%m-%d_%H-%M-%S}`. Files of another run are never
+        overwritten.
     """
     groups = describe_keys()
     known = [key.name for keys in groups.values() for key in keys]
@@ -212,7 +201,7 @@ def _is_elsewhere(text: str | None) -> bool:
 
 
 def _in_yaml(text: str) -> str:
-    """Write what a docstring quotes as a config writes it."""
+    """Convert code in a docstring to the notation of a config."""
     text = re.sub(r'``"([^"`]*)"``', r"``\1``", text)
     for python, yaml in {"None": "null", "True": "true", "False": "false"}.items():
         text = re.sub(rf"\b{python}\b", yaml, text)

@@ -1,11 +1,11 @@
-"""Say why memory ran out, from the files that a failure left.
+"""Explain why memory ran out, from the files of a failure.
 
-Which modules and tensors held what, what grew from batch to batch, whether memory was
-fragmented, and three remedies by predicted bytes.
+Shows which modules and tensors held memory, what grew from batch to batch, whether
+memory was fragmented, and three remedies with the bytes that they would save.
 
-FILE is oom-NNNN.json of OutOfMemoryReport (its snapshot beside it is read, too), a
-memory snapshot of torch (torch.cuda.memory._dump_snapshot) of any program, or a log
-with the message of the error. Nothing in it is run.
+FILE is oom-NNNN.json of OutOfMemoryReport (its snapshot is read, too), a memory
+snapshot of torch (torch.cuda.memory._dump_snapshot) from any program, or a log with
+the message of the error. No code in it is run.
 """
 
 import argparse
@@ -17,7 +17,7 @@ from automicro.errors import ConfigError, describe_error
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add what the command takes."""
+    """Add the command's arguments."""
     parser.add_argument("file", metavar="FILE", type=Path, help="what the failure left")
     parser.add_argument(
         "--memory", metavar="BYTES", help="of the device, where FILE does not say it, such as 24GiB"
@@ -25,7 +25,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Do what the command was asked for, and return the exit code."""
+    """Run the command, and return the exit code."""
     from automicro.tools.doctor import UnreadableFailureError, diagnose
     from automicro.units import parse_bytes
 

@@ -1,9 +1,9 @@
 """Evaluate a config's model on its eval_dataloader.
 
 Prints the loss and the metrics, one per line. weights names a file with the model's
-state dict, such as the weights.pt that train leaves in run_dir, or a folder of
-checkpoints, of which the newest good one counts. What only training needs is neither
-made nor looked at.
+state dict, such as the weights.pt that train writes into run_dir, or a folder of
+checkpoints, of which the newest intact one is used. Objects that only training needs
+are neither created nor checked.
 """
 
 import argparse
@@ -13,17 +13,17 @@ from automicro.cli.arguments import Command, reading
 from automicro.cli.config.keys import LISTS
 from automicro.cli.output import to_json, warn
 
-# What it names need not exist.
+# Keys that an evaluation does not need, so their objects do not have to exist.
 UNUSED = frozenset({"train_dataloader", "optimizer", "scheduler", "checkpoint", *LISTS})
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Do what the command was asked for, and return the exit code."""
+    """Run the command, and return the exit code."""
     needs = ("model", "eval_dataloader")
     with reading(arguments, needs=needs, unused=UNUSED, for_ranks=True) as (job, recipe, results):
         from automicro.trainer.progress import describe_number
 
-        # How it goes is no result: it is for people who watch.
+        # Progress is not a result, so it is shown only in a terminal.
         progress = recipe.config.progress and sys.stderr.isatty()
         with job.making():
             trainer = recipe.make_trainer(recipe.make_model(), progress=progress)

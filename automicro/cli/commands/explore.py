@@ -1,9 +1,9 @@
 """Measure which microbatch size is the fastest.
 
-For a config's model, on its own data: forward and backward, rolled back, in turns,
-until it is known well enough. Successive batches are pooled for larger sizes. A line
-after each round, on stderr, says how far it is; Ctrl-C ends it. Prints a table, the
-size, and the nearest global batch it divides.
+Measures a config's model on its own data: forward and backward, rolled back, with sizes
+in turn, until the result is precise enough. Successive batches are pooled for larger
+sizes. Progress is printed to stderr after each round; Ctrl-C ends the measurement.
+Prints a table, the size, and the nearest global batch that the size divides.
 """
 
 import argparse
@@ -12,12 +12,12 @@ from automicro.cli.arguments import Command, reading, whole_number
 from automicro.cli.config.keys import LISTS, mistake
 from automicro.cli.output import to_json
 
-# What the speed of forward and backward does not depend on.
+# Keys that do not affect the speed of forward and backward.
 UNUSED = frozenset({"scheduler", "checkpoint", *LISTS})
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add what the command takes."""
+    """Add the command's arguments."""
     parser.add_argument(
         "--eval", action="store_true", help="measure evaluations, on eval_dataloader"
     )
@@ -52,7 +52,7 @@ def _minutes(text: str) -> float:
 
 
 def _picture(text: str) -> str:
-    # Looked at while options are read, and not after minutes of measuring.
+    # Checked with the other options, and not after minutes of measuring.
     from automicro.tools.pictures import check_name
 
     try:
@@ -63,7 +63,7 @@ def _picture(text: str) -> str:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Do what the command was asked for, and return the exit code."""
+    """Run the command, and return the exit code."""
     loader, other = "train_dataloader", "eval_dataloader"
     if arguments.eval:
         loader, other = other, loader

@@ -1,10 +1,10 @@
 """Predict the largest microbatch that will fit, without a device.
 
-For a config's model, and says into how many microbatches a batch is cut then, what
-fills the device, and what would help. Takes the first batch of its training data, and
-runs a step on tensors that have shapes but no data: no GPU, and no memory for the
-model. With when_too_large in the config, every level is reported; with nested, the slices
-of parts that fit.
+Plans for a config's model: how many microbatches a batch is cut into, what fills the
+device, and what would help. Takes the first batch of its training data, and runs a
+step on tensors with shapes but no data, which needs no GPU and no memory for the
+model. With when_too_large in the config, reports every level; with nested, the
+slices of nested parts that fit.
 """
 
 import argparse
@@ -16,12 +16,12 @@ from automicro.cli.config.keys import LISTS
 from automicro.cli.output import to_json
 from automicro.errors import ConfigError
 
-# What a step's memory does not depend on.
+# Keys that do not affect the memory of a step.
 UNUSED = frozenset({"eval_dataloader", "scheduler", "checkpoint", *LISTS})
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add what the command takes."""
+    """Add the command's arguments."""
     parser.add_argument(
         "--memory",
         metavar="BYTES",
@@ -53,7 +53,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Do what the command was asked for, and return the exit code."""
+    """Run the command, and return the exit code."""
     if arguments.device == "help":
         from automicro.tools.plan.devices import as_table
 
@@ -71,8 +71,7 @@ def run(arguments: argparse.Namespace) -> int:
         from automicro.trainer.surroundings import noting
 
         try:
-            # Its result is not needed yet: what it refuses is a mistake of the command line, told
-            # as one.
+            # Called only for its errors, which are mistakes in the command line.
             read_memory(arguments.memory, arguments.device or "cuda")
         except (TypeError, ValueError) as error:
             raise ConfigError(f"plan: {error}") from None
@@ -84,8 +83,7 @@ def run(arguments: argparse.Namespace) -> int:
                 "loss_fn": recipe.make("loss_fn"),
                 "forward": recipe.make("forward"),
                 "optimizer": recipe.optimizer,
-                # A device that is named says how much there is; the config's limit counts where
-                # none is.
+                # A named device determines its memory; otherwise the config's limit applies.
                 "memory": arguments.memory or (None if arguments.device else config.memory_limit),
                 "device": arguments.device or "cuda",
                 "rows": arguments.rows,
@@ -96,7 +94,8 @@ def run(arguments: argparse.Namespace) -> int:
         with job.asking():
             batch = first_batch(data)
             with noting(lambda: "in planning, on the first batch of train_dataloader"):
-                # The memory of a step does not depend on weights, whose file need not be here.
+                # The memory of a step does not depend on weights, so their file does not have to be
+                # here.
                 report = plan(partial(recipe.make_model, with_weights=False), batch, **options)
         if config.batchnorm == "exact":
             report = replace(report, assumptions=[*report.assumptions, _NOT_EXACT])

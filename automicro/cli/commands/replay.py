@@ -1,11 +1,11 @@
 """Run a batch that did not fit once more.
 
-Alone: forward, backward and the memory of the optimizer's first step, under the memory
-limit of the config. Says whether it fits now and at which size, its peak, and what
-takes most of it. Nothing is trained.
+Runs only this batch: forward, backward and the memory of the optimizer's first step,
+under the memory limit of the config. Reports whether it fits now and at which size, its
+peak, and what takes most of it. Nothing is trained.
 
-FILE is what a run has left (its error says where). Without a CONFIG it is config.yaml
-beside FILE, as in the run_dir of a run. Nothing in FILE is run.
+FILE is a batch saved by a run (the run's error names it). Without a CONFIG, config.yaml
+next to FILE is used, as in the run_dir of a run. No code in FILE is run.
 """
 
 import argparse
@@ -22,17 +22,17 @@ if TYPE_CHECKING:
     from automicro.trainer.failed_batch import FailedBatch
 
 
-# What the memory of one batch does not depend on.
+# Keys that do not affect the memory of one batch.
 UNUSED = frozenset({"scheduler", "checkpoint", "eval_dataloader", *LISTS})
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add what the command takes."""
+    """Add the command's arguments."""
     parser.add_argument("file", metavar="FILE", type=Path, help="a batch that did not fit")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Do what the command was asked for, and return the exit code."""
+    """Run the command, and return the exit code."""
     path: Path = arguments.file
     arguments.inputs = _with_config(path, arguments.inputs)
     with reading(arguments, needs=("model",), unused=UNUSED) as (job, recipe, results):
@@ -64,7 +64,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _with_config(path: Path, inputs: list[str]) -> list[str]:
-    """The inputs of the command line, with the config beside the file where they name none."""
+    """Return the inputs, with the config next to the batch file if they name none."""
     if not path.is_file():
         raise ConfigError(f"there is no file {str(path)!r}: give one that a run has left")
     if any(map(is_path, inputs)):
@@ -79,7 +79,7 @@ def _with_config(path: Path, inputs: list[str]) -> list[str]:
 
 
 def _load(path: Path, recipe: "Recipe") -> "FailedBatch":
-    """Load the file; where it only names a class, with a batch of the config's for it."""
+    """Load the batch; if its class is unknown, use a batch of the config as a template."""
     from automicro.cli.job import first_batch
     from automicro.trainer.failed_batch import UnknownClassError, UnreadableBatchError, load_batch
 

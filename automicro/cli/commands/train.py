@@ -1,8 +1,8 @@
 """Train a model as a config describes it.
 
 A config names a model, data, a loss, an optimizer and metrics by dotted import paths
-with arguments, and sets the options of the Trainer. Modules are looked for beside the
-configs, then where the command is started.
+with arguments, and sets the options of the Trainer. Modules are searched next to the
+configs, then in the current folder.
 
 automicro config --template prints a config to start with, automicro config --keys
 explains every key.
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Do what the command was asked for, and return the exit code."""
+    """Run the command, and return the exit code."""
     with reading(arguments, for_ranks=True, results_only=arguments.json) as (job, recipe, results):
         from automicro.cli.config.load import to_yaml
         from automicro.cli.run_dir import RunDir, goes_on, telling_how_to_go_on
@@ -37,7 +37,7 @@ def run(arguments: argparse.Namespace) -> int:
             finished = run_dir.finished()
             if finished is None:
                 model, trainer = _make(recipe)
-                # All ranks have looked into the folder by now: they have met.
+                # All ranks have met and read the folder by now.
                 if is_first:
                     run_dir.begin()
         if finished is not None:
@@ -53,8 +53,7 @@ def run(arguments: argparse.Namespace) -> int:
             trainer.keep_failures_in(config.run_dir)
         with going_on:
             summary = trainer.fit(max_time=config.max_time)
-        # On every rank, although one writes: they are gathered, and the others would wait for one
-        # that is missing.
+        # Called on every rank although only one writes, because weights are gathered by all.
         weights = whole_state_dict(model) if config.run_dir is not None else {}
         written = run_dir.end(weights, summary) if is_first else ""
         if not config.progress and not arguments.json:

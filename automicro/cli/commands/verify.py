@@ -1,7 +1,7 @@
-"""Find out whether splitting changes a model's gradient.
+"""Check whether splitting changes a model's gradient.
 
-Says why, too. Takes the first batch of its training data, and compares the gradient of
-the whole batch with those of splits, in float64 where possible.
+Explains why, too. Takes the first batch of its training data, and compares the gradient
+of the whole batch with those of splits, in float64 if possible.
 """
 
 import argparse
@@ -9,12 +9,12 @@ import argparse
 from automicro.cli.arguments import Command, reading
 from automicro.cli.config.keys import LISTS
 
-# What the gradient of one batch does not depend on.
+# Keys that do not affect the gradient of one batch.
 UNUSED = frozenset({"eval_dataloader", "optimizer", "scheduler", "checkpoint", *LISTS})
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Do what the command was asked for, and return the exit code."""
+    """Run the command, and return the exit code."""
     needs = ("model", "train_dataloader")
     with reading(arguments, needs=needs, unused=UNUSED, results_only=False) as (job, recipe, _):
         from automicro.checking.verify import verify

@@ -1,1 +1,1 @@
-"""From files and key=value to what is trained."""
+"""From files and key=value to the objects of a training run."""

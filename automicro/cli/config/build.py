@@ -1,4 +1,4 @@
-"""Everything that a config names: checked first, made afterwards."""
+"""Checks and creates the objects that a config names."""
 
 import os
 import pickle
@@ -40,19 +40,13 @@ SAVE = "write it with torch.save(model.state_dict(), path)"
 
 
 class Recipe:
-    """The objects that a config names, checked, and not made yet.
-
-    >>> from automicro.cli.config.load import read_config
-    >>> recipe = Recipe(read_config(["configs/digits.yaml"], ["progress=false"]).config)
-    >>> recipe.make_trainer(recipe.make_model()).state.batch
-    0
-    """
+    """The objects that a config names, checked but not created."""
 
     def __init__(self, config: RunConfig, *, without: Collection[str] = (), at: At = about) -> None:
         self.config = config
         self._makers: dict[str, Callable[..., Any]] = {}
         self.checkpoint: CheckpointConfig | None = None
-        # Here every import path and signature is looked at, before the first thing is made.
+        # All import paths and signatures are checked before the first object is created.
         for key in KEYS:
             with at(key):
                 if key not in (*without, "checkpoint", "sampling_mode"):
@@ -69,7 +63,7 @@ class Recipe:
                 _check_weights_file(config.weights)
 
     def make_model(self, *, with_weights: bool = True) -> Any:
-        """The model, after the seed: its weights depend on the config alone."""
+        """Create the model right after seeding, so that its weights depend only on the config."""
         if self.config.seed is not None:
             seed_everything(self.config.seed)
         model = self.make("model")
@@ -84,30 +78,30 @@ class Recipe:
         return model
 
     def make(self, key: str) -> Any:
-        """Make the object that a key names, or None where the config leaves it out."""
+        """Create the object of a key, or return None if the config does not have it."""
         with about(key):
             return self._makers[key]() if key in self._makers else None
 
     def make_sizes(self) -> dict[str, Any]:
-        """The microbatch sizes of training and of evaluation, or their policies; their unit."""
+        """Return microbatch sizes or policies of training and evaluation, and their unit."""
         keys = ("microbatch_size", "eval_microbatch_size", "microbatch_unit")
         return {key: self.make(key) for key in keys}
 
     def grouped_optimizer(self) -> Any:
-        """The optimizer as the Trainer takes it: with options of their own for some parameters."""
+        """Return the optimizer for the Trainer, including options for some parameters."""
         make, groups = self.optimizer, self.config.parameter_groups
         return ParameterGroups(make, groups) if make and groups else make
 
     @property
     def optimizer(self) -> Callable[..., Any] | None:
-        """A function from parameters to the optimizer; None where the config leaves it out."""
+        """Function from parameters to the optimizer, or None if the config has none."""
         return self._later("optimizer")
 
     def _later(self, key: str) -> Callable[..., Any] | None:
         return None if getattr(self.config, key) is None else self._makers.get(key)
 
     def make_trainer(self, model: nn.Module, **instead: Any) -> Trainer:
-        """The Trainer of a model, without what was left out of the recipe."""
+        """Create the Trainer of a model; ``instead`` replaces options of the config."""
         later: dict[str, Any] = {key: self._later(key) for key in FIRST_ARGUMENTS}
         options: dict[str, Any] = {
             key: self.make(key)
@@ -136,7 +130,7 @@ def _make_checkpoint(config: RunConfig) -> CheckpointConfig | None:
 
 
 def _prepare(value: Any, key: str, kind: str, at: At) -> Callable[..., Any]:
-    """A function that makes the value of a key; ``kind`` is the key whose values it may have."""
+    """Return a function that creates the value of a key; ``kind`` determines allowed values."""
     if kind == "eval_dataloader" and isinstance(value, Mapping) and "data" in value:
         kinds = {name: kind if name == "data" else f"{kind}.{name}" for name in keys_inside(kind)}
         makers = {
@@ -150,7 +144,7 @@ def _prepare(value: Any, key: str, kind: str, at: At) -> Callable[..., Any]:
                 inside[name] = _prepare(each, f"{key}.{name}", kind, at)
         if kind in LISTS:
             return lambda: [make() for make in inside.values()]
-        # Without a name left there is no evaluation.
+        # If no name is left, there is no evaluation.
         return lambda: {name: make() for name, make in inside.items()} or None
     make = prepare_value(value, key, first=FIRST_ARGUMENTS.get(key, ()))
     return _checking(make, value["call"], key) if is_node(value) and kind in LOADERS else make
@@ -162,19 +156,13 @@ def _make_evaluator(options: dict[str, Any]) -> Evaluator:
 
 
 def _checking(make: Callable[[], Any], call: str, key: str) -> Callable[..., Any]:
-    """Return what makes the same loader, and refuses what is none.
-
-    >>> _checking(lambda: None, "my_data.loader", "eval_dataloader")()
-    Traceback (most recent call last):
-        ...
-    automicro.errors.ConfigError: eval_dataloader: my_data.loader returned None: return ...
-    """
+    """Return a function that creates the same loader, and refuses an object that is no loader."""
 
     def made() -> Any:
         found = make()
         if found is None:
             raise ConfigError(f"{key}: {call} returned None: return a DataLoader")
-        # A dataset that is iterated over may give whole batches; one with places gives rows.
+        # An iterable dataset can give whole batches; a map-style dataset gives rows.
         is_rows = isinstance(found, Dataset) and not isinstance(found, IterableDataset)
         if is_rows:
             raise ConfigError(
@@ -187,7 +175,7 @@ def _checking(make: Callable[[], Any], call: str, key: str) -> Callable[..., Any
 
 
 def _prepare_sampling(config: RunConfig, make_data: Callable[..., Any]) -> Callable[[], Any]:
-    """A function that makes the loader with batches by the length of rows."""
+    """Return a function that creates the loader with batches by the length of rows."""
     makers = {
         name: prepare_value(config.sampling_mode[name], f"sampling_mode.{name}")
         for name in keys_inside("sampling_mode")
@@ -210,7 +198,7 @@ def _prepare_sampling(config: RunConfig, make_data: Callable[..., Any]) -> Calla
 
 @about("global_batch_size", "train_dataloader.args.batch_size")
 def _check_batch_size(config: RunConfig, loader: Any) -> None:
-    """Refuse a loader that loads another number of rows than the config says a batch has."""
+    """Refuse a loader whose batch size contradicts global_batch_size."""
     rows, loaded = config.global_batch_size, getattr(loader, "batch_size", None)
     if not isinstance(rows, int) or not isinstance(loaded, int):
         return
@@ -228,10 +216,10 @@ def _check_batch_size(config: RunConfig, loader: Any) -> None:
 
 
 def _with_config(logger: Logger, config: Mapping[str, Any]) -> Logger:
-    """Let a logger take down the config among what is run."""
+    """Add the config to the description of the run that a logger gets."""
     start = getattr(logger, "start", None)
     if start is None or isinstance(logger, type):
-        return logger  # the Trainer refuses it
+        return logger  # the Trainer will refuse it
 
     def start_with_config(run: Mapping[str, Any], *, resume_step: int | None) -> None:
         start({**run, "config": config}, resume_step=resume_step)
@@ -242,13 +230,7 @@ def _with_config(logger: Logger, config: Mapping[str, Any]) -> Logger:
 
 @about("weights")
 def _check_weights_file(path: str | os.PathLike[str]) -> None:
-    """Refuse a path where neither a file nor a folder is.
-
-    >>> _check_weights_file("no_such.pt")
-    Traceback (most recent call last):
-        ...
-    automicro.errors.ConfigError: weights='no_such.pt': there is no such file or folder: ...
-    """
+    """Refuse a path that does not exist."""
     if not Path(path).exists():
         raise ConfigError(
             f"weights={str(path)!r}: there is no such file or folder: give a path from the folder "
@@ -258,14 +240,9 @@ def _check_weights_file(path: str | os.PathLike[str]) -> None:
 
 @about("weights")
 def load_weights(model: nn.Module, path: str | os.PathLike[str]) -> None:
-    """Load weights from a file or a checkpoint into a model. Every name and shape has to fit.
+    """Load weights into a model, from a file or checkpoint in which all names and shapes fit.
 
     Code in the file is never run.
-
-    >>> import tempfile
-    >>> with tempfile.NamedTemporaryFile(suffix=".pt") as file:
-    ...     torch.save(torch.nn.Linear(2, 2).state_dict(), file.name)
-    ...     load_weights(torch.nn.Linear(2, 2), file.name)
     """
     _check_weights_file(path)
     said = f"weights={str(path)!r}"
@@ -275,12 +252,12 @@ def load_weights(model: nn.Module, path: str | os.PathLike[str]) -> None:
             modules = load_checkpoint(Path(path)).state.get("modules")
             state = modules[0] if isinstance(modules, list) and modules else None
         else:
-            # To the host: the device that they were saved from need not be here.
+            # To the host, because the device that they were saved from might not exist here.
             state = torch.load(path, weights_only=True, map_location="cpu")
     except CheckpointError as error:
         raise ConfigError(f"{said}: {error}") from error
     except (pickle.UnpicklingError, OSError, EOFError, RuntimeError, ValueError) as error:
-        # Torch's own words for the first of these recommend to run what is in the file.
+        # Torch's message for the first of these recommends running the code in the file.
         why = "it is damaged, or holds objects that would run code when they are read"
         why = why if isinstance(error, pickle.UnpicklingError) else first_line(error)
         raise ConfigError(f"{said} is not a file of tensors alone ({why}): {SAVE}") from error
@@ -291,7 +268,7 @@ def load_weights(model: nn.Module, path: str | os.PathLike[str]) -> None:
     try:
         model.load_state_dict(state)
     except RuntimeError as error:
-        # The first line of torch's message only names the class.
+        # The first line of torch's message has only the name of the class.
         wrong = [shorten(line, 160, placeholder=" …") for line in str(error).splitlines()[1:]]
         more = f" and {len(wrong) - SHOWN} more" if len(wrong) > SHOWN else ""
         raise ConfigError(

@@ -1,6 +1,6 @@
-"""Every key of a config.
+"""All keys of a config.
 
-Nothing here imports torch or OmegaConf: readers and choices are named, and looked up when used.
+Nothing here imports torch or OmegaConf: readers and choices are import paths, resolved on use.
 """
 
 import json
@@ -13,24 +13,12 @@ from automicro.errors import ConfigError, remember
 
 @dataclass(frozen=True, kw_only=True)
 class Option:
-    """Facts about a key beside its type, its default and its meaning.
+    """Facts about a key that its signature and docstring do not state."""
 
-    These three come from the signature and the docstring of what takes it: of the `Trainer`, or,
-    for keys inside of another, of a class of ``schema.SECTIONS``.
-
-    Attributes:
-        words: what it may hold but null, where its type does not say it.
-        choices: import path of the words that it may be.
-        read: import path of what refuses a value that makes no sense. It is called with the value,
-            or with the key and the value where its first parameter is called ``name``.
-        made: what is made there: a ``"node"``, a ``"function"`` that is called later with what only
-            training knows, or a ``"list"`` or ``"mapping"`` of nodes.
-    """
-
-    words: str = ""
-    choices: str = ""
-    read: str = ""
-    made: str = ""
+    words: str = ""  # accepted values in words, without null, if the type does not state them
+    choices: str = ""  # import path of the accepted words
+    read: str = ""  # import path of a check, called with the value, or name= and the value
+    made: str = ""  # "node", "function" (called later), or "list" or "mapping" of nodes
 
 
 _SCHEMA = "automicro.cli.config.schema"
@@ -48,8 +36,7 @@ _DURATION = Option(
 _LENGTHS = Option(words="text, a list, a node")
 _UNIT = Option(choices="automicro.data.sampler.UNITS")
 
-# In the order in which a reader wants them. Keys inside of others have a row where their type does
-# not say all.
+# Ordered for readers. Keys inside others have a row if their type does not say enough.
 GROUPS: Mapping[str, Mapping[str, Option]] = {
     "What is made": {
         "model": _NODE,
@@ -163,19 +150,14 @@ LISTS = tuple(key for key, option in OPTIONS.items() if option.made == "list")
 
 
 def mistake(text: str, *keys: object) -> ConfigError:
-    """An error about some keys of the config, to be raised.
-
-    >>> from automicro.errors import keys_of
-    >>> keys_of(mistake("no such argument", "model.args.widht"))
-    ('model.args.widht',)
-    """
+    """Return an error about keys of the config."""
     error = ConfigError(text)
     remember(error, keys=tuple(map(str, keys)))
     return error
 
 
 def as_override(key: str, value: object) -> str:
-    """Write a value as the command line takes it, to be copied.
+    """Return a value in the notation of the command line, for copying.
 
     >>> as_override("optimizer.args.lr", 0.1), as_override("seed", None)
     ('optimizer.args.lr=0.1', 'seed=null')
@@ -185,7 +167,7 @@ def as_override(key: str, value: object) -> str:
     if isinstance(value, str) and value not in ("", "???"):
         return shlex.quote(f"{key}={value}")
     try:
-        # JSON is YAML.
+        # JSON is valid YAML.
         text = "VALUE" if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
     except (TypeError, ValueError):
         text = "VALUE"

@@ -1,4 +1,4 @@
-"""From YAML files and overrides to a `RunConfig`, and back to YAML."""
+"""Conversion of YAML files and overrides to a `RunConfig`, and back to YAML."""
 
 import datetime
 import re
@@ -36,21 +36,21 @@ from automicro.trainer.processes import agreed_time
 
 OF_TRAINING = ("train_dataloader", "sampling_mode")
 DATA = (*OF_TRAINING, "eval_dataloader")
-# Stand for these keys while all else is resolved: no config holds them.
+# Placeholders for these keys while others are resolved; they occur in no config.
 MARKS = {key: f"\0{key}\0" for key in (*BATCH_SIZES, "run_dir")}
 _WIDTH = 100
 
 
 class _Interpolations:
-    """The values of a config, interpolations replaced by what they stand for.
+    """The values of a config, with interpolations replaced.
 
-    In the place of references that are kept in what is written, there are marks: of the batch
-    sizes in the data, of ``run_dir`` in all that is made. Elsewhere a number may be computed from
-    a batch size, so that it has to be known.
+    References that should remain in the written config become marks: those to batch sizes in the
+    data, and those to ``run_dir`` in nodes. Elsewhere a number might be computed from a batch size,
+    so its value is needed.
     """
 
     def __init__(self, tree: Tree) -> None:
-        # With the defaults: an interpolation may stand for a key that no file sets.
+        # Including defaults, because an interpolation can refer to a key that no file sets.
         self._tree = {**defaults(), **tree}
         marks = {key: mark for key, mark in MARKS.items() if key in tree and tree[key] is not None}
         of_made = {key: mark for key, mark in marks.items() if key == "run_dir"}
@@ -60,7 +60,7 @@ class _Interpolations:
         )
 
     def resolved(self, key: str) -> Any:
-        """The value of a key, resolved."""
+        """Return the resolved value of a key."""
         if "${" not in str(self._tree[key]):
             return self._tree[key]
         config = self._made if is_made(key) or key in SECTIONS else self._plain
@@ -69,15 +69,16 @@ class _Interpolations:
             value = config[key]
             is_held = OmegaConf.is_config(value)
             return OmegaConf.to_container(value, resolve=True) if is_held else value
-        # Older versions of OmegaConf follow a circle until Python's stack ends.
+        # Older versions of OmegaConf follow a cycle until the stack overflows.
         except (OmegaConfBaseException, RecursionError) as error:
             raise self._refusal(error, getattr(error, "full_key", None) or key) from error
 
     def _refusal(self, error: Exception, key: str) -> ConfigError:
-        """Say which interpolation stands for nothing, and why."""
+        """Return an error that names the interpolation that failed, and the reason."""
         values = leaves(self._tree)
         known = [*_prefixes(values)]
-        # Its own references first: what it refers to may be what refers to nothing.
+        # Its own references come first, because a key that it refers to might contain the unset
+        # one.
         for leaf, value in [(key, values.get(key)), *values.items()]:
             for name in REFERENCE.findall(str(value)):
                 if name not in known:
@@ -95,7 +96,7 @@ class _Interpolations:
 
 
 def _prefixes(keys: Mapping[str, Any]) -> Iterator[str]:
-    """Keys, and those that they lie in."""
+    """Yield keys, and the keys that contain them."""
     for key in keys:
         yield from (key[: end.start()] for end in re.finditer(r"\.|$", key))
 
@@ -109,7 +110,8 @@ def _started_at() -> datetime.datetime:
 def _register_now() -> None:
     if not OmegaConf.has_resolver("now"):
         with warnings.catch_warnings():
-            # OmegaConf 2.4 renamed it, and warns. In 2.3 the new name is a deprecated function.
+            # OmegaConf 2.4 renamed this function and warns; in 2.3 the new name is a deprecated
+            # function.
             warnings.simplefilter("ignore", UserWarning)
             OmegaConf.register_new_resolver("now", lambda form: _started_at().strftime(form))
 
@@ -121,7 +123,7 @@ def rows_to_load(
     accumulate_batches: int | str = 1,
     key: str = "global_batch_size",
 ) -> int:
-    """Return how many rows each device loads at a time.
+    """Return the number of rows that each device loads at a time.
 
     >>> rows_to_load(512, num_devices=4, accumulate_batches=2)
     64
@@ -147,26 +149,19 @@ def rows_to_load(
 
 @dataclass(frozen=True, kw_only=True)
 class LoadedConfig:
-    """A config that was read, with every interpolation resolved.
-
-    Attributes:
-        config: every key, typed.
-        sources: what it was read from.
-        checked: what ``check`` of `read_config` gave.
-        written: the keys that files and overrides set, in the order of the reference. The only
-            interpolations left are the batch sizes in the arguments of the data, and ``run_dir``
-            in what is made, so that they follow when these are changed. Read again, it is the
-            same config.
-    """
+    """A config that was read, with all interpolations resolved."""
 
     config: RunConfig
-    checked: Any
+    checked: Any  # result of ``check`` of `read_config`
+    # Keys set by files and overrides, in the order of the reference. Two kinds of interpolations
+    # remain, so that they follow later changes: batch sizes in the arguments of the data, and
+    # run_dir in nodes. Reading it again gives the same config.
     written: Mapping[str, Any]
     sources: Sources
 
     @property
     def everything(self) -> dict[str, Any]:
-        """Every key, with the default of those that are not written."""
+        """All keys, including defaults of keys that are not set."""
         values = {**defaults(), **self.written}
         if values["checkpoint"] is not None:
             folder = {} if self.config.run_dir is None else {"folder": "${run_dir}/checkpoints"}
@@ -182,16 +177,16 @@ def read_config(
     num_devices: int = 1,
     check: Callable[[RunConfig, At], object] = lambda config, at: None,
 ) -> LoadedConfig:
-    """Read files, merge them, apply overrides, resolve interpolations and check it all.
+    """Read and merge files, apply overrides, resolve interpolations and check the result.
 
-    Nothing is made, and nothing imported but by ``check``. In the arguments of the data, the batch
-    sizes are what one device loads at a time. All mistakes are reported at once.
+    No objects are created, and only ``check`` imports their modules. In the arguments of the data,
+    batch sizes are those of one device. All mistakes are reported together.
 
     >>> sorted(read_config(["configs/digits.yaml"]).written)[:3]
     ['eval_dataloader', 'eval_interval', 'eval_microbatch_size']
     """
     sources = Sources(paths, overrides)
-    # An unset batch size is no null: what refers to it has nothing to stand for.
+    # An unset batch size is removed and not null, because references to it have no value.
     unset = [key for key in BATCH_SIZES if sources.tree.get(key) in (None, "None")]
     tree = {key: value for key, value in sources.tree.items() if key not in unset}
     for key in tree:
@@ -221,13 +216,13 @@ def read_config(
 def _read(
     tree: Tree, keys: Sequence[str], at: At, num_devices: int
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The values of the keys as a run takes them, and as they are written."""
+    """Return the values of the keys for the run, and the values to be written."""
     interpolations, reader = _Interpolations(tree), Reader(at)
     values: dict[str, Any] = {}
     written: dict[str, Any] = {}
     shares: Mapping[str, Mapping[str, int]] | None = None
     references = {key: f"${{{key}}}" for key in MARKS}
-    # What is made comes last: it may refer to batch sizes and run_dir.
+    # Nodes come last, because they can refer to batch sizes and run_dir.
     for key in sorted(keys, key=lambda key: is_made(key) or key in SECTIONS):
         if shares is None and (is_made(key) or key in SECTIONS):
             shares = _share_out(values, num_devices, at)
@@ -248,7 +243,7 @@ def _check_compile(config: RunConfig) -> None:
     try:
         check_compile(
             config.compile,
-            # A policy may change sizes. It is not made yet, so it cannot be asked.
+            # A policy might change sizes, and it does not exist yet.
             sizes_change=any(size in ("auto", "explore") or is_node(size) for size in sizes),
             device=choose_device(config.device),
             memory_limit=config.memory_limit,
@@ -267,11 +262,12 @@ def _refuse_open(keys: Sequence[str]) -> None:
 
 
 def _fill(value: Any, fillings: Mapping[str, Any]) -> Any:
-    """A value with others in the place of marks."""
+    """Replace the marks in a value."""
 
     def fill(leaf: Any) -> Any:
         for key, mark in MARKS.items() if isinstance(leaf, str) else ():
-            # A mark that stands alone is replaced by the value itself: a batch size stays a number.
+            # If a mark is the whole text, the value itself replaces it, so a batch size remains a
+            # number.
             if leaf == mark:
                 return fillings.get(key)
             leaf = leaf.replace(mark, str(fillings.get(key)))
@@ -283,7 +279,7 @@ def _fill(value: Any, fillings: Mapping[str, Any]) -> Any:
 def _share_out(
     values: Mapping[str, Any], num_devices: int, at: At
 ) -> Mapping[str, Mapping[str, int]]:
-    """How many rows of each batch size one device loads at a time, by the key of the data."""
+    """Return, for each key of data, the rows of each batch size that one device loads."""
     shares: dict[str, int] = {}
     of_training: dict[str, int] = {}
     for key in BATCH_SIZES:
@@ -291,7 +287,7 @@ def _share_out(
             if values.get(key) is not None:
                 shares[key] = rows_to_load(values[key], num_devices=num_devices, key=key)
     with at("global_batch_size"):
-        # An evaluation accumulates nothing: it is shared by devices alone.
+        # Evaluations do not accumulate, so only devices share their batches.
         if "global_batch_size" in shares:
             of_training["global_batch_size"] = rows_to_load(
                 values["global_batch_size"],
@@ -302,30 +298,30 @@ def _share_out(
 
 
 class _Dumper(yaml.SafeDumper):  # type: ignore[misc]
-    # PyYAML writes what occurs twice as &id001 and *id001.
+    # PyYAML would write repeated values as &id001 and *id001.
     def ignore_aliases(self, data: Any) -> bool:
         return True
 
-    # PyYAML would put the items of a list right below their key, without an indent.
+    # PyYAML would not indent the items of a list.
     def increase_indent(self, flow: bool = False, indentless: bool = False) -> None:
         super().increase_indent(flow, False)
 
 
 def _represent_text(dumper: yaml.SafeDumper, text: str) -> Any:
-    # Other quotes leave line breaks of Unicode as they are, which are read as spaces.
+    # Other quotes keep Unicode line breaks, which are read back as spaces.
     style = '"' if re.search("[\x85\u2028\u2029]", text) else None
     return dumper.represent_scalar("tag:yaml.org,2002:str", text, style=style)
 
 
 _Dumper.add_representer(str, _represent_text)
-# 1e-3 is text in YAML 1.1 and a number for OmegaConf.
+# 1e-3 is text in YAML 1.1, but a number in OmegaConf.
 _Dumper.add_implicit_resolver(
     "tag:yaml.org,2002:float", re.compile(r"[-+]?[0-9._]+[eE][-+]?[0-9]+$"), list("-+0123456789.")
 )
 
 
 def to_yaml(values: Mapping[str, Any]) -> str:
-    """Return values as YAML, with lists and mappings of plain values on one line each.
+    """Return values as YAML, with one line for each list or mapping of plain values.
 
     >>> print(to_yaml({"model": {"call": "a.B", "args": {"width": 4}}, "name": "1e-3"}), end="")
     model:
@@ -337,7 +333,7 @@ def to_yaml(values: Mapping[str, Any]) -> str:
 
 
 def escape(value: Any) -> Any:
-    r"""Return a value in which nothing is an interpolation any more.
+    r"""Return a value with all interpolations escaped.
 
     >>> print(escape({"name": ["${seed}"]})["name"][0])
     \${seed}
@@ -352,7 +348,7 @@ def _key_to_yaml(key: str, value: Any) -> str:
     text = yaml.dump(
         {key: value},
         Dumper=_Dumper,
-        # None is one line for each collection of plain values, this outermost one included.
+        # None would also put the outermost mapping on one line if its values are plain.
         default_flow_style=None if isinstance(value, dict | list) else False,
         sort_keys=False,
         width=_WIDTH,

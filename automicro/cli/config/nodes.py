@@ -1,4 +1,4 @@
-"""``{call: dotted.path, args: {…}}``: what is well formed, what it names, and what it makes."""
+"""Nodes, ``{call: dotted.path, args: {…}}``: parsing, checks, and creation of their objects."""
 
 import contextlib
 import functools
@@ -26,7 +26,7 @@ from automicro.errors import (
 NODE_KEYS = ("call", "args")
 REFERENCE = re.compile(r"\$\{([\w.]+)\}")
 FORM = "write {call: dotted.path, args: {name: value}}"
-# Where people mean what they write a part of the path of, as after their imports.
+# Prefixes that people omit from a path, because their imports have them.
 PLACES = (
     "builtins",
     "torch",
@@ -43,14 +43,14 @@ _BY_NAME = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_O
 
 
 class CallConfig(TypedDict):
-    """Something to be made: a class or a function by its dotted path, and its arguments.
+    """An object to be created: a class or a function by its dotted path, and its arguments.
 
     Attributes:
         call: the dotted import path of a class or a function, such as ``torch.optim.AdamW``. It is
-            called once and has to return the thing itself: the model, the DataLoader, the function
-            that is the loss.
-        args: its arguments by name. A mapping with ``call`` anywhere inside is made first. To hand
-            over a function instead of calling it:
+            called once and has to return the object itself: the model, the DataLoader, the loss
+            function.
+        args: its arguments by name. Mappings with ``call`` at any depth are created first. To pass
+            a function without calling it:
             ``{call: pkgutil.resolve_name, args: {name: my_data.count_tokens}}``.
     """
 
@@ -59,11 +59,7 @@ class CallConfig(TypedDict):
 
 
 def read_node(node: object, key: str) -> CallConfig:
-    """A well-formed node; nodes inside of it are looked at, too.
-
-    >>> read_node({"call": "torch.nn.Linear"}, "model")
-    {'call': 'torch.nn.Linear', 'args': {}}
-    """
+    """Return a well-formed node; nested nodes are checked, too."""
     if not isinstance(node, Mapping):
         raise mistake(f"{key}={show(node)} is not a mapping: {FORM}", key)
     for name, value in node.items():
@@ -72,7 +68,7 @@ def read_node(node: object, key: str) -> CallConfig:
             below = as_override(f"{key}.args.{name}", value)
             form = FORM if hint else f"arguments belong below it, as {below}"
             raise mistake(f"{key} has an unknown key {name!r}{hint}: {form}", f"{key}.{name}")
-    # In YAML, args: with nothing behind it is null.
+    # In YAML, args: without a value is null.
     call, args = node.get("call"), {} if node.get("args") is None else node["args"]
     if not isinstance(call, str):
         wrong = f"={show(call)} is not a path" if "call" in node else " is missing"
@@ -101,7 +97,7 @@ def _read_inside(value: Any, key: str) -> None:
 
 
 def show(value: object) -> str:
-    """Write a value of a config as YAML has it, and say what it is.
+    """Return a value in the notation of YAML, with its kind.
 
     >>> show(None), show(True), show(1.5), show([1]), show("many")
     ('null', 'true', '1.5 (a decimal number)', '[1] (a list)', "'many' (text)")
@@ -116,17 +112,17 @@ def show(value: object) -> str:
 
 
 def is_node(value: object) -> bool:
-    """Tell whether a value inside a config describes something to be made."""
+    """Return whether a value in a config describes an object to be created."""
     return isinstance(value, Mapping) and "call" in value
 
 
 def prepare(
     node: Mapping[str, Any] | CallConfig, key: str, *, first: Sequence[str] = ()
 ) -> Callable[..., Any]:
-    """Return what makes the thing that a node describes, once it is called.
+    """Return a function that creates the object of a node.
 
-    Imports and signatures are checked now, those of nested nodes too, so that a mistake is found
-    before anything is made.
+    Imports and signatures, including those of nested nodes, are checked at once, so that mistakes
+    are found before any object is created.
 
     >>> node = {"call": "torch.nn.Linear", "args": {"in_features": 4, "out_features": 2}}
     >>> prepare(node, "model")()
@@ -143,7 +139,7 @@ def prepare(
 
 
 def prepare_value(value: Any, key: str, *, first: Sequence[str] = ()) -> Callable[..., Any]:
-    """Return what makes a value in which nodes may stand anywhere, or nowhere.
+    """Return a function that creates a value, which can contain nodes at any depth.
 
     >>> prepare_value([{"call": "fractions.Fraction"}, 1], "values")()
     [Fraction(0, 1), 1]
@@ -159,14 +155,14 @@ def prepare_value(value: Any, key: str, *, first: Sequence[str] = ()) -> Callabl
 
 
 def items_inside(value: Any) -> list[tuple[Any, Any]]:
-    """The names and values of a mapping, the places and values of a list, else nothing."""
+    """Return names and values of a mapping, indices and values of a list, or nothing."""
     if isinstance(value, Mapping):
         return list(value.items())
     return list(enumerate(value)) if isinstance(value, list) else []
 
 
 def mapped(value: Any, change: Callable[[Any], Any]) -> Any:
-    """A value with something else in the place of each end of its mappings and lists.
+    """Return a value with a function applied to each leaf of its mappings and lists.
 
     >>> mapped({"sizes": [1, 2]}, str)
     {'sizes': ['1', '2']}
@@ -179,7 +175,7 @@ def mapped(value: Any, change: Callable[[Any], Any]) -> Any:
 
 
 def leaves(value: Any, key: str = "") -> dict[str, Any]:
-    """Values at the ends of mappings and lists, by dotted key; empty ones are ends, too.
+    """Return the leaves of mappings and lists by dotted key; empty ones are leaves, too.
 
     >>> leaves({"model": {"args": {"sizes": [1, 2]}}, "metrics": {}})
     {'model.args.sizes.0': 1, 'model.args.sizes.1': 2, 'metrics': {}}
@@ -207,14 +203,14 @@ def _make(
         with _noting(f"while making {key} ({call})" + (f" with {shown}" if shown else "")):
             return target(*first, **args)
     except Exception as error:
-        # Where the callee tells which arguments are wrong, these lines of the config are to blame.
+        # If the error names the wrong arguments, it is attributed to their lines of the config.
         wrong = [f"{key}.args.{name}" for name in keys_of(error) if name in args]
         remember(error, keys=tuple(wrong or [key]))
         raise
 
 
 def _brief(value: object) -> str:
-    """A plain value as it is, a made object by its type."""
+    """Show a plain value as it is, and another object by its type."""
     if value is None or isinstance(value, bool):
         return show(value)
     if isinstance(value, str | int | float | list | dict):
@@ -234,11 +230,7 @@ def _noting(doing: str) -> Iterator[None]:
 
 
 def _import_callable(path: str, *, key: str) -> Callable[..., Any]:
-    """Return the class or function that a dotted path names.
-
-    >>> _import_callable("torch.nn.Linear", key="model.call")
-    <class 'torch.nn.modules.linear.Linear'>
-    """
+    """Return the class or function at a dotted path."""
     if not all(part.isidentifier() for part in path.split(".")):
         raise ConfigError(
             f"{key}={path!r} is not a dotted path: write names joined by dots, such as "
@@ -246,20 +238,20 @@ def _import_callable(path: str, *, key: str) -> Callable[..., Any]:
         )
     found: Any = None
     before = ""
-    # Part by part, and not by pkgutil.resolve_name(): so a mistake names the part that is wrong.
+    # Part by part, not with pkgutil.resolve_name(), so that an error can name the wrong part.
     for part in path.split("."):
         whole = f"{before}.{part}" if before else part
         try:
             is_inside = bool(before) and hasattr(found, part)
             found = getattr(found, part) if is_inside else importlib.import_module(whole)
         except ModuleNotFoundError as error:
-            # Another name is missing inside a module that does exist.
+            # An import inside an existing module failed.
             if error.name not in (whole, before):
                 raise
             raise ConfigError(f"{key}={path!r}: {_missing(found, before, part, path)}") from None
         before = whole
     if not callable(found):
-        # Modules are named like the class in them: torch.optim.adamw, AdamW.
+        # Modules are often named like a class in them: torch.optim.adamw, AdamW.
         last = path.rpartition(".")[2].lower()
         meant = [f"{path}.{name}" for name in dir(found) if name.lower() == last != name]
         hint = f" (did you mean {meant[0]!r}?)" if meant else ""
@@ -271,32 +263,32 @@ def _import_callable(path: str, *, key: str) -> Callable[..., Any]:
 
 
 def _missing(parent: Any, before: str, part: str, path: str) -> str:
-    """Say which part of a path there is not, and what may be meant."""
+    """Return which part of a path is missing, with a suggestion."""
     if before:
         known = {each for each in dir(parent) if not each.startswith("_")}
         known |= {each.name for each in pkgutil.iter_modules(getattr(parent, "__path__", []))}
         hint = suggestion(part, known)
         return f"{before!r} exists, but has no {part!r}{hint}: correct the path"
     for place in PLACES:
-        # Not every library of PLACES has to be installed.
+        # Some libraries of PLACES might not be installed.
         with contextlib.suppress(ImportError, AttributeError):
             if callable(pkgutil.resolve_name(f"{place}.{path}")):
                 meant = f"{place}.{path}"
                 return (
                     f"there is no module {part!r} (did you mean {meant!r}?): write the whole path"
                 )
-    # No model or data is in the standard library.
+    # The standard library has neither models nor data.
     installed = {each.name for each in pkgutil.iter_modules()} - sys.stdlib_module_names
     hint = suggestion(part, installed)
     return f"there is no module {part!r}{hint}: install it, or put it beside the config"
 
 
 def _is_decimal(target: Callable[..., Any], name: str) -> bool:
-    """Whether an argument is annotated as a decimal number, and not as true or false, too."""
+    """Return whether an argument is annotated as a decimal number that cannot be a bool."""
     owner = target.__init__ if isinstance(target, type) else target  # type: ignore[misc]
     try:
         hint = typing.get_type_hints(owner).get(name)
-    except Exception:  # annotations that only a type checker can read
+    except Exception:  # annotations that only a type checker can resolve
         return False
     kinds = {hint, *typing.get_args(hint)}
     return float in kinds and not kinds & {bool, object, Any}
@@ -309,11 +301,7 @@ def _check_arguments(
     key: str,
     first: Sequence[str],
 ) -> None:
-    """Refuse arguments that a class or a function does not take, or lacks.
-
-    >>> import torch
-    >>> _check_arguments(torch.optim.SGD, "torch.optim.SGD", {"lr": 1}, "optimizer", ["params"])
-    """
+    """Refuse unknown and missing arguments of a class or function."""
     try:
         signature = inspect.signature(target)
     except (TypeError, ValueError):

@@ -1,6 +1,6 @@
-"""Every key of a config with its type and its default, and whether a value belongs under it.
+"""Types and defaults of all keys of a config, and checks of their values.
 
-Types and defaults come from the signature of what takes them.
+Types and defaults come from the signatures of the classes that take the keys.
 """
 
 import functools
@@ -35,7 +35,7 @@ from automicro.trainer.evaluators import INHERITED, Evaluator
 from automicro.trainer.trainer import Trainer
 from automicro.units import duration_meant, parse_bytes, parse_share
 
-# Required by a command, with something to copy for each.
+# Keys that commands require, with an example for each.
 EXAMPLES = {
     "model": "{call: my_package.MyModel, args: {width: 64}}",
     "train_dataloader": "{call: my_package.make_loader, args: {batch_size: 512}}",
@@ -56,103 +56,101 @@ _WORDS: Mapping[Any, str] = {
 
 
 class EvaluatorConfig:
-    """One evaluation with options of its own. What is ``inherited`` is what the run has.
+    """One evaluation with its own options; ``inherited`` means the option of the run.
 
     Attributes:
-        data: makes what gives whole batches, as ``train_dataloader`` does.
-        metrics: in place of ``metrics``: names and nodes, or None for none.
-        microbatch_size: in place of ``eval_microbatch_size``; found on its own.
-        max_batches: how many batches to evaluate on; None for all.
-        interval: in place of ``eval_interval``; None for never while training.
+        data: creates the source of whole batches, like ``train_dataloader``.
+        metrics: replaces ``metrics``: names and nodes, or None for no metrics.
+        microbatch_size: replaces ``eval_microbatch_size``; found separately.
+        max_batches: maximum number of batches to evaluate on, or None for all.
+        interval: replaces ``eval_interval``; None for no evaluation during training.
     """
 
 
 class SamplingConfig:
-    """Which rows make up a batch of training, by how long they are. See `LengthBatchSampler`.
+    """Choice of rows for training batches by their lengths. See `LengthBatchSampler`.
 
     Attributes:
-        mode: how rows are put into batches: ``fixed``, ``duration``, ``1D-bucketing``,
+        mode: how rows are grouped into batches: ``fixed``, ``duration``, ``1D-bucketing``,
             ``1D-bucketing-dyn``, ``2D-bucketing``, ``2D-bucketing-fixed`` or
             ``2D-bucketing-singlet``.
-        lengths: how long rows are: the name of a column, a file such as ``train.csv:seconds``, a
-            list, or a node that makes a function of a row.
-        second_lengths: the same of something else about rows, for modes of two dimensions.
-        batch_size: rows of a batch on one device; that of the loader where nothing else says how
-            much a batch holds. A list has one for each bucket.
-        batch_length: the sum of the lengths in a batch, at most.
-        batch_cost: what a batch takes with its padding, at most: rows × cost of the longest.
-        cost: makes a function of lengths and second lengths, in place of their product.
+        lengths: lengths of rows: the name of a column, a file such as ``train.csv:seconds``, a
+            list, or a node that creates a function of a row.
+        second_lengths: a second length of each row, for two-dimensional modes.
+        batch_size: rows of a batch on one device, or a list with one number for each bucket.
+            Defaults to that of the loader if no other limit is given.
+        batch_length: maximum sum of the lengths in a batch.
+        batch_cost: maximum cost of a batch including its padding: rows × cost of the longest.
+        cost: creates a function of lengths and second lengths that replaces their product.
         bucket_edges: ascending lengths between buckets.
-        num_buckets: of modes that derive them, or two numbers for two dimensions.
-        shuffle: whether each epoch has another order.
-        seed: of the order; None for that of the run.
-        unit: what lengths count: seconds, tokens, or None for something else.
-        second_unit: the same of second lengths.
+        num_buckets: number of buckets for modes that derive them, or two numbers for two
+            dimensions.
+        shuffle: whether each epoch has a different order.
+        seed: seed of the order, or None for the seed of the run.
+        unit: unit of lengths: seconds, tokens, or None for another unit.
+        second_unit: unit of second lengths.
     """
 
 
 class RunConfig(SimpleNamespace):
-    """The config of a command: options of the `Trainer`, words for its features, those of a run.
+    """The config of a command: options of the `Trainer`, words of features, options of the run.
 
     Attributes:
-        model: makes the ``torch.nn.Module``.
-        weights: a file with a state dict (``torch.save(model.state_dict(), path)``), or a folder
-            of checkpoints, of which the model of the newest good one is taken. Loaded into the
-            model after it is made; all names and shapes have to fit. A run that goes on from a
-            checkpoint has the weights from there.
-        train_dataloader: makes what gives full optimization batches: a ``DataLoader``, or any
-            iterable that can be passed over once per epoch.
-        sampling_mode: which rows make up a batch of ``train_dataloader``, by how long they are: the
-            name of a mode, or a mapping of the keys below; the loader keeps all else. Null leaves
-            its batches as they are.
-        eval_dataloader: the same for evaluation, or a mapping of the keys below, or a mapping from
-            names to either: ``{seen: {call: …}, new: {data: {call: …}, max_batches: 10}}``. Values
-            are then called ``seen/loss``, and logged as ``eval/seen/loss``. A name with null is
-            dropped.
-        loss_fn: makes the loss, called as ``loss_fn(model(inputs), targets)`` on batches of
-            ``(inputs, targets)``. Without it and without ``forward``, the model computes its own
+        model: creates the ``torch.nn.Module``.
+        weights: a file with a state dict (``torch.save(model.state_dict(), path)``), or a folder of
+            checkpoints, whose newest intact one provides the model. Loaded into the new model; all
+            names and shapes have to fit. A run that resumes from a checkpoint uses the weights
+            there instead.
+        train_dataloader: creates the source of full optimization batches: a ``DataLoader``, or an
+            iterable that can be iterated over once per epoch.
+        sampling_mode: how rows are grouped into batches of ``train_dataloader`` by their lengths:
+            the name of a mode, or a mapping of the keys below. Everything else of the loader is
+            kept. Null leaves its batches unchanged.
+        eval_dataloader: creates the source of evaluation batches, like ``train_dataloader``. Or a
+            mapping of the keys below, or a mapping from names to either:
+            ``{seen: {call: …}, new: {data: {call: …}, max_batches: 10}}``. Values are then called
+            ``seen/loss``, and logged as ``eval/seen/loss``. A name with null is dropped.
+        loss_fn: creates the loss, called as ``loss_fn(model(inputs), targets)`` on batches of
+            ``(inputs, targets)``. Without ``loss_fn`` and ``forward``, the model computes its own
             loss.
-        forward: makes a function ``(model, microbatch) -> loss``, in place of ``loss_fn``.
-        optimizer: makes the optimizer; is handed the model's parameters first.
-        scheduler: makes the learning rate scheduler; is handed the optimizer first. With one of
-            torch's, ``scheduler_interval`` says after what it is stepped.
-        metrics: names, and nodes that each make a torchmetrics metric. Training and evaluation
-            count apart. A name with null is dropped.
-        parameter_groups: options of the optimizer for some parameters, by their names: mappings
-            such as ``{"params": ["*.bias", "*norm*"], "weight_decay": 0.0}``, with ``*``, ``?``
-            and ``[…]``. The first that matches counts.
-        update_metric: makes a function ``(metric, outputs, microbatch) -> None``, in place of
-            ``metric.update(outputs, targets)``. With a fourth parameter called ``name`` it is told
-            the metric's name.
-        count_tokens: makes a function ``batch -> number of tokens``, for tokens per second and
-            durations in tokens, where a batch does not tell. One of your own is handed over as
+        forward: creates a function ``(model, microbatch) -> loss`` that replaces ``loss_fn``.
+        optimizer: creates the optimizer, with the model's parameters as first argument.
+        scheduler: creates the learning rate scheduler, with the optimizer as first argument. For a
+            scheduler of torch, ``scheduler_interval`` determines when it is stepped.
+        metrics: a mapping from names to nodes that each create a torchmetrics metric. Training and
+            evaluation are counted separately. A name with null is dropped.
+        parameter_groups: optimizer options for some parameters, selected by name: mappings such as
+            ``{"params": ["*.bias", "*norm*"], "weight_decay": 0.0}``, with ``*``, ``?`` and
+            ``[…]``. The first match applies.
+        update_metric: creates a function ``(metric, outputs, microbatch) -> None`` that replaces
+            ``metric.update(outputs, targets)``. A fourth parameter called ``name`` receives the
+            name of the metric.
+        count_tokens: creates a function ``batch -> number of tokens``, for tokens per second and
+            durations in tokens, if batches do not show it. Pass a function of your own as
             ``{call: pkgutil.resolve_name, args: {name: my_data.count_tokens}}``.
-        count_seconds: makes a function ``batch -> seconds of data``, for durations in hours, where
-            ``sampling_mode`` does not say how long rows are.
-        global_batch_size: rows of an optimization batch in all. In ``train_dataloader``,
-            ``${global_batch_size}`` is what one device loads at a time: this number divided by
-            devices and by ``accumulate_batches``, without a rest. In ``eval_dataloader`` it is this
-            number divided by devices alone.
+        count_seconds: creates a function ``batch -> seconds of data``, for durations in hours, if
+            ``sampling_mode`` does not give the lengths of rows.
+        global_batch_size: total rows of an optimization batch. In ``train_dataloader``,
+            ``${global_batch_size}`` is the number of rows that one device loads at a time: this
+            number divided by devices and by ``accumulate_batches``, without a remainder. In
+            ``eval_dataloader`` it is divided by devices only.
         eval_global_batch_size: rows of an evaluation batch over all devices. In
-            ``eval_dataloader``, ``${eval_global_batch_size}`` is what one device loads.
-        max_time: how long one call of the command may take, such as ``"2h30m"``: it ends after the
-            batch that runs then, and saves.
-        remember_sizes: whether ``"auto"`` starts from the size that an earlier run found, which
-            ``automicro cache`` lists, so that the second run may cut other microbatches than the
-            first. None for where no ``seed`` is given. Never with ``deterministic``.
-        callbacks: nodes that each make a callback, told of every event in this order; shipped ones
-            are in ``automicro.callbacks``.
-        loggers: nodes that each make a logger, such as
+            ``eval_dataloader``, ``${eval_global_batch_size}`` is the number that one device loads.
+        max_time: maximum time of one call of the command, such as ``"2h30m"``. When it is over, the
+            run ends after the current batch, and saves.
+        remember_sizes: whether ``"auto"`` starts from the size that an earlier run found, as listed
+            by ``automicro cache``, so that a second run might use other microbatches than the
+            first. None means True unless a ``seed`` is given. Never with ``deterministic``.
+        callbacks: nodes that each create a callback, called for every event in this order; included
+            callbacks are in ``automicro.callbacks``.
+        loggers: nodes that each create a logger, such as
             ``{call: automicro.loggers.JSONLinesLogger, args: {path: "${run_dir}/log.jsonl"}}``.
-        checkpoint: where and how often to save the run, so that the same command goes on where it
-            was interrupted: a mapping of the keys below; ``{}`` takes their defaults, null saves
+        checkpoint: where and how often to save the run, so that the same command resumes it after
+            an interruption: a mapping of the keys below; ``{}`` uses their defaults, null saves
             nothing.
         run_dir: a folder for ``config.yaml``, ``summary.json``, ``weights.pt`` and checkpoints;
-            with null, nothing is written. Such as ``runs/${now:%Y-%m-%d_%H-%M-%S}``. Nothing of
-            another run is overwritten.
-
-    >>> RunConfig(max_duration="2ep").max_duration
-    '2ep'
+            with null, nothing is written. Such as ``runs/${now:%Y-%m-%d_%H-%M-%S}``. Files of
+            another run are never overwritten.
     """
 
 
@@ -163,8 +161,8 @@ SECTIONS: Mapping[str, tuple[type, type]] = {
 }
 """Keys that hold further keys: what takes these, and what documents them."""
 
-# Further modules would have to be shared with the forward, and words stand for features. What a
-# sampler is for, and which rank it is on, the run knows.
+# Additional modules would have to be shared with the forward, and words stand for features. The run
+# provides the dataset and rank of a sampler.
 _ONLY_IN_PYTHON = ("modules", "features", "dataset", "rank", "world_size")
 _OF_A_RUN: Mapping[str, tuple[Any, Any]] = {
     "weights": (str | None, None),
@@ -183,7 +181,7 @@ _OF_A_RUN: Mapping[str, tuple[Any, Any]] = {
 
 @functools.cache
 def _arguments(section: str = "") -> Mapping[str, tuple[Any, Any]]:
-    """The type and the default of each key, as what takes it has them."""
+    """Return the type and default of each key, from the signature of the class that takes it."""
     owner = SECTIONS[section][0] if section else Trainer
     hints = typing.get_type_hints(vars(owner)["__init__"])
     found: dict[str, tuple[Any, Any]] = {
@@ -192,7 +190,7 @@ def _arguments(section: str = "") -> Mapping[str, tuple[Any, Any]]:
         if name not in _ONLY_IN_PYTHON
     }
     if section == "sampling_mode":
-        found["seed"] = (int | None, None)  # that of the run
+        found["seed"] = (int | None, None)  # defaults to the seed of the run
     if section:
         return found
     for name, word in WORDS.items():
@@ -208,11 +206,7 @@ def _arguments(section: str = "") -> Mapping[str, tuple[Any, Any]]:
 
 @functools.cache
 def alternatives(key: str) -> tuple[Any, ...]:
-    """The types that a key may have; in messages null comes last.
-
-    >>> alternatives("seed")
-    (<class 'int'>, <class 'NoneType'>)
-    """
+    """Return the types that a key can have, null last because messages list it last."""
     section, _, name = key.rpartition(".")
     found = _read_hint(_arguments(section)[name][0])
     if OPTIONS.get(key, Option()).made == "node":
@@ -221,29 +215,25 @@ def alternatives(key: str) -> tuple[Any, ...]:
 
 
 def _read_hint(hint: Any) -> tuple[Any, ...]:
-    """The values a config may have for an argument: plain ones, mappings, lists, nodes, or any."""
+    """Return the types of values in a config for an argument's annotation."""
     if isinstance(hint, UnionType):
         return tuple(kind for each in typing.get_args(hint) for kind in _read_hint(each))
     kind = typing.get_origin(hint) or hint
     if kind is Callable or (isclass(kind) and issubclass(kind, Policy)):
         return (CallConfig,)
     same = {Path: str, Sequence: list, dict: Mapping}.get(kind, kind)
-    # What is left out, such as a Duration, is for Python: a config has text for it.
+    # Types not listed, such as Duration, are for Python; a config has text instead.
     return (same,) if same is Any or same in _WORDS else ()
 
 
 def choices(key: str) -> tuple[str, ...]:
-    """The words that a key may be; none where it may be anything of its type.
-
-    >>> choices("precision")
-    ('fp32', 'bf16', 'fp16')
-    """
+    """Return the words that a key accepts, or nothing if it accepts any value of its type."""
     path = OPTIONS.get(key, Option()).choices
     return tuple(resolve_name(path)) if path else ()
 
 
 def one_of(choices: Iterable[str]) -> str:
-    """Return choices as a sentence has them.
+    """Return choices as part of a sentence.
 
     >>> one_of(["warn", "error", "ignore"])
     'warn, error or ignore'
@@ -254,7 +244,7 @@ def one_of(choices: Iterable[str]) -> str:
 
 
 def type_in_words(key: str) -> str:
-    """The values that a key may have, in words.
+    """Return the values that a key accepts, in words.
 
     >>> type_in_words("seed"), type_in_words("model"), type_in_words("rehearse")
     ('a whole number or null', 'a node', 'worst or null')
@@ -265,43 +255,32 @@ def type_in_words(key: str) -> str:
     plain = [_WORDS[each] for each in alternatives(key) if each in {*_WORDS} - {NoneType}]
     words = [option.words] if option.words else [*choices(key)] or plain
     words += ["inherited"] * (default == INHERITED)
-    # What may be anything may be null where that means something.
+    # A key of any type can also be null if its default is.
     if NoneType in found or (Any in found and default in (None, INHERITED)):
         words += ["null"] * (key not in TO_TRAIN)
     return one_of(words)
 
 
 def is_made(key: str) -> bool:
-    """Tell whether a key holds nodes, from which something is made.
-
-    >>> is_made("metrics"), is_made("weights")
-    (True, False)
-    """
+    """Return whether a key holds nodes."""
     is_node = {CallConfig, NoneType} == {*alternatives(key)}
     return is_node or key == "eval_dataloader" or bool(OPTIONS[key].made)
 
 
 def keys_inside(key: str) -> tuple[str, ...]:
-    """The keys that a key may hold.
-
-    >>> keys_inside("eval_dataloader")[:2], keys_inside("seed")
-    (('data', 'metrics'), ())
-    """
+    """Return the keys that a key can contain."""
     return tuple(_arguments(key)) if key in SECTIONS else ()
 
 
 def defaults(section: str = "") -> dict[str, Any]:
-    """The default of each key as a plain value; missing are those that have none.
-
-    Args:
-        section: a key whose keys are meant; unless given, those of the top level.
+    """Return the defaults of the keys of a section (by default the top level) as plain values.
 
     >>> defaults()["max_duration"], "global_batch_size" in defaults()
     ('1ep', False)
     >>> defaults("checkpoint")["keep_last"]
     3
     """
-    # YAML has no tuples. An unset batch size is no null: nothing can refer to it.
+    # YAML has no tuples. An unset batch size has no default, because nothing can refer to it.
     values = {
         name: [] if default == () else default
         for name, (_, default) in _arguments(section).items()
@@ -311,16 +290,7 @@ def defaults(section: str = "") -> dict[str, Any]:
 
 
 def wrong_type(key: str, value: object, kind: str) -> ConfigError:
-    """The error for a value of a type that the key does not have.
-
-    Args:
-        key: where it stands.
-        value: what stands there.
-        kind: the key whose types it may have.
-
-    >>> print(wrong_type("seed", "many", "seed"))
-    seed='many' (text): expected a whole number or null
-    """
+    """Return the error for a value of the wrong type; ``kind`` is the key whose types apply."""
     hint = "; YAML reads yes, no, on and off as true or false" if isinstance(value, bool) else ""
     return mistake(f"{key}={show(value)}: expected {type_in_words(kind)}{hint}", key)
 
@@ -343,23 +313,16 @@ FORMS = {
 
 
 class Reader:
-    """Reads values, interpolations resolved, in the types of their keys. Nothing is made.
-
-    Args:
-        at: entered around each key inside of another.
-
-    >>> Reader().read("3", "seed")
-    3
-    """
+    """Reads resolved values in the types of their keys, without creating objects."""
 
     def __init__(self, at: At = about) -> None:
         self._at = at
 
     def read(self, value: Any, key: str, kind: str = "") -> Any:
-        """A value as the key may have it; ``kind`` is the key whose values are meant."""
+        """Return a value in the type of its key; ``kind`` is the key whose types apply."""
         kind = kind or key
         found, option = alternatives(kind), OPTIONS.get(kind, Option())
-        # Messages for Python have None, which people copy.
+        # Messages for Python have None, which users copy.
         value = None if value == "None" else value
         if _is_default(value, kind) or (value is None and {NoneType, Any} & {*found}):
             return value
@@ -369,7 +332,8 @@ class Reader:
             return self._section(value, key, kind)
         if option.made in FORMS:
             return self._nodes(value, key, option.made)
-        # A mapping is a node, unless the key may hold a plain one: there it is one if it has call.
+        # A mapping is a node. If the key also accepts plain mappings, it is one only if it has
+        # call.
         is_plain = isinstance(value, Mapping) and Mapping in found and not is_node(value)
         only_nodes = {*found} <= {CallConfig, NoneType}
         if CallConfig in found and (only_nodes or isinstance(value, Mapping)) and not is_plain:
@@ -389,7 +353,7 @@ class Reader:
         return typed
 
     def _nodes(self, value: Any, key: str, made: str) -> Any:
-        """A list of nodes, or a mapping from names to these."""
+        """Return a list of nodes, or a mapping from names to nodes."""
         if value is None:
             return [] if made == "list" else {}
         if not isinstance(value, list if made == "list" else Mapping):
@@ -402,12 +366,12 @@ class Reader:
         return [*nodes.values()] if made == "list" else nodes
 
     def _evaluations(self, value: Any, key: str) -> Any:
-        """A node, an evaluation with options, or a mapping from names to these."""
+        """Return a node, an evaluation with options, or a mapping from names to these."""
         known = keys_inside("eval_dataloader")
         is_mapping = isinstance(value, Mapping) and not is_node(value)
         if is_mapping and not {*known}.isdisjoint(value):
             return self._section(value, key, "eval_dataloader")
-        # {clal: torch.nn.Linear} is a mistyped node, and no evaluation that is called clal.
+        # {clal: torch.nn.Linear} is a mistyped node, not an evaluation called clal.
         if not is_mapping or not value or any(_is_mistyped(*each) for each in value.items()):
             return read_node(value, key)
         found = {}
@@ -423,7 +387,7 @@ class Reader:
         return found or None
 
     def _section(self, values: Any, key: str, section: str) -> Any:
-        """The keys inside of another, with the defaults of those that are not written."""
+        """Return the keys inside another, including defaults."""
         known, given = keys_inside(section), defaults(section)
         if section == "sampling_mode" and isinstance(values, str):
             values = {"mode": values}
@@ -437,7 +401,7 @@ class Reader:
                         f"{key} has an unknown key {name!r}{suggestion(name, known)}: use some of "
                         f"{', '.join(known)}"
                     )
-                # The folder has a place of its own only with a run_dir, which is known later.
+                # The folder's default depends on run_dir, which is known later.
                 if (section, name, value) != ("checkpoint", "folder", None):
                     given[name] = self.read(value, where, f"{section}.{name}")
                     if section == "checkpoint":
@@ -451,7 +415,7 @@ class Reader:
 
 
 def _typed(value: Any, key: str, kind: str) -> Any:
-    """A value in a type of its key: numbers and words may be written as text, and the reverse."""
+    """Convert a value to the type of its key: numbers and words given as text, and the reverse."""
     found = {*alternatives(kind)} - {NoneType}
     if Any in found or type(value) in found or (Mapping in found and isinstance(value, Mapping)):
         return value
@@ -472,17 +436,17 @@ def _typed(value: Any, key: str, kind: str) -> Any:
 def _is_default(value: object, kind: str) -> bool:
     section, _, name = kind.rpartition(".")
     default = defaults(section).get(name, ...)
-    # By type, too: for Python True is 1, and False is 0.
+    # Types are compared, too, because True == 1 and False == 0.
     return type(value) is type(default) and value == default
 
 
 def _is_mistyped(name: object, value: object) -> bool:
-    """Whether this is meant for a key of a node, and not for an evaluation by its name."""
+    """Return whether a name is a mistyped key of a node, and not the name of an evaluation."""
     return not isinstance(value, Mapping) and nearest(name, NODE_KEYS) is not None
 
 
 def check_checkpoint(name: str, value: Any) -> None:
-    """Refuse a value that `CheckpointConfig` would refuse, alone."""
+    """Refuse a single value that `CheckpointConfig` would refuse."""
     try:
         CheckpointConfig(**{"folder": "checkpoints", name: value})
     except (TypeError, ValueError) as error:
@@ -490,13 +454,13 @@ def check_checkpoint(name: str, value: Any) -> None:
 
 
 def unknown_key(key: str, tree: Mapping[str, Any]) -> ConfigError:
-    """The error for a key that there is not, with the one that was meant."""
+    """Return the error for an unknown key, with a suggestion."""
     if key in INSTEAD:
         return ConfigError(f"unknown key {key!r}: {INSTEAD[key]}")
     value = tree[key]
     duration = duration_meant(value, str(key))
     meant = ["max_duration"] if duration else []
-    # People write width for model.args.width.
+    # Users write width for model.args.width.
     meant += [leaf for leaf in leaves(tree) if leaf.endswith(f".args.{key}")]
     meant += [f"{each}.{key}" for each in SECTIONS if key in keys_inside(each)]
     if meant:
@@ -508,13 +472,13 @@ def unknown_key(key: str, tree: Mapping[str, Any]) -> ConfigError:
 
 
 def _read_limit(limit: Any) -> None:
-    """Refuse what is no amount of memory, and no share of a device."""
+    """Refuse a value that is neither an amount of memory nor a share of a device."""
     if parse_share(limit) is None:
         parse_bytes(limit)
 
 
 def _read_loss_average(name: str, value: Any) -> None:
-    """Refuse what says nothing of the loss, by the names of losses perhaps."""
+    """Refuse an invalid way to average a loss, or one of several losses by name."""
     if isinstance(value, Mapping):
         for inner, each in value.items():
             if not is_node(each):

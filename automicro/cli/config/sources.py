@@ -1,8 +1,8 @@
-"""YAML files and ``key=value``: what they hold together, and which of them brought a mistake.
+"""YAML files and ``key=value``: their merged values, and the source of each mistake.
 
-OmegaConf reads both. What they do to each other is done here: its ``merge`` would keep the
-arguments of a call that another file replaces, its ``update`` would put a mapping where a key goes
-below a number, and neither tells afterwards which line of which file a value is from.
+OmegaConf only reads them. Its ``merge`` would keep the arguments of a call that another file
+replaces, its ``update`` would replace a number by a mapping if a key goes below it, and neither
+records the line that a value comes from.
 """
 
 import contextlib
@@ -24,10 +24,7 @@ Tree = dict[str, Any]
 
 
 class Sources:
-    """The sources of a config: files, of which later ones win, then ``key=value`` in order.
-
-    Attributes:
-        tree: the values of all together.
+    """Sources of a config: files, of which later ones win, then overrides. ``tree`` is the result.
 
     >>> sources = Sources(["configs/digits.yaml"], ["seed=2"])
     >>> sources.tree["seed"], sources.origin(["seed"]), sources.origin(["model.call"])
@@ -38,13 +35,13 @@ class Sources:
         self.tree: Tree = {}
         self._mistakes: list[tuple[str, Exception]] = []
         self._lines: dict[str, Mapping[str, int]] = {}
-        self._order: dict[str, None] = {}  # of the sources
+        self._order: dict[str, None] = {}  # sources in order
         self._set_by: dict[str, str] = {}  # the last source that set each leaf
         for path in map(str, paths):
             try:
                 values, self._lines[path] = read_file(Path(path))
             except ConfigError as error:
-                # The others are read all the same: one run tells of all that cannot be.
+                # The other files are still read, so that one run reports all unreadable files.
                 self._mistakes.append((str(error), error))
                 continue
             self.tree = merge(self.tree, values)
@@ -59,13 +56,13 @@ class Sources:
             self._note(name_override(override), leaves(value, key))
 
     def _note(self, name: str, keys: Collection[str]) -> None:
-        self._order.pop(name, None)  # given twice, it counts where it is given last
+        self._order.pop(name, None)  # a repeated source counts at its last position
         self._order[name] = None
         self._set_by |= dict.fromkeys(keys, name)
 
     @contextlib.contextmanager
     def at(self, *keys: object) -> Iterator[None]:
-        """Take note of a mistake in what is about some keys, and go on without it."""
+        """Collect a mistake about keys, and continue."""
         try:
             with about(*keys):
                 yield
@@ -73,12 +70,12 @@ class Sources:
             is_ours = isinstance(error, ConfigError)
             said = str(error) if is_ours else summarize_error(error)
             self._mistakes.append((f"{self.origin(keys_of(error))}: {said}", error))
-            # A module that failed to import has run in part, and is not run again.
+            # A module that failed to import has run in part, and must not run again.
             if not is_ours:
                 self.tell()
 
     def tell(self) -> None:
-        """Raise one error that says all that was found, each once."""
+        """Raise one error with all collected mistakes, without repetitions."""
         if not self._mistakes:
             return
         said = list(dict.fromkeys(text for text, _ in self._mistakes))
@@ -87,12 +84,12 @@ class Sources:
             lines = [each.replace("\n", "\n  ") for each in said]
             text = "\n  ".join([f"{len(said)} mistakes:", *lines])
         errors = [error for _, error in self._mistakes]
-        # One traceback can be shown: that of a real cause, where any mistake has one.
+        # Only one traceback can be shown, so that of a real cause is preferred.
         causes = [each for each in errors if each.__cause__ or not isinstance(each, ConfigError)]
         raise ConfigError(text) from (causes or errors)[0]
 
     def origin(self, keys: Collection[str]) -> str:
-        """The files with their lines, and the overrides, that some keys have their values from."""
+        """Return the lines of files, and the overrides, from which keys have their values."""
         found: dict[str, set[int]] = {}
         for key in keys:
             for name in self._names(key):
@@ -104,7 +101,7 @@ class Sources:
         )
 
     def _names(self, key: str) -> set[str]:
-        """The last sources of what lies in a key, or of what it lies in."""
+        """Return the last sources of the values in a key, or else of the value that contains it."""
         inside = [leaf for leaf in leaves(self.tree) if f"{leaf}.".startswith(f"{key}.")]
         if not inside:
             above = key.rpartition(".")[0]
@@ -112,7 +109,7 @@ class Sources:
         return {self._set_by[leaf] for leaf in inside if leaf in self._set_by}
 
     def _line_of(self, key: str, path: str) -> list[int]:
-        """The line of a key in a file, or of what it lies in; none in an override."""
+        """Return the line of a key in a file, or of the key that contains it, if any."""
         lines = self._lines.get(path, {})
         while key and key not in lines:
             key = key.rpartition(".")[0]
@@ -120,16 +117,12 @@ class Sources:
 
 
 def name_override(override: str) -> str:
-    """How messages call an override.
-
-    >>> name_override("seed=1")
-    "the override 'seed=1'"
-    """
+    """Return the name of an override in messages."""
     return f"the override {override!r}"
 
 
 def read_file(path: Path) -> tuple[Tree, Mapping[str, int]]:
-    """A YAML file as plain values, interpolations left as they are, and the line of each key."""
+    """Return a YAML file as plain values, interpolations unresolved, and the line of each key."""
     try:
         text = path.read_text(encoding="utf-8")
     except FileNotFoundError:
@@ -146,7 +139,7 @@ def read_file(path: Path) -> tuple[Tree, Mapping[str, int]]:
         raise ConfigError(
             f"{path}: {where}{first_line(error)}: correct it; an interpolation is written ${{name}}"
         ) from error
-    # OmegaConf reads a lone word as a key without a value.
+    # OmegaConf reads a single word as a key without a value.
     if not isinstance(tree, dict) or (tree and ":" not in text):
         raise ConfigError(
             f"{path} holds {'a list' if isinstance(tree, list) else 'text'} and not a mapping: "
@@ -158,12 +151,12 @@ def read_file(path: Path) -> tuple[Tree, Mapping[str, int]]:
             f"{path}: {' and '.join(stray)} at the top level: indent them below their key, as in "
             f"model: {{call: dotted.path, args: {{name: value}}}}"
         )
-    # OmegaConf keeps no lines.
+    # OmegaConf does not keep line numbers.
     return cast(Tree, tree), dict(_lines(yaml.compose(text, Loader=yaml.SafeLoader)))
 
 
 def _lines(node: Any, key: str = "") -> Iterator[tuple[str, int]]:
-    """The line of each key, dotted, in a file as YAML composes it."""
+    """Yield the dotted key and the line of each node of a YAML file."""
     inside: list[tuple[Any, Any, Any]] = []
     if isinstance(node, yaml.MappingNode):
         inside = [(name.value, name, value) for name, value in node.value]
@@ -186,7 +179,7 @@ def _describe_yaml_error(error: Exception, path: Path) -> str:
 
 
 def read_value(text: str) -> Any:
-    """Read a value of YAML.
+    """Return the value of YAML text.
 
     >>> read_value("1e-3"), read_value("[1, two]"), read_value("null")
     (0.001, [1, 'two'], None)
@@ -200,10 +193,10 @@ def read_value(text: str) -> Any:
 
 
 def merge(earlier: Mapping[str, Any], later: Mapping[str, Any]) -> dict[str, Any]:
-    """Return both: mappings are merged key by key, everything else of the later one wins.
+    """Merge mappings key by key; otherwise the later value wins.
 
-    A node whose ``call`` is another one replaces the earlier node as a whole, because the
-    arguments there belong to the other call. So does one that is no node any more.
+    A node with a different ``call`` replaces the earlier node completely, because the arguments
+    there belong to the other call. So does a value that is not a node.
 
     >>> base = {"optimizer": {"call": "torch.optim.SGD", "args": {"lr": 0.1, "momentum": 0.9}}}
     >>> merge(base, {"optimizer": {"args": {"lr": 0.2}}})["optimizer"]["args"]
@@ -224,14 +217,14 @@ def merge(earlier: Mapping[str, Any], later: Mapping[str, Any]) -> dict[str, Any
 def _is_another(before: Mapping[str, Any], value: Mapping[str, Any]) -> bool:
     if "call" in value and "call" in before:
         return bool(value["call"] != before["call"])
-    # One evaluation, or several by name: neither has a place in the other.
+    # A single evaluation and several by name cannot be merged.
     if "call" not in value and "call" not in before:
         return False
     return not any("args" in each or not each for each in (before, value) if "call" not in each)
 
 
 def _apply_override(tree: Tree, override: str) -> tuple[str, Any]:
-    """Set one key of a config in place; what lies on the way to it is made. Return both.
+    """Set one key of a config in place, creating mappings on the way; return key and value.
 
     >>> tree = {"optimizer": {"call": "torch.optim.AdamW"}}
     >>> _apply_override(tree, "optimizer.args.lr=1e-3")
