@@ -630,7 +630,7 @@ class Places:
                 if is_sharded(parameter):
                     raise UnsplittableModelError(
                         f"the part's parameter {name!r} is sharded while it runs, so that every "
-                        "slice would communicate; apply fully_shard to the part alone"
+                        "slice would communicate; apply fully_shard to the part itself"
                     )
                 # A tied parameter has several places but one gradient.
                 if id(parameter) not in by_id:

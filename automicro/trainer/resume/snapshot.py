@@ -183,9 +183,9 @@ class Snapshot:
                 states[name] = part.owner.reshard(of_all, rank=rank)
             except CheckpointError as error:
                 raise CheckpointError(
-                    f"{_ranks(was)} saved it after {batches} batches of an epoch, and "
-                    f"{_ranks(now)} share the rows in another way: {error}. Otherwise go on with "
-                    f"{_ranks(was)}, or from a checkpoint of the end of an epoch"
+                    f"{_ranks(was)} saved it after {batches} batches of an epoch, and the rest of "
+                    f"the epoch cannot be shared out on {_ranks(now)}: {error}. Otherwise go on "
+                    f"with {_ranks(was)}, or from a checkpoint of the end of an epoch"
                 ) from error
 
     def _parameter_names(self) -> set[str]:

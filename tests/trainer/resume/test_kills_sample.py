@@ -98,7 +98,7 @@ SMALLER = Subject(
     max_duration="6ba",
     interval="1ba",
     optimizer="SGD",
-    memory_limit="348KiB",
+    memory_limit="372KiB",
     when_too_large=("recompute", "offload"),
     nested=True,
 )
