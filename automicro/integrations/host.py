@@ -183,21 +183,6 @@ class _Together:
 class Recorded:
     """Combine the values that microbatches emit into the values of the batch.
 
-    Numbers are averaged by rows unless checks have shown that they are a sum, maximum, minimum or
-    the loss itself. Values with rows are concatenated. Any other value is named in one warning.
-
-    Args:
-        beside: returns the objects outside the model that steps change, by name. The first one
-            owns the step, and lists in its attributes are joined.
-        is_own: takes object, name and value of an attribute; whether it belongs to the user.
-        hosts: packages of the host.
-        skip: returns additional objects that are neither captured nor rolled back.
-        dims: dimensions of tensors that may hold rows.
-        sorted_by: plural name of the unit by whose cost rows are sorted; None if rows keep their
-            order.
-        concat: concatenates tensors with rows.
-        fold_of: returns the reduction of numbers at a path or in a named list; None if unknown.
-
     Example:
         >>> recorded, told = Recorded(), []
         >>> recorded.begin()
@@ -212,16 +197,25 @@ class Recorded:
         [1.0]
     """
 
+    # Numbers are averaged by rows unless checks have shown that they are a sum, maximum, minimum or
+    # the loss itself. Values with rows are concatenated. Any other value is named in one warning.
+
     def __init__(
         self,
+        # Objects outside the model that steps change, by name. The first one owns the step, and
+        # lists in its attributes are joined.
         beside: Callable[[], Mapping[str, Any]] = dict,
+        # Whether an attribute, given as object, name and value, belongs to the user.
         is_own: Callable[[Any, str, Any], bool] = lambda owner, name, value: True,
-        hosts: Sequence[str] = (),
+        hosts: Sequence[str] = (),  # packages of the host
         *,
+        # Additional objects that are neither captured nor rolled back.
         skip: Callable[[], Sequence[Any]] = tuple,
-        dims: Sequence[int] = (0,),
+        dims: Sequence[int] = (0,),  # dimensions of tensors that may hold rows
+        # The unit whose cost rows are sorted by, in the plural; None if rows keep their order.
         sorted_by: str | None = None,
         concat: Callable[[list[Tensor], int], Tensor] = torch.cat,
+        # The known reduction of numbers at a path or in a named list.
         fold_of: Callable[[str], str | None] = lambda place: None,
     ) -> None:
         self._roots, self._is_own, self._hosts, self._fold_of = beside, is_own, hosts, fold_of
@@ -291,12 +285,8 @@ class Recorded:
 
     @contextlib.contextmanager
     def step(self, rows: int, counts: Mapping[str, float] | None = None) -> Iterator[None]:
-        """Record the values emitted by a microbatch, or compare those emitted by a check.
-
-        Args:
-            rows: number of rows of the step.
-            counts: weights of means that are not over rows, by the name of their list.
-        """
+        """Record the values emitted by a microbatch, or compare those emitted by a check."""
+        # `counts` has the weights of means that are not over rows, by the name of their list.
         if is_extra_pass():
             with self._hearing(rows, counts or {}):
                 yield
@@ -318,17 +308,10 @@ class Recorded:
         loss: Tensor | None,
         outputs: Any = None,
         *,
-        own: Tensor | None = None,
-        is_kept: bool = False,
+        own: Tensor | None = None,  # the loss that the step returned, if it is another than `loss`
+        is_kept: bool = False,  # the caller reads the outputs with `values`
     ) -> Output | None:
-        """End the step; return its output for a check, or None for a microbatch.
-
-        Args:
-            loss: the loss for the backward pass.
-            outputs: the outputs of the step.
-            own: the loss that the step returned, if it differs from ``loss``.
-            is_kept: whether the caller reads the outputs with `values`.
-        """
+        """End the step; return its output for a check, or None for a microbatch."""
         own = loss if own is None else own
         if self._heard is not None:
             return self._seen(loss, outputs, _number(own))
@@ -350,17 +333,7 @@ class Recorded:
         whole: Callable[[], Any] | None = None,
         is_kept: bool = False,
     ) -> None:
-        """Record a value that a step emits.
-
-        Args:
-            what: a description, the same in each microbatch.
-            value: a number, or a value with rows.
-            weight: the weight of a mean; None for the number of rows.
-            reduce: the declared reduction over batches.
-            tell: deferred call, which takes the batch's value and weight.
-            whole: returns the batch's value if another object computes it.
-            is_kept: whether the caller reads the values with `values`.
-        """
+        """Record a value that a step emits; see `_Note` for the arguments."""
         if self._heard is not None:
             for name, each in _numbers_in(what, value) if whole is None else ():
                 self._hear(name, each, self._heard_rows if weight is None else weight)
