@@ -239,7 +239,7 @@ WORDS = {
 
 
 def with_features(words: Mapping[str, Any]) -> dict[str, Any]:
-    """Convert arguments of `Microbatcher` and options for features into arguments alone.
+    """Convert options for features, among arguments of `Microbatcher`, into ``features``.
 
     Args:
         words: arguments of `Microbatcher`, and options such as ``remember_sizes=True``.

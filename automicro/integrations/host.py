@@ -138,7 +138,7 @@ _Tell = Callable[[Any, Any], Any]
 class Held(NamedTuple):
     """A value that steps may change."""
 
-    what: str  # its path, such as "trainer.losses"
+    what: str  # its path, such as "self.losses"
     key: str  # the last attribute or key of the path
     value: Any
 
@@ -212,7 +212,7 @@ class Recorded:
         # Additional objects that are neither captured nor rolled back.
         skip: Callable[[], Sequence[Any]] = tuple,
         dims: Sequence[int] = (0,),  # dimensions of tensors that may hold rows
-        # The unit whose cost rows are sorted by, in the plural; None if rows keep their order.
+        # Plural name of the unit that rows are sorted by; None if rows keep their order.
         sorted_by: str | None = None,
         concat: Callable[[list[Tensor], int], Tensor] = torch.cat,
         # The known reduction of numbers at a path or in a named list.

@@ -206,7 +206,7 @@ class _Run:
         self._log: Callable[..., None] = lambda *_, **__: None  # the host's own
         self._loop: Any = trainer.fit_loop.epoch_loop.automatic_optimization
         self._optimizer: Any = None
-        self._zero_grad: Callable[[], None] | None = None  # None once it has run
+        self._zero_grad: Callable[[], None] | None = None  # None if not needed, or once it has run
         self._trains = self._gives_outputs = self._knows_loss = self._is_in_hooks = False
         self._was_split = False  # whether the previous training batch was split
         self._num_rows = 0  # of the current batch
@@ -459,7 +459,7 @@ class _Run:
                 "forward": self._forward,
                 "backward": self._backward,
                 "optimizer": optimizers[0] if optimizers else None,
-                # All of these commit before logged values are emitted, which may need the metrics.
+                # All of these commit before the logged values, which may need metrics, are emitted.
                 "state": [self._recorded, self._metrics, State(lambda: roots)],
                 "features": features,
             }
@@ -492,8 +492,8 @@ class _Run:
             if results is not None:
                 _seam(results, "log", ("fx", "name", "value", "batch_size"))
                 self._log = replacements.put(results, "log", self._note)
-                # Only the module's log gets the original object. The host copies it, so that the
-                # metric that returned it could not be found later.
+                # Only the module's log gets the original object. The host copies it, and a copy
+                # does not show which metric returned it.
                 own = self._module.log
                 replacements.put(self._module, "log", functools.partial(self._note_given, own))
                 read = functools.partial(self._note_reading, results.metrics)

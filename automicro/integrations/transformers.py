@@ -238,7 +238,7 @@ class Enabled(Results):
         self._arguments: tuple[Any, ...] = ()
         self._own_backward: Callable[..., Any] = _no_backward
         self._caught: list[Tensor] = []
-        self._log: Callable[..., Any] = _no_backward  # the trainer's own
+        self._log: Callable[..., Any] = _no_backward  # the trainer's own `log`
 
     def disable(self) -> None:
         """Restore the trainer's own steps."""
