@@ -59,7 +59,7 @@ class EvalLossAverage(Feature):
     """Use a different average for the loss in evaluation.
 
     Args:
-        average: an average as for ``loss_average`` of `Microbatcher`.
+        average: the average in evaluation; values as for ``loss_average`` of `Microbatcher`.
     """
 
     def __init__(self, average: LossAverage) -> None:
@@ -73,9 +73,9 @@ class GradientSums(Feature):
     """Choose the dtype in which gradients of half-precision parameters add up over microbatches.
 
     Args:
-        sums: ``"fp32"`` rounds only once, like a whole batch, and needs four bytes per element
-            during the batch. ``"native"`` uses the parameters' own dtype. On several ranks the
-            dtype is always the parameters' own.
+        sums: the dtype of gradient sums. ``"fp32"`` rounds only once, like a whole batch, and needs
+            four bytes per element during the batch. ``"native"`` uses the parameters' own dtype, as
+            several ranks always do.
 
     Raises:
         ValueError: if ``sums`` is neither.
@@ -193,11 +193,10 @@ class CountData(TrainerFeature):
 class NonFinite(TrainerFeature):
     """Choose how to handle a batch whose loss or gradient is NaN or infinite.
 
-    Gradients are checked only if they are clipped, by their norm.
-
     Args:
-        mode: ``"stop"`` raises an error before the optimizer steps, ``"skip"`` skips the batch and
-            reports it, and ``"ignore"`` steps as usual.
+        mode: how to handle a batch whose loss, or whose gradient norm if gradients are clipped, is
+            NaN or infinite. ``"stop"`` raises an error before the optimizer steps, ``"skip"`` skips
+            the batch and reports it, and ``"ignore"`` steps as usual.
 
     Raises:
         ValueError: if ``mode`` is none of these.
