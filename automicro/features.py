@@ -1,7 +1,7 @@
-"""Features of a run, which a `Microbatcher` takes in ``features=``, and the words for them.
+"""Features of a run, which a `Microbatcher` takes in ``features=``, and the options for them.
 
-The Trainer, configs and other trainers say each in one word: ``remember_sizes=True`` is
-``features=[RememberSizes()]``, and `with_features` reads the words.
+The Trainer, configs and integrations have one option for each feature: ``remember_sizes=True``
+stands for ``features=[RememberSizes()]``. `with_features` converts these options.
 """
 
 import functools
@@ -45,7 +45,7 @@ __all__ = [
 
 P = ParamSpec("P")
 
-# Loaded by those alone who use them.
+# These modules are imported only when their features are used.
 _HOMES = {
     "Carry": "automicro.carry",
     "MicrobatchUnit": "automicro.lengths.sorting",
@@ -56,10 +56,10 @@ _HOMES = {
 
 
 class EvalLossAverage(Feature):
-    """The loss is a mean over something else in evaluation.
+    """Use a different average for the loss in evaluation.
 
     Args:
-        average: as ``loss_average`` of a `Microbatcher`.
+        average: the average in evaluation; values as for ``loss_average`` of `Microbatcher`.
     """
 
     def __init__(self, average: LossAverage) -> None:
@@ -70,15 +70,15 @@ class EvalLossAverage(Feature):
 
 
 class GradientSums(Feature):
-    """Chooses what gradients of parameters in half precision add up in, where a batch is split.
+    """Choose the dtype in which gradients of half-precision parameters add up over microbatches.
 
     Args:
-        sums: ``"fp32"``, which rounds once, as a whole batch does, and holds four bytes for each
-            number meanwhile; or ``"native"``, the parameters' own type. On several ranks it is
-            always their own.
+        sums: the dtype of gradient sums. ``"fp32"`` rounds only once, like a whole batch, and needs
+            four bytes per element during the batch. ``"native"`` uses the parameters' own dtype, as
+            several ranks always do.
 
     Raises:
-        ValueError: another word.
+        ValueError: if ``sums`` is neither.
     """
 
     def __init__(self, sums: str) -> None:
@@ -89,18 +89,18 @@ class GradientSums(Feature):
 
 
 class RankReduction(Feature):
-    """Chooses how losses and gradients of several ranks come together.
+    """Choose how losses and gradients are combined over several ranks.
 
     Args:
-        sync: with which microbatch a model that ``fully_shard`` was applied to reduces gradients:
-            ``"each"``; or ``"auto"`` for the last one, which holds gradients of whole parameters
-            meanwhile: with each again where memory runs out.
-        scales: whether losses are divided by what those of all ranks count, so that the gradient
-            is that of one batch. False for each rank's own mean, of which the wrapper takes the
-            mean, as ``DistributedDataParallel`` does by itself.
+        sync: when a model with ``fully_shard`` reduces gradients. ``"each"`` reduces them in each
+            microbatch. ``"auto"`` reduces them in the last one, which keeps unsharded gradients
+            until then, and returns to ``"each"`` if memory runs out.
+        scales: whether to divide losses by the count of rows (or tokens) of all ranks, so that the
+            gradient is that of one batch. If False, each rank's loss is the mean over its own rows,
+            and the wrapper averages gradients over ranks, as ``DistributedDataParallel`` does.
 
     Raises:
-        ValueError: another word.
+        ValueError: if ``sync`` is neither ``"each"`` nor ``"auto"``.
     """
 
     def __init__(self, sync: str = "each", *, scales: bool = True) -> None:
@@ -108,25 +108,25 @@ class RankReduction(Feature):
 
     def attach(self, setup: Setup) -> None:
         setup.scales_for_ranks = self._scales
-        # Asked of the ranks, as wrappers may not allow it.
+        # The ranks decide, because a wrapper might not support it.
         if self._sync == "auto":
             setup.ranks.sync_late()
 
 
 class Repeatable(Feature):
-    """No clock decides sizes, so that the same run has the same each time."""
+    """Choose sizes without timings, so that a repeated run uses the same sizes."""
 
     def attach(self, setup: Setup) -> None:
         setup.repeatable = True
 
 
 class StepState(Feature):
-    """A step changes further state, which a failed attempt must leave as it was.
+    """Declare additional state that a step changes and a failed attempt must restore.
 
     Args:
-        values: lists, dicts, modules, objects with attributes, each with all that it holds; or
-            objects with ``begin``, ``prepare``, ``commit`` and ``roll_back``, which do it
-            themselves.
+        values: lists, dicts, modules or objects with attributes, each including everything that it
+            contains; or objects with methods ``begin``, ``prepare``, ``commit`` and ``roll_back``,
+            which roll back their state themselves.
     """
 
     def __init__(self, values: Iterable[Any]) -> None:
@@ -137,21 +137,21 @@ class StepState(Feature):
 
 
 class StrictDivisible(Feature):
-    """Refuses a batch that is not a multiple of the microbatch size."""
+    """Refuse batches whose number of rows is not a multiple of the microbatch size."""
 
     def attach(self, setup: Setup) -> None:
         setup.strict_divisible = True
 
 
 class UpdateMetric(Feature):
-    """Updates metrics by a function in place of ``metric.update(outputs, targets)``.
+    """Update metrics with a function instead of ``metric.update(outputs, targets)``.
 
-    A check calls it with a few rows of the first batches that are split; what it changed then is
-    put back.
+    A check also calls the function with a few rows of the first split batches, and then rolls back
+    its changes.
 
     Args:
-        update: takes metric, outputs and microbatch; and the metric's name, where it has a fourth
-            parameter called ``name``.
+        update: a function of metric, outputs and microbatch. If it has a fourth parameter called
+            ``name``, it also gets the metric's name.
     """
 
     def __init__(self, update: Callable[..., None]) -> None:
@@ -162,7 +162,7 @@ class UpdateMetric(Feature):
 
 
 class TrainerFeature(Feature):
-    """A feature of the Trainer's own loop, which a loop around a `Microbatcher` writes itself."""
+    """A feature of the Trainer's loop, which a `Microbatcher` refuses."""
 
     def attach(self, setup: Setup) -> None:
         name = type(self).__name__
@@ -173,13 +173,13 @@ class TrainerFeature(Feature):
 
 
 class CountData(TrainerFeature):
-    """Counts what batches hold, for durations in tokens or hours, and for the speed.
+    """Count tokens or seconds of batches, for durations in tokens or hours, and for the speed.
 
     Args:
-        tokens: gives the tokens in a batch of the loader. Without it they are the sum of
-            ``attention_mask``, or the elements of ``input_ids``.
-        seconds: gives the seconds of data in one. Without it they are those that a
-            `LengthBatchSampler` knows.
+        tokens: returns the number of tokens in a batch of the loader. The default is the sum of
+            ``attention_mask``, or the number of elements of ``input_ids``.
+        seconds: returns the duration of a batch's data in seconds. The default is the duration that
+            a `LengthBatchSampler` reports.
     """
 
     def __init__(
@@ -191,15 +191,15 @@ class CountData(TrainerFeature):
 
 
 class NonFinite(TrainerFeature):
-    """Chooses what becomes of a batch whose loss or gradient is NaN or infinite.
+    """Choose how to handle a batch whose loss or gradient is NaN or infinite.
 
     Args:
-        mode: what to do where the loss of a batch, or the norm of its gradient where that is
-            clipped, is NaN or infinite: ``"stop"`` with an error before the optimizer steps,
-            ``"skip"`` the batch and say so, or ``"ignore"`` it and step.
+        mode: how to handle a batch whose loss, or whose gradient norm if gradients are clipped, is
+            NaN or infinite. ``"stop"`` raises an error before the optimizer steps, ``"skip"`` skips
+            the batch and reports it, and ``"ignore"`` steps as usual.
 
     Raises:
-        ValueError: another word.
+        ValueError: if ``mode`` is none of these.
     """
 
     def __init__(self, mode: str = "stop") -> None:
@@ -207,17 +207,11 @@ class NonFinite(TrainerFeature):
 
 
 class Word(NamedTuple):
-    """The word for a feature, or for one of its arguments, outside of a Microbatcher.
+    """An option that stands for a feature, or for one of its arguments."""
 
-    Attributes:
-        feature: its name here.
-        argument: of it; None where the word says that the feature is wanted.
-        default: at which it says nothing.
-    """
-
-    feature: str
-    argument: str | None
-    default: Any
+    feature: str  # the name of its class in this module
+    argument: str | None  # None: the option only switches the feature on
+    default: Any  # the value at which the option adds no feature
 
 
 WORDS = {
@@ -244,10 +238,16 @@ WORDS = {
 
 
 def with_features(words: Mapping[str, Any]) -> dict[str, Any]:
-    """Arguments of a `Microbatcher`, from arguments of it and words for features.
+    """Convert options for features, among arguments of `Microbatcher`, into ``features``.
+
+    Args:
+        words: arguments of `Microbatcher`, and options such as ``remember_sizes=True``.
+
+    Returns:
+        Arguments of `Microbatcher`, with the features of all options in ``features``.
 
     Raises:
-        TypeError, ValueError: a word that makes no sense, with its remedy.
+        TypeError, ValueError: if an option has a wrong value; the message names the remedy.
 
     Example:
         >>> made = with_features({"precision": "bf16", "repeatable": True, "sync": "each"})
@@ -256,7 +256,7 @@ def with_features(words: Mapping[str, Any]) -> dict[str, Any]:
     """
     features = list(words.get("features", ()))
     wanted = [w.feature for name, w in WORDS.items() if words.get(name, w.default) != w.default]
-    # Words of one feature make it once, with all of them.
+    # All options of one feature together create one instance of it.
     for feature in dict.fromkeys(wanted):
         named = {name: word for name, word in WORDS.items() if word.feature == feature}
         given = {
@@ -270,8 +270,8 @@ def with_features(words: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def last_of(name: str, features: Iterable[Feature]) -> Any:
-    """The last feature of a class of this module, which is the one that counts; None for none."""
-    # A feature that is not loaded yet is not among them.
+    """The last feature of a class, which takes precedence; None if there is none."""
+    # Compare names: a feature whose module is not imported cannot be in the list.
     return next((f for f in reversed([*features]) if type(f).__name__ == name), None)
 
 
@@ -283,16 +283,12 @@ def exact_batchnorm(microbatch_size: Any) -> Feature:
 
 
 def answering_unknown(construct: Callable[P, None]) -> Callable[P, None]:
-    """Let a constructor answer an argument that it has not with what to write in its place.
-
-    Args:
-        construct: an ``__init__``.
-    """
+    """Let an ``__init__`` answer an unknown argument with what to write instead."""
     known = inspect.signature(construct).parameters
     placed = [n for n, p in known.items() if p.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD]
     cls = construct.__qualname__.partition(".")[0]
 
-    # Through __wrapped__, help() and the config's schema still see the constructor's own signature.
+    # `functools.wraps` keeps the constructor's own signature for help() and the config's schema.
     @functools.wraps(construct)
     def answering(*args: P.args, **kwargs: P.kwargs) -> None:
         if len(args) > len(placed):
@@ -311,7 +307,7 @@ def answering_unknown(construct: Callable[P, None]) -> Callable[P, None]:
 
 
 def _in_place(cls: str, name: str, value: Any, known: Mapping[str, Any]) -> str:
-    """The rest of a sentence on an argument that is not there: what to write in its place."""
+    """The rest of an error message about an unknown argument: what to write instead."""
     if name in WORDS:
         word, shown = WORDS[name], repr(value)
         shown = shown if len(shown) <= 40 else "…"
@@ -327,7 +323,7 @@ def _in_place(cls: str, name: str, value: Any, known: Mapping[str, Any]) -> str:
     duration = duration_meant(value, name)
     if duration and "max_duration" in known:
         return f"; give max_duration={duration!r}"
-    # Words as well: a misspelt one is answered by how it is spelt first.
+    # Include options for features: a misspelled one is first answered with its correct spelling.
     near = suggestion(name, [*known, *WORDS])
     return f"{near}; help(automicro.{cls}) lists those that there are"
 
@@ -340,7 +336,7 @@ INSTEAD = {
 
 
 def class_of(feature: str) -> Callable[..., Feature]:
-    """The class of a feature by its name here."""
+    """The class of a feature, by its name in this module."""
     found: Callable[..., Feature] = globals().get(feature) or __getattr__(feature)
     return found
 

@@ -1,4 +1,4 @@
-"""Loops written with accelerate: a step stands where forward and ``accelerator.backward`` stood."""
+"""Loops with accelerate: one call replaces the forward and ``accelerator.backward``."""
 
 from typing import Any
 
@@ -26,26 +26,28 @@ def microbatcher(
     optimizer: Any = None,
     **options: Any,
 ) -> Microbatcher:
-    """A `Microbatcher` for what ``accelerator.prepare`` gave: its backward, its scaler, its ranks.
+    """Create a `Microbatcher` that uses the accelerator's backward, loss scaler and ranks.
 
-    ``loss = step.backward(batch).loss`` stands where the forward and ``accelerator.backward(loss)``
-    stood. All else stays: ``accumulate``, ``clip_grad_norm_``, optimizer, scheduler,
+    ``loss = step.backward(batch).loss`` replaces the forward and ``accelerator.backward(loss)``.
+    Everything else stays unchanged: ``accumulate``, ``clip_grad_norm_``, optimizer, scheduler,
     ``gather_for_metrics``, ``save_state``.
 
     Args:
         accelerator: an ``accelerate.Accelerator``.
-        model: as it came out of ``accelerator.prepare``.
-        optimizer: as it came out of there; memory for its state is reserved while sizes are found.
-        options: those of `Microbatcher`, such as ``loss_fn``, ``forward``, ``loss_average`` or
-            ``memory_limit``. ``scales_for_ranks`` is False for what accelerate does: each rank's
-            loss is a mean of its own, and these are averaged; True for the gradient of all ranks'
-            rows (or tokens) as one batch.
+        model: the model that ``accelerator.prepare`` returned.
+        optimizer: the optimizer that ``accelerator.prepare`` returned. Memory for its state is
+            reserved while sizes are found.
+        options: options of `Microbatcher`, such as ``loss_fn``, ``forward``, ``loss_average`` or
+            ``memory_limit``. With ``scales_for_ranks=False`` (default), each rank's loss is the
+            mean over its own rows, and gradients are averaged over ranks, as accelerate does. With
+            True, the gradient is that of all ranks' rows (or tokens) as one batch.
 
     Raises:
-        TypeError: what is given is no accelerator, or an option is the accelerator's to decide.
-        ValueError: the model or the optimizer did not come out of ``prepare``, or something else
-            would give other numbers without a word. The message ends with the remedy.
-        ImportError: accelerate is missing, or its version is not supported.
+        TypeError: if ``accelerator`` is not an ``Accelerator``, or if an option is unknown or set
+            by the accelerator.
+        ValueError: if the model or the optimizer did not come out of ``prepare``, or if the setup
+            would silently give different numbers. The message names the remedy.
+        ImportError: if accelerate is missing or its version is not supported.
 
     Example:
         >>> import torch
@@ -68,12 +70,12 @@ def microbatcher(
     check_kind(accelerator)
     _check_prepared(accelerator, model, optimizer)
     if accelerator.scaler is not None:
-        # It makes its scale when it is first used, and that would be inside an attempt.
+        # The scaler creates its scale on first use, which must not happen inside an attempt.
         accelerator.scaler.scale(torch.zeros((), device=accelerator.device))
     step = microbatcher_of(
         model, options, kind=_InAccelerator, accelerator=accelerator, optimizer=optimizer
     )
-    # `prepare` leaves a model unwrapped that has no gradients, or on request (device_placement).
+    # `prepare` does not wrap a model without gradients, or if device_placement says so.
     if step.ranks.world_size != accelerator.num_processes:
         raise ValueError(
             f"the accelerator has {accelerator.num_processes} processes, and the model is wrapped "
@@ -84,7 +86,7 @@ def microbatcher(
 
 
 class _InAccelerator(Microbatcher):
-    """Asks, for each batch, whether what accelerate has set goes with it."""
+    """A Microbatcher that checks accelerate's settings for gradient accumulation."""
 
     def __init__(self, model: nn.Module, *, accelerator: Any, **options: Any) -> None:
         def backward(loss: Tensor) -> None:
@@ -132,11 +134,7 @@ def _check_accelerator(accelerator: Any) -> None:
 
 
 def check_kind(accelerator: Any) -> None:
-    """Refuse an accelerator under which no failed attempt can be undone.
-
-    Raises:
-        ValueError: it is one; with the remedy.
-    """
+    """Raise ValueError if failed attempts cannot be rolled back with this kind of accelerator."""
     kind = str(accelerator.distributed_type).rpartition(".")[2]
     if kind in _ENGINES:
         raise ValueError(
@@ -160,7 +158,7 @@ def check_kind(accelerator: Any) -> None:
             "optimizer"
         )
     for name in ("tp_size", "cp_size", "sp_size", "pp_size"):
-        # Older versions have no such setting, and None stands for a default.
+        # Older versions do not have this setting, and None stands for the default.
         size = getattr(accelerator.parallelism_config, name, 1)
         if size is not None and size > 1:
             raise ValueError(
@@ -186,10 +184,10 @@ def _check_prepared(accelerator: Any, model: Any, optimizer: Any) -> None:
 
 
 def _is_prepared(accelerator: Any, model: nn.Module) -> bool:
-    """Whether a model came out of ``prepare``, which marks what it gives; not all versions do."""
+    """Whether a model came out of ``prepare``."""
     if _is_marked(model):
         return True
-    # Versions before the mark keep a list of what they prepared.
+    # Versions that do not mark models keep a list of the models prepared.
     inside = accelerator.unwrap_model(model)
     return any(each is inside for each in accelerator._models)
 

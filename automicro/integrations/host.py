@@ -1,4 +1,4 @@
-"""Shared parts of integrations: seams of hosts, methods, reports, and values of steps."""
+"""Shared parts of integrations: host methods and their replacements, and values that steps emit."""
 
 import ast
 import collections
@@ -45,13 +45,7 @@ OURS = (
 
 
 def check_options(call: str, options: Mapping[str, Any], own: Mapping[str, str]) -> None:
-    """Refuse an option that there is not, or that is the host's own.
-
-    Raises:
-        TypeError: one of these was given.
-
-    >>> check_options("enable", {"microbatch_size": 4}, {"forward": "the host's"})
-    """
+    """Refuse options that do not exist or that the host sets itself."""
     known = {*inspect.signature(Microbatcher).parameters, *WORDS} - {*own}
     for name in options:
         if name in own:
@@ -70,40 +64,27 @@ def microbatcher_of(
     kind: type[Microbatcher] = Microbatcher,
     **own: Any,
 ) -> Microbatcher:
-    """A Microbatcher with the options of a user, and what a host says itself.
-
-    In a host each rank's loss is a mean of its own, and a wrong average would go unseen.
-    """
+    """Create a Microbatcher from the user's options and the host's own arguments."""
+    # In a host, each rank's loss is the mean over its own rows. A wrong average would otherwise go
+    # unnoticed, so the probe raises an error.
     given = {"probe": "error", "scales_for_ranks": False, **options, **own}
     return kind(model, **with_features(given))
 
 
 def is_written_by(hosts: Iterable[str], code: Any) -> bool:
-    """Whether a class or a function, under its decorators, is of one of these packages."""
+    """Whether a class or function, without its decorators, belongs to one of these packages."""
     module = getattr(inspect.unwrap(code), "__module__", None)
     return str(module).partition(".")[0] in hosts
 
 
 def import_host(name: str, *, extra: str) -> ModuleType:
-    """A module of a host's.
-
-    Args:
-        name: of the module.
-        extra: of automicro, which installs it.
-
-    Raises:
-        ImportError: it is not there; the message says how to get it.
-
-    Example:
-        >>> import_host("json", extra="json").__name__
-        'json'
-    """
+    """Import a module of a host; the error names the extra of automicro that installs it."""
     try:
         return importlib.import_module(name)
     except ImportError as error:
-        # A host that is there and lacks a package of its own must not be called missing.
+        # An installed host that lacks one of its own dependencies must not be reported as missing.
         if (error.name or "").partition(".")[0] != name.partition(".")[0]:
-            raise  # it is there, and lacks something else
+            raise
         raise ImportError(
             f"automicro.integrations.{extra} works inside {name.partition('.')[0]}, which is not "
             f"installed; pip install 'automicro[{extra}]'",
@@ -114,28 +95,12 @@ def import_host(name: str, *, extra: str) -> ModuleType:
 def require_seam(
     owner: Any, name: str, parameters: Sequence[str] = (), *, host: str, supported: str
 ) -> Any:
-    """A method of the host's that an integration stands on.
-
-    Args:
-        owner: the object or module that has it.
-        name: of the method.
-        parameters: that it has to take by these names.
-        host: the package, as it is installed.
-        supported: which versions are, in words.
-
-    Raises:
-        ImportError: this version of the host has it no more, or it takes other parameters.
-
-    Example:
-        >>> import json
-        >>> require_seam(json, "dumps", ["obj"], host="json", supported="json 2") is json.dumps
-        True
-    """
+    """Return a host's method, or raise ImportError if it or one of its parameters is missing."""
     found: Any = getattr(owner, name, None)
     place = getattr(owner, "__name__", type(owner).__name__)
     lacks = [] if callable(found) else [f"{place}.{name}"]
     if not lacks:
-        # By name, as a version may keep the method and mean other things by its arguments.
+        # Check names: another version might keep the method but change its arguments.
         taken = inspect.signature(found).parameters
         lacks = [f"the parameter {each!r} of {name}" for each in parameters if each not in taken]
     if not lacks:
@@ -159,110 +124,64 @@ _FOLDS: Mapping[str, Callable[[Sequence[float], Sequence[float]], float]] = {
     "max": lambda values, _: max(values),
     "min": lambda values, _: min(values),
 }
-_LOOKS = 3  # at batches that are cut
-_DEEPEST = 3  # of mappings in mappings
-_ROUNDING = 1e-4  # of a number that a check computes in one part and in several
+_LOOKS = 3  # split batches whose state changes are compared, per phase
+_DEEPEST = 3  # levels of nested dictionaries that are searched
+_ROUNDING = 1e-4  # relative tolerance between a number of all rows and the fold of its parts
 RETURNS = "what the step returns"
-_STEP = re.compile(r"\.(\w+)|\[(.+?)\](?=[.\[]|$)")  # in a path
-_BESIDE = -1  # in place of which call it was, of a number that a step has moved
-_Key = tuple[str, int]  # what it is, and which of such calls
-_Heard = dict[_Key, tuple[float, float]]  # each with its weight
+_STEP = re.compile(r"\.(\w+)|\[(.+?)\](?=[.\[]|$)")  # one attribute or key of a path
+_BESIDE = -1  # replaces the index of the call for a number outside the model that a step changes
+_Key = tuple[str, int]  # description of a call, and its index among calls with that description
+_Heard = dict[_Key, tuple[float, float]]  # value and weight
 _Tell = Callable[[Any, Any], Any]
 
 
 class Held(NamedTuple):
-    """A value that steps may change.
+    """A value that steps may change."""
 
-    Attributes:
-        what: it is, in words.
-        key: the last name in there.
-        value: that.
-    """
-
-    what: str
-    key: str
+    what: str  # its path, such as "self.losses"
+    key: str  # the last attribute or key of the path
     value: Any
 
 
 @dataclass(kw_only=True)
 class _Note:
-    """One call that microbatches make, and what it was given in each.
+    """A call that each microbatch makes, with the values that it was given."""
 
-    Attributes:
-        what: it is, in words.
-        nth: of the calls that are the same in words.
-        reduce: how several become one, as far as that was said.
-        tell: the call, of the batch's value and weight; None where the value is asked for.
-        whole: gives the batch's value, where something else knows it.
-        indices: of the microbatches.
-        values: in these.
-        weights: likewise; None where rows weigh.
-        is_kept: whether it is asked for as it is.
-        is_single: whether it has nothing of rows, though a microbatch may have one row.
-        joined: the batch's.
-    """
-
-    what: str
-    nth: int = 0
-    reduce: str = "mean"
-    tell: _Tell | None = None
-    whole: Callable[[], Any] | None = None
-    indices: list[int] = field(default_factory=list)
+    what: str  # a description, equal in each microbatch
+    nth: int = 0  # index among the calls with the same description
+    reduce: str = "mean"  # declared reduction of several values
+    tell: _Tell | None = None  # the deferred call, which takes the batch's value and weight
+    whole: Callable[[], Any] | None = None  # returns the batch's value if another object has it
+    indices: list[int] = field(default_factory=list)  # of the microbatches that made the call
     values: list[Any] = field(default_factory=list)
-    weights: list[Any] = field(default_factory=list)
-    is_kept: bool = False
-    is_single: bool = False
-    joined: Any = None
+    weights: list[Any] = field(default_factory=list)  # None: weighted by rows
+    is_kept: bool = False  # `values` returns the values without joining them
+    is_single: bool = False  # a single value without rows, even in a one-row microbatch
+    joined: Any = None  # the batch's value
 
     def part(self, key: Any, values: Sequence[Any]) -> "_Note":
-        """A part of what was given, by its key."""
+        """One entry of a structured value, by its key."""
         return replace(self, what=f"{self.what}[{key!r}]", values=list(values), weights=[])
 
 
 @dataclass(kw_only=True)
 class _Together:
-    """Some rows that a check runs together, and then in parts.
+    """Rows that a check runs together and then again in parts."""
 
-    Attributes:
-        rows: how many; 0 where no parts are to come.
-        heard: what they told.
-        moved: numbers beside the model that they have changed, by place.
-        state: what lies beside the model behind them.
-        parts: rows and numbers of the parts so far.
-    """
-
-    rows: int = 0
-    heard: _Heard = field(default_factory=dict)
-    moved: dict[str, float] = field(default_factory=dict)
-    state: Captured | None = None
-    parts: list[tuple[int, _Heard]] = field(default_factory=list)
+    rows: int = 0  # 0 if no parts follow
+    heard: _Heard = field(default_factory=dict)  # numbers emitted for all rows together
+    moved: dict[str, float] = field(default_factory=dict)  # changed numbers outside the model
+    state: Captured | None = None  # state outside the model after all rows ran together
+    parts: list[tuple[int, _Heard]] = field(default_factory=list)  # rows and numbers of each part
 
     @property
     def left(self) -> int:
-        """Rows of which no part has run."""
+        """Number of rows that have not run in a part yet."""
         return self.rows - sum(rows for rows, _ in self.parts)
 
 
 class Recorded:
-    """Values that the microbatches of a batch emit, as those of the batch: a part.
-
-    A number is their mean, weighted by rows, unless checks have shown that the number of some rows
-    is the sum, the most or the least of those of their parts; one that is always the loss is the
-    loss of the batch. What has rows is joined. All else is named once.
-
-    Args:
-        beside: gives what steps change beside the model, by name; first what has the step, whose
-            own lists are joined.
-        is_own: whether an attribute of one of these is the user's: its object, name and value.
-        hosts: packages of the host.
-        skip: gives further objects that stay as they become.
-        dims: where tensors may have rows.
-        sorted_by: what rows are sorted by the cost of, in the plural; None for rows in order.
-        concat: joins tensors with rows.
-        fold_of: how numbers at a place, or in a list of a name, become one; None if unknown.
-
-    Attributes:
-        rows: of each microbatch.
+    """Combine the values that microbatches emit into the values of the batch.
 
     Example:
         >>> recorded, told = Recorded(), []
@@ -278,22 +197,31 @@ class Recorded:
         [1.0]
     """
 
+    # Numbers are averaged by rows unless checks have shown that they are a sum, maximum, minimum or
+    # the loss itself. Values with rows are concatenated. Any other value is named in one warning.
+
     def __init__(
         self,
+        # Objects outside the model that steps change, by name. The first one owns the step, and
+        # lists in its attributes are joined.
         beside: Callable[[], Mapping[str, Any]] = dict,
+        # Whether an attribute, given as object, name and value, belongs to the user.
         is_own: Callable[[Any, str, Any], bool] = lambda owner, name, value: True,
-        hosts: Sequence[str] = (),
+        hosts: Sequence[str] = (),  # packages of the host
         *,
+        # Additional objects that are neither captured nor rolled back.
         skip: Callable[[], Sequence[Any]] = tuple,
-        dims: Sequence[int] = (0,),
+        dims: Sequence[int] = (0,),  # dimensions of tensors that may hold rows
+        # Plural name of the unit that rows are sorted by; None if rows keep their order.
         sorted_by: str | None = None,
         concat: Callable[[list[Tensor], int], Tensor] = torch.cat,
+        # The known reduction of numbers at a path or in a named list.
         fold_of: Callable[[str], str | None] = lambda place: None,
     ) -> None:
         self._roots, self._is_own, self._hosts, self._fold_of = beside, is_own, hosts, fold_of
         self._skip = skip
         self._beside = State(beside, skip=self._skipped, is_held=False)
-        # At what microbatches change: in training, and in evaluation.
+        # Number of batches compared so far, in training (True) and in evaluation (False).
         self._looks: collections.Counter[bool] = collections.Counter()
         self._dims, self._sorted_by, self._concat = dims, sorted_by, concat
         self._verdicts: dict[_Key, str] = {}
@@ -313,9 +241,9 @@ class Recorded:
         self._times: collections.Counter[str] = collections.Counter()
         self._counts: list[Mapping[str, float]] = []
         self._may_be_loss: list[tuple[Tensor, Tensor]] = []
-        self._first: Captured | None = None  # what the first microbatch has left
-        self._changed: set[str] = set()  # by that
-        self._num_modules: dict[str, int] = {}  # behind it
+        self._first: Captured | None = None  # state after the first microbatch
+        self._changed: set[str] = set()  # paths that the first microbatch changed
+        self._num_modules: dict[str, int] = {}  # number of submodules after the first microbatch
         self._is_open = False
         self._together = _Together()
 
@@ -323,7 +251,7 @@ class Recorded:
         others = (self._of(each, False).values() for each in self._roots().values())
         return [*self._skip(), *itertools.chain(*others)]
 
-    # As a part of the transaction
+    # Part of the transaction
 
     def begin(self) -> None:
         self._forget()
@@ -331,7 +259,7 @@ class Recorded:
         self._note_lengths()
 
     def prepare(self) -> None:
-        """Join what microbatches told: only here may it take memory."""
+        """Join the values of microbatches; later steps of a commit must not allocate memory."""
         self._is_open = False
         for note in self._notes.values():
             if not (note.whole or note.is_kept or all(map(is_number, note.values))):
@@ -348,28 +276,24 @@ class Recorded:
         self._beside.roll_back()
         self._forget()
 
-    # While it runs
+    # During a batch
 
     @property
     def is_split(self) -> bool:
-        """Whether the batch has several microbatches, as far as they have begun."""
+        """Whether at least two microbatches of the batch have started."""
         return len(self.rows) > 1
 
     @contextlib.contextmanager
     def step(self, rows: int, counts: Mapping[str, float] | None = None) -> Iterator[None]:
-        """Around the step of some rows: of a microbatch, or of a check, which is not reported.
-
-        Args:
-            rows: it has.
-            counts: what else means are over, by the name of a list.
-        """
+        """Record the values emitted by a microbatch, or compare those emitted by a check."""
+        # `counts` has the weights of means that are not over rows, by the name of their list.
         if is_extra_pass():
             with self._hearing(rows, counts or {}):
                 yield
             return
         self.rows.append(rows)
         trains = torch.is_grad_enabled()
-        # A comparison of all that a trainer holds costs time, and a step does the same each time.
+        # Comparing a trainer's whole state is slow, and each step changes the same attributes.
         if len(self.rows) == 2 and self._looks[trains] < _LOOKS:
             self._looks[trains] += 1
             self._changed, self._num_modules = self._places(self._beside.captured), self._modules()
@@ -384,17 +308,10 @@ class Recorded:
         loss: Tensor | None,
         outputs: Any = None,
         *,
-        own: Tensor | None = None,
-        is_kept: bool = False,
+        own: Tensor | None = None,  # the loss that the step returned, if it is another than `loss`
+        is_kept: bool = False,  # the caller reads the outputs with `values`
     ) -> Output | None:
-        """The step is over; gives what a check sees of it, None for a microbatch.
-
-        Args:
-            loss: that is trained on.
-            outputs: of the step.
-            own: the loss that the step gave, where it is another.
-            is_kept: whether `values` is asked for the outputs.
-        """
+        """End the step; return its output for a check, or None for a microbatch."""
         own = loss if own is None else own
         if self._heard is not None:
             return self._seen(loss, outputs, _number(own))
@@ -416,17 +333,7 @@ class Recorded:
         whole: Callable[[], Any] | None = None,
         is_kept: bool = False,
     ) -> None:
-        """A step tells something.
-
-        Args:
-            what: it is, in words: the same in each microbatch.
-            value: a number, or something with rows.
-            weight: of a mean, where that is not the rows.
-            reduce: how numbers of several batches become one, as far as that was said.
-            tell: the call that waits, of the batch's value and weight.
-            whole: gives the batch's value, where something else knows it.
-            is_kept: whether `values` is asked for it.
-        """
+        """Record a value that a step emits; see `_Note` for the arguments."""
         if self._heard is not None:
             for name, each in _numbers_in(what, value) if whole is None else ():
                 self._hear(name, each, self._heard_rows if weight is None else weight)
@@ -439,34 +346,34 @@ class Recorded:
             self._notes[key] = _Note(what=what, nth=key[1], reduce=reduce, tell=tell, whole=whole)
         note = self._notes[key]
         note.indices.append(len(self.rows) - 1)
-        # With its graph, it would hold a microbatch's activations to the end of the batch.
+        # Its graph would keep the microbatch's activations alive until the end of the batch.
         note.values.append(detached(value))
         note.weights.append(weight)
         note.is_kept, note.is_single = is_kept, what in self._single
 
     @property
     def has_told(self) -> bool:
-        """Whether the step that runs has told something."""
+        """Whether the current step has emitted a value."""
         return bool(self._times)
 
     def is_single(self, what: str, value: Any) -> bool:
-        """Whether what a step tells has nothing of rows, as far as it can be told from one."""
+        """Whether an emitted value has no row dimension; ambiguous values follow earlier steps."""
         leaves, sizes = _opened(value)
         if not all(isinstance(each, str | bool | None) or _is_one(each) for each in leaves):
             return False
-        # Of one row, or as many as a list has entries, it might be either.
+        # Ambiguous if a list or tensor happens to have as many entries as the step has rows.
         if (self._heard_rows if self._heard is not None else self.rows[-1]) not in sizes:
             self._single.add(what)
         return what in self._single and any(map(_is_one, leaves))
 
     def later(self, tell: Callable[[], None]) -> None:
-        """Something is told once for the batch, when that is certain."""
+        """Defer a call until the batch is committed."""
         self._later.append(tell)
 
-    # What steps change beside the model
+    # State outside the model that steps change
 
     def _compare(self) -> None:
-        """Name what each microbatch has changed, unless checks have seen that it adds up."""
+        """Warn of state that each microbatch changes, unless checks have shown that it adds up."""
         if self._first is None:
             return
         again, roots = self._places(self._first), self._roots()
@@ -480,7 +387,8 @@ class Recorded:
                 each == path or each.startswith((f"{path}.", f"{path}[")) for each in again
             )
 
-        # Made where it was missing, a module is made once; others come with each microbatch.
+        # A module created on first use exists before the second microbatch. If the number still
+        # grows after that, each microbatch creates one.
         now, before = self._modules(), self._num_modules
         grown = {what for what, number in now.items() if number != before.get(what, number)}
         new = sorted({*filter(depends, self._changed), *grown} - self._named)
@@ -494,12 +402,12 @@ class Recorded:
             )
 
     def _places(self, captured: Captured | None) -> set[str]:
-        """Where something has changed since a capture, and is neither joined nor counts rows."""
+        """Paths changed since a capture, except joined lists and modules that count rows."""
         assert captured is not None
         roots, starts = self._roots(), self._lengths[0]
-        with on_host():  # what is compared takes no memory of a batch
+        with on_host():  # the comparison must not take device memory from the batch
             found = set(captured.changed())
-        # Of a list that grows, what is new is joined; modules there, such as metrics, count rows.
+        # New entries of a growing list are joined. Modules such as metrics count rows themselves.
         apart = [f"{each.what}." for each in self.held() if _counts_rows(each)]
         for what, _, values in self._lists():
             apart += [f"{what}[{n}]" for n in range(starts.get(what, 0), len(values))]
@@ -507,7 +415,7 @@ class Recorded:
         return {_with_ends(roots, each) for each in kept}
 
     def _modules(self) -> dict[str, int]:
-        """How many modules each module of the step has, such as a tracker of metrics by steps."""
+        """Number of children of each module, to find trackers that add a module per step."""
         roots = {**self._roots(), **{each.what: each.value for each in self.held()}}
         return {
             f"{path}.{name}".rstrip("."): len(list(each.children()))
@@ -519,15 +427,15 @@ class Recorded:
         self._lengths.append({each.what: len(each.value) for each in self._lists()})
 
     def _of(self, owner: Any, is_own: bool) -> dict[str, Any]:
-        """Attributes that are the user's, or those that are not."""
+        """Attributes that belong to the user (``is_own=True``), or all other attributes."""
         table = getattr(owner, "__dict__", {})
         return {k: v for k, v in table.items() if self._is_own(owner, k, v) == is_own}
 
     def held(self) -> Iterator[Held]:
-        """All in attributes, in dictionaries there, and in objects that are not a host's."""
+        """Iterate over values in attributes, in their dictionaries, and in objects of the user."""
         name, owner = next(iter(self._roots().items()), ("", None))
         waiting = [Held(f"{name}.{key}", key, each) for key, each in self._of(owner, True).items()]
-        for held in waiting:  # which grows
+        for held in waiting:  # grows during the loop
             yield held
             path, _, value = held
             if isinstance(value, dict) and path.count("[") < _DEEPEST:
@@ -545,12 +453,12 @@ class Recorded:
         found = {place: _number(_at(roots, place)) for place in places}
         return {place: number for place, number in found.items() if number is not None}
 
-    # In a check of some rows together and in parts
+    # Checks of rows, together and in parts
 
     @contextlib.contextmanager
     def _hearing(self, rows: int, counts: Mapping[str, float]) -> Iterator[None]:
         together = self._together
-        # Parts come behind the whole, in the order of a check; other rows begin anew.
+        # A check runs all rows first and then their parts; any other number of rows starts over.
         if not 0 < rows <= together.left or rows == together.rows:
             together = self._together = _Together(rows=rows)
         self._heard, self._heard_rows = {}, rows
@@ -564,7 +472,7 @@ class Recorded:
             self._note_lengths()
             yield
         except BaseException:
-            self._together = _Together()  # what is compared next has nothing to do with this
+            self._together = _Together()  # the next rows belong to another comparison
             raise
         finally:
             self._heard = None
@@ -573,10 +481,8 @@ class Recorded:
             self._beside.roll_back()
 
     def _go_on(self, together: _Together, state: Captured) -> None:
-        """Let a part find what the whole has left.
-
-        From 0, or where there is none, a number that a step sets seems to add up.
-        """
+        """Start a part from the state that all rows together have left."""
+        # Starting from 0, a number that a step sets would look like one that adds up.
         if not together.parts:
             starts = self._numbers(together.moved)
             for place, number in together.moved.items():
@@ -584,7 +490,7 @@ class Recorded:
         state.put_back()
 
     def _seen(self, loss: Tensor | None, outputs: Any, own: float | None) -> Output:
-        """The loss, outputs with rows, and numbers of the step that has run."""
+        """The loss, the outputs with rows, and the numbers of the finished step."""
         assert self._heard is not None
         rows, heard, kept = self._heard_rows, self._heard, {}
         for path, each in tensor_leaves(_without_lists(outputs, rows)):
@@ -599,7 +505,7 @@ class Recorded:
                 for label, each in _numbers_in(what, value):
                     self._know(name, (label, self._times[label]))
                     self._hear(label, each, self._counts[-1].get(name, rows))
-        told = dict(heard)  # without what lies beside the model, which is learned of, too
+        told = dict(heard)  # a copy: `_learn` adds numbers outside the model
         self._learn(self._together, rows, heard)
         named = {
             what if not nth else f"{what}, {nth + 1}": each
@@ -610,7 +516,7 @@ class Recorded:
         return Output(loss, {}, kept, told=named, told_as_loss=is_loss)
 
     def _know(self, name: str, key: _Key) -> None:
-        """Use the known fold for the numbers of a list."""
+        """Use the known reduction for the numbers of a list."""
         if (fold := self._fold_of(name)) is not None:
             self._verdicts[key] = fold
 
@@ -624,7 +530,7 @@ class Recorded:
             self._checked.add(key)
 
     def _learn(self, together: _Together, rows: int, heard: _Heard) -> None:
-        """Tell, once all parts of some rows were seen, how their numbers become those of all."""
+        """Once all parts have run, find the reduction that gives the numbers of all rows."""
         if together.state is None:
             together.heard = heard
             if self._beside.captured is not None:
@@ -637,14 +543,14 @@ class Recorded:
         together.parts.append((rows, heard))
         if together.left:
             return
-        # Rows of the next check may add up to those of this one, by chance.
+        # Rows of the next check might happen to fit as parts of this one.
         self._together = _Together()
         parts = [each for _, each in together.parts]
         for key, (number, _) in together.heard.items() if len(parts) > 1 else ():
             if not all(key in each for each in parts):
                 continue
             values, weights = zip(*(each[key] for each in parts), strict=True)
-            # Relative to the largest, as a sum of both signs may be near 0.
+            # Relative to the largest number, because a sum of both signs may be near 0.
             least = _ROUNDING * max(map(abs, (number, *values)))
             fitting = [
                 name
@@ -653,28 +559,25 @@ class Recorded:
             ]
             if key[1] == _BESIDE:
                 adds_up = "sum" in fitting
-                # A constant that is set moves nothing in the last, and neither does a largest so
-                # far.
+                # A constant or a running maximum may seem to add up, but the last part leaves it
+                # unchanged.
                 if not adds_up or (number and values[-1]):
                     self._verdicts[key] = "sum" if adds_up else "another"
-            # Equal numbers fit a mean, a largest and a smallest alike, and say nothing.
+            # Equal numbers fit mean, max and min alike, and decide nothing.
             elif len(fitting) == 1:
                 self._verdicts[key] = fitting[0]
-            elif "mean" in fitting and "sum" not in fitting:  # it was the same in all parts
+            elif "mean" in fitting and "sum" not in fitting:  # the same number in all parts
                 self._verdicts.setdefault(key, "mean")
 
-    # Afterwards
+    # After the batch
 
     def tell(self, loss: Tensor | None) -> None:
-        """Make the calls that waited, with what the batch would have given.
-
-        Args:
-            loss: of the batch.
-        """
+        """Make the deferred calls with the values of the whole batch, given its loss."""
         for note in self._notes.values():
             if note.tell is not None:
                 weight = note.weights[-1]
-                # Without a weight in each, the host takes its own, of the last microbatch.
+                # If a microbatch gave no weight, pass on the last one (usually None): the host then
+                # uses its own.
                 if self.is_split and None not in note.weights:
                     weight = self._weight(note)
                 note.tell(self._settled(note, loss), weight)
@@ -683,29 +586,27 @@ class Recorded:
         self._forget()
 
     def values(self, what: str) -> list[Any]:
-        """The values noted in each microbatch, as they are."""
+        """The values recorded in each microbatch, not joined."""
         note = self._notes.get((what, 0))
         return [] if note is None else note.values
 
     def join(self, what: str, values: Sequence[Any]) -> Any:
-        """Join the values of microbatches to that of the batch."""
+        """Join the values of microbatches into the value of the batch."""
         return self._join(_Note(what=what, indices=list(range(len(values))), values=list(values)))
 
     def told(self, what: str, loss: Tensor | None) -> Any:
-        """The value noted without a call, as of the batch; None where there is none."""
+        """The batch's value of a record without a call; None if nothing was recorded."""
         note = self._notes.get((what, 0))
         return None if note is None else self._settled(note, loss)
 
     def _settled(self, note: _Note, loss: Tensor | None) -> Any:
-        """The batch's value, with its loss in the place of numbers that always were the loss.
-
-        What a loss averages over need not be rows, so its mean over rows would be another number.
-        """
+        """The batch's value, or its loss if the value was the loss in each microbatch."""
+        # A loss may average over something other than rows, so its mean over rows would be wrong.
         if not self.is_split:
             return note.values[-1]
         for value, is_loss in self._may_be_loss:
             if loss is not None:
-                # On the device, without looking at the answer: that would wait once for each number
+                # Decide on the device: reading the answer would synchronize once for each number
                 # that is logged.
                 value.copy_(torch.where(is_loss, loss.to(value), value))
         self._may_be_loss.clear()
@@ -722,7 +623,7 @@ class Recorded:
         return float(loss) if bool(are_losses) else joined
 
     def _is_loss(self, note: _Note) -> Tensor | None:
-        """Whether numbers are each microbatch's loss; None where they cannot be."""
+        """Whether the numbers equal the losses of the microbatches; None if they cannot."""
         losses: list[Tensor] = [each for each in self._losses if each is not None]
         several = torch.stack([_tensor(each) for each in note.values])
         if not len(several) == len(losses) == len(self.rows) or not several.is_floating_point():
@@ -731,23 +632,23 @@ class Recorded:
         return (own == several).all()
 
     def _weight(self, note: _Note) -> Any:
-        """The weight of a batch's value: counts add up, but for what is always the same."""
+        """The weight of the batch's value: the sum of weights, unless the weight is constant."""
         counts, rows = note.weights, [self.rows[each] for each in note.indices]
         is_fixed = len(set(counts)) == 1 and counts != rows
-        # What is the same in each microbatch may be the whole batch's, or a constant such as 1.
+        # A weight that is equal in all microbatches may be the whole batch's, or a constant like 1.
         is_fixed = is_fixed and (counts[0] == sum(rows) or any(counts[0] % each for each in rows))
         return counts[0] if is_fixed else sum(counts)
 
-    # Several values as one
+    # Joining values
 
     def _join(self, note: _Note) -> Any:
-        """Several values of one kind, one for each microbatch, as one."""
+        """Join one value per microbatch into one value."""
         what, values, first = note.what, note.values, note.values[0]
         if not self.is_split:
             if self._sorted_by is not None and _holds_rows(first, sum(self.rows)):
                 self._refuse_rows(what)
             return first
-        # A step that returns nothing returns nothing of a batch, too.
+        # A step that returns None for each microbatch also returns None for the batch.
         if all(each is None for each in values):
             return None
         if len(values) < len(self.rows) or any(type(each) is not type(first) for each in values):
@@ -778,7 +679,7 @@ class Recorded:
         return self._as_they_are(what, values)
 
     def _join_numbers(self, note: _Note) -> Any:
-        """Numbers as one: as checks have shown that they come together, else as is said."""
+        """Reduce numbers as checks have shown, or else as declared."""
         first, rows = note.values[0], [self.rows[each] for each in note.indices]
         several = torch.stack([_tensor(each) for each in note.values])
         fold = self._verdicts.get((note.what, note.nth)) or self._assumed(note, several, rows)
@@ -791,22 +692,22 @@ class Recorded:
         weights = note.weights
         if not weights or None in weights or self._weight(note) != sum(weights):
             weights = rows
-        # Whole numbers beyond 2^24 would be rounded in float32.
+        # float32 would round integers above 2^24.
         wide = torch.promote_types(several.dtype, torch.float32)
         wide = wide if several.is_floating_point() else torch.float64
         shares = torch.tensor(weights, dtype=wide).to(several.device) / sum(weights)
         mean = (several.to(wide) * shares).sum(0)
-        # A mean of equal numbers may be off by the last bit, and a constant should stay what it is.
+        # A mean of equal numbers may differ in the last bit, but a constant must stay exact.
         is_same = (several == several[0]).all()
         joined = torch.where(is_same, several[0].to(wide), mean).to(several.dtype)
         return joined if isinstance(first, Tensor) else joined.item()
 
     def _assumed(self, note: _Note, several: Tensor, rows: Sequence[int]) -> str:
-        """How numbers come together that no check has shown, which is said where it is a guess."""
+        """The reduction of numbers that no check has shown; a guess is reported in a warning."""
         fold = note.reduce if note.reduce in _FOLDS else "mean"
         is_same = bool((several == several[0]).all())
         if several.tolist() == list(rows):
-            # Equal sizes cannot tell a count of rows from a constant that is as large by chance.
+            # With equal sizes, a count of rows looks like a constant that happens to be as large.
             fold, is_sure = "sum", not is_same
         elif fold == "mean" and not several.is_floating_point():
             fold, is_sure = "mean" if is_same else "sum", is_same
@@ -837,10 +738,9 @@ class Recorded:
         return self._as_they_are(what, values)
 
     def _are_rows(self, pieces: Sequence[Sequence[Any]]) -> bool:
-        """Whether each microbatch has an entry for each of its rows.
-
-        Two tensors of two rows are as many by chance: they have the rows in them.
-        """
+        """Whether each microbatch has an entry for each of its rows."""
+        # Two tensors of two rows each match the number of rows only by chance: their rows are
+        # inside the tensors.
         if [len(each) for each in pieces] != self.rows:
             return False
         rows = self.rows[0]
@@ -856,12 +756,12 @@ class Recorded:
         )
 
     def _join_list(self, growing: Held) -> None:
-        """Let a list have the entries of the batch, where each microbatch has appended its own."""
+        """Replace the entries that each microbatch appended to a list with those of the batch."""
         what, name, values = growing
         ends = [each.get(what, 0) for each in self._lengths]
         pieces = [values[one:other] for one, other in itertools.pairwise(ends)]
         lengths = [len(each) for each in pieces]
-        # The list was cleared or cut meanwhile, so that places in it mean nothing.
+        # If the list was cleared or shortened during the batch, indices no longer identify entries.
         if len(values) != ends[-1] or not any(lengths):
             return
         if self._are_rows(pieces) and max(lengths) > 1:
@@ -878,11 +778,11 @@ class Recorded:
             note = _Note(what=what, nth=nth, values=list(each), indices=list(range(len(each))))
             self._know(name, (what, nth))
             note.weights = [counts.get(name) for counts in self._counts]
-            # In place, as others may hold this very list.
+            # In place, because other objects may hold a reference to this list.
             values[ends[0] + nth] = self._join(note)
         del values[ends[0] + lengths[0] :]
 
-    # What is said
+    # Errors and warnings
 
     def _refuse_rows(self, what: str) -> None:
         if self._sorted_by is not None:
@@ -903,21 +803,21 @@ class Recorded:
         return list(values)
 
     def name_once(self, what: str, text: str) -> None:
-        """Warn of something that is told, unless that was warned of."""
+        """Warn about an emitted value once."""
         if what not in self._named:
             self._named.add(what)
             warn(text, MetricWarning)
 
 
 def detached(value: Any) -> Any:
-    """Without the graph, which holds the memory of the forward."""
+    """Detach a value from the graph, which holds the activations of the forward."""
     if isinstance(value, Tensor):
         return value.detach()
     return map_tensors(value, Tensor.detach) if isinstance(value, Mapping | list | tuple) else value
 
 
 def is_number(value: Any) -> bool:
-    """Whether it is one number, and no truth."""
+    """Whether a value is a single real number and not a bool."""
     if isinstance(value, Tensor):
         return value.dim() == 0 and value.dtype is not torch.bool and not value.is_complex()
     return isinstance(value, numbers.Real) and not isinstance(value, bool)
@@ -930,7 +830,7 @@ def _number(value: Any) -> float | None:
 
 
 def _at(roots: Mapping[str, Any], path: str) -> Any:
-    """The value at a place that `Captured.changed` gives; None where it is no more."""
+    """The value at a path from `Captured.changed`; None if it no longer exists."""
     first, *rest = _STEP.findall(f".{path}")
     found: Any = roots.get(first[0])
     for name, key in rest:
@@ -942,7 +842,7 @@ def _at(roots: Mapping[str, Any], path: str) -> Any:
 
 
 def _opened(value: Any) -> tuple[list[Any], set[int]]:
-    """All that containers hold, and how many entries lists and tensors have."""
+    """All leaves of nested containers, and the lengths of lists and tensors."""
     if not isinstance(value, Mapping | list | tuple):
         return [value], set(value.shape[:1] if isinstance(value, Tensor) else ())
     parts = [_opened(each) for each in open_container(value)[1]]
@@ -956,13 +856,13 @@ def _is_one(value: Any) -> bool:
 
 
 def _with_ends(roots: Mapping[str, Any], path: str) -> str:
-    """A place that has changed; of a queue all, as places in it mean nothing where it moves."""
+    """The path of a changed value, or of its deque, because indices in a deque shift."""
     owner = path.rpartition("[")[0]
     return owner if owner and isinstance(_at(roots, owner), collections.deque) else path
 
 
 def _counts_rows(held: Held) -> bool:
-    """Whether it is a module of the step's, or a metric in a table: others there are only held."""
+    """Whether a value is a module in an attribute of the step's owner, or a metric anywhere."""
     is_metric = callable(getattr(held.value, "compute", None))
     return isinstance(held.value, nn.Module) and (is_metric or held.what.count(".") == 1)
 
@@ -974,7 +874,7 @@ def _tensor(number: Any) -> Tensor:
 
 
 def _without_lists(value: Any, rows: int) -> Any:
-    """Outputs without lists that have an entry for each row, which are joined entry by entry."""
+    """Outputs without lists with an entry per row, which are joined entry by entry."""
     if isinstance(value, list) and len(value) == rows and not isinstance(value[0], Tensor):
         return None
     if isinstance(value, Mapping):
@@ -983,7 +883,7 @@ def _without_lists(value: Any, rows: int) -> Any:
 
 
 def _numbers_in(what: str, value: Any) -> Iterator[tuple[str, Any]]:
-    """Numbers in structures, each with what it is."""
+    """Iterate over the numbers in nested containers, with a description of each."""
     if isinstance(value, Mapping | list | tuple):
         for key, each in zip(*open_container(value), strict=True):
             yield from _numbers_in(f"{what}[{key!r}]", each)
@@ -992,7 +892,7 @@ def _numbers_in(what: str, value: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _holds_rows(value: Any, num_rows: int) -> bool:
-    """Whether a value of one microbatch of several rows may have one thing for each of them."""
+    """Whether a value may have one entry for each of several rows."""
     if num_rows < 2:
         return False
     if isinstance(value, list) and len(value) == num_rows:
@@ -1001,7 +901,7 @@ def _holds_rows(value: Any, num_rows: int) -> bool:
 
 
 def weakly(method: Callable[..., Any]) -> Callable[..., Any]:
-    """A bound method that does not hold its object; any other function is as it was.
+    """Wrap a bound method so that it holds its object weakly; return other functions unchanged.
 
     Example:
         >>> class Host:
@@ -1019,8 +919,8 @@ def weakly(method: Callable[..., Any]) -> Callable[..., Any]:
     """
     if not inspect.ismethod(method):
         return method
-    # A cycle between trainer and Microbatcher would keep both, and the device's memory, until the
-    # garbage collector comes.
+    # A reference cycle between trainer and Microbatcher would keep both, with their device memory,
+    # until the next garbage collection.
     reference, name = weakref.WeakMethod(method), method.__qualname__
 
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -1033,9 +933,7 @@ def weakly(method: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class Replacements:
-    """Methods of one object or another that stand in for the host's own, until they are undone.
-
-    On the instance, so that subclasses keep theirs and other objects of the class are left alone.
+    """Replace methods of a host until `undo` restores them.
 
     Example:
         >>> class Host:
@@ -1054,17 +952,17 @@ class Replacements:
         self._undo: list[Callable[[], None]] = []
 
     def put(self, owner: Any, name: str, function: Callable[..., Any]) -> Any:
-        """Let a function stand in the place of a method; returns that."""
+        """Replace a method with a function; return the original method."""
+        # On the instance, so that subclasses and other objects of the class are not affected.
         own = getattr(owner, name)
         earlier = vars(owner).get(name, _MISSING)
         self._undo.append(functools.partial(_put_back, owner, name, earlier))
-        # No bound method or plain function: a capture of the owner would take each new one for a
-        # change.
+        # A capture of the owner would report each new bound method or plain function as a change.
         setattr(owner, name, _StandIn(function))
         return own
 
     def undo(self) -> None:
-        """Give every place back, the last first."""
+        """Restore all methods, in reverse order."""
         while self._undo:
             self._undo.pop()()
 
@@ -1076,15 +974,10 @@ class Replacements:
 
 
 class Results:
-    """The results of a host's steps.
+    """Results of a host's last training and evaluation steps."""
 
-    Attributes:
-        last: of the last training batch; None before the first.
-        last_evaluation: of the last evaluated one.
-    """
-
-    last: StepResult | None = None
-    last_evaluation: EvalResult | None = None
+    last: StepResult | None = None  # of the last training batch
+    last_evaluation: EvalResult | None = None  # of the last evaluated batch
 
     @property
     def microbatch_size(self) -> int | None:
@@ -1093,12 +986,12 @@ class Results:
 
     @property
     def eval_microbatch_size(self) -> int | None:
-        """The same of the last evaluated batch."""
+        """Rows of the largest microbatch of the last evaluated batch; None before the first."""
         return None if self.last_evaluation is None else self.last_evaluation.microbatch_size
 
 
 class _StandIn:
-    """A function, of which another for each batch is no news to what captures its owner."""
+    """A replaced method that a capture of its owner does not report as a change."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
         functools.update_wrapper(self, function, updated=())
@@ -1108,12 +1001,12 @@ class _StandIn:
         return self._function(*args, **kwargs)
 
     def __get__(self, owner: Any, kind: Any = None) -> Any:
-        """As functions are bound, in the place of one of a class."""
+        """Bind like a function, if put on a class."""
         return self if owner is None else types.MethodType(self, owner)
 
 
 def _put_back(owner: Any, name: str, earlier: Any) -> None:
-    # The method was the class's: an entry on the instance would hide later changes of it.
+    # Remove the entry of a method that came from the class: it would hide later changes there.
     if earlier is _MISSING:
         vars(owner).pop(name, None)
     else:

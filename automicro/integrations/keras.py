@@ -1,12 +1,12 @@
-"""Whole batches on any memory inside Keras' ``fit``, ``evaluate`` and ``predict``, on torch.
+"""Run whole batches on any memory in Keras' ``fit``, ``evaluate`` and ``predict``, on torch.
 
     model.compile(optimizer, loss, metrics)
     automicro.integrations.keras.enable(model)
     model.fit(x, y, batch_size=4096)
 
-Keras' variables that no gradient reaches (moving averages, seeds) are parameters to torch, and a
-forward changes them; so a `Microbatcher` gets a module in which they are buffers. What a loss
-divides by is read off its ``reduction``.
+Keras stores variables without gradients (moving averages, seeds) as torch parameters, and a forward
+changes them. So the `Microbatcher` gets a module in which they are buffers. The divisor of a loss
+is read from its ``reduction``.
 """
 
 import contextlib
@@ -43,7 +43,7 @@ from automicro.step.split_guard import BATCHNORM_MODES
 try:
     keras = import_host("keras", extra="keras")
 except ModuleNotFoundError as error:
-    # Keras imports its default backend before it is asked for another.
+    # Without KERAS_BACKEND, importing Keras also imports TensorFlow, its default backend.
     if error.name != "tensorflow":
         raise
     raise ImportError(
@@ -70,23 +70,25 @@ _COMPUTED = "what compute_metrics returns"
 
 
 def enable(model: Any, **options: Any) -> Any:
-    """Let a compiled model take its whole batches on any memory.
+    """Let a compiled model run its whole batches on any memory.
 
     Args:
-        model: a ``keras.Model`` that was compiled, on Keras' torch backend.
-        options: of `Microbatcher`: ``microbatch_size``, ``eval_microbatch_size``,
-            ``loss_average`` (``"samples"``, ``"none"``, or a callable from ``(x, y,
-            sample_weight)`` to what the loss is divided by, where its ``reduction`` does not tell),
+        model: a compiled ``keras.Model`` on Keras' torch backend.
+        options: options of `Microbatcher`: ``microbatch_size``, ``eval_microbatch_size``,
+            ``loss_average`` (only if the loss's ``reduction`` does not show it: ``"samples"``,
+            ``"none"``, or a callable from ``(x, y, sample_weight)`` to the divisor of the loss),
             ``memory_limit``, ``batchnorm``, ``gradient_sums``, ``remember_sizes``, ``repeatable``,
             ``probe``, ``features``.
 
     Returns:
-        The model. ``model.automicro`` has what it found: see `Enabled`.
+        The same model. ``model.automicro`` holds the results and sizes: see `Enabled`.
 
     Raises:
-        ValueError: something about the model would make it wrong; the message says what helps.
-        TypeError: no model of Keras', or an option that Keras decides.
-        ImportError: Keras is missing, or a version that does not have what this stands on.
+        ValueError: if microbatches would give wrong results with this model; the message names the
+            remedy.
+        TypeError: if ``model`` is not a ``keras.Model``, or if an option is unknown or one that
+            Keras sets.
+        ImportError: if Keras is missing or its version is not supported.
     """
     check_options("enable", options, _OWN)
     if not isinstance(model, keras.Model):
@@ -109,15 +111,11 @@ def enable(model: Any, **options: Any) -> Any:
 
 
 def _refuse(model: Any) -> None:
-    """Say what about a model would be wrong with whole batches in microbatches.
-
-    Raises:
-        ValueError: it would; with the remedy.
-    """
+    """Raise ValueError, with the remedy, if microbatches would be wrong with this model."""
     own = [
         name
         for name in ("train_step", "test_step")
-        # On the instance as well, where one may have been put in place of the class's.
+        # Check the instance as well, because it may have a method that replaces the class's.
         if name in vars(model) or getattr(type(model), name) is not getattr(keras.Model, name)
     ]
     with_activity = [
@@ -147,7 +145,7 @@ def _refuse(model: Any) -> None:
         )
     elif model.steps_per_execution > 1:
         why = "steps_per_execution makes one step of several; leave it at 1"
-    # It acts on variables when they are made, where no step can see it.
+    # A distribution acts on variables at their creation, before any step.
     elif keras.distribution.distribution() is not None:
         why = (
             "keras.distribution.set_distribution is on, and its effect on gradients is unknown "
@@ -173,27 +171,27 @@ def _refuse(model: Any) -> None:
 
 
 class Enabled(Results):
-    """The replacement for the steps of one model; made by `enable`, as ``model.automicro``."""
+    """The replaced steps of one model, which `enable` stores in ``model.automicro``."""
 
     def __init__(self, model: Any, options: Mapping[str, Any]) -> None:
         self._model = model
         self._options = {**options}
         self._average = self._options.pop("loss_average", "auto")
-        # Taken out of the options: Keras' layers are none that torch's warning would find.
+        # Handled here: a Microbatcher only recognizes the batch norm layers of torch.
         self._batchnorm = check_choice(
             "batchnorm", self._options.pop("batchnorm", "warn"), BATCHNORM_MODES
         )
         self._has_warned = False
         self._made: _Made | None = None
-        self._returned: list[str] = []  # names, by a compute_metrics of the model's own
+        self._returned: list[str] = []  # names of values from an overridden compute_metrics
         self._recorded = Recorded(
             self._beside,
             self._is_of_a_user,
             _HOSTS,
-            # A metric's own list has an entry for each update: what it comes to is its affair.
+            # A metric's own list has one entry per update, and the metric combines these itself.
             fold_of=self._fold_of,
         )
-        read_average(model, self._average)  # refuse now what the first batch would be refused for
+        read_average(model, self._average)  # raise errors now rather than at the first batch
         self._replacements = Replacements()
         put = self._replacements.put
         self._own_train_step = put(model, "train_step", self._train_step)
@@ -202,27 +200,27 @@ class Enabled(Results):
         self._forget_functions()
 
     def disable(self) -> None:
-        """Give the model its own steps back."""
+        """Restore the model's own steps."""
         self._replacements.undo()
         self._forget_functions()
         del self._model.automicro
 
     def _forget_functions(self) -> None:
-        """Keras keeps what it makes of the steps."""
+        """Discard the functions that Keras builds from the steps and caches."""
         self._model.train_function = self._model.test_function = None
         self._model.predict_function = None
 
     def _train_step(self, data: Any) -> Any:
         model = self._model
-        # There is no backward then, and Keras' own step says it in its words.
+        # Without trainable weights there is no backward, and Keras' own step warns of this.
         if not model.trainable_weights:
-            return self._own_train_step(data)  # which warns
+            return self._own_train_step(data)
         made = self._ready(data, "train")
         model.zero_grad()
         result = self.last = made.microbatcher.backward(made.flat)
         if result.num_microbatches > 1:
             self._warn_of_batchnorm(result)
-        # A copy, as Keras builds the list anew at each access, and both places must agree.
+        # Read the list once, because Keras builds a new list at each access.
         trained = model.trainable_weights[:]
         with torch.no_grad():
             model.optimizer.apply([each.value.grad for each in trained], trained)
@@ -238,10 +236,10 @@ class Enabled(Results):
         return made.microbatcher.predict(made.flat)
 
     def _told(self, result: StepResult | EvalResult) -> Any:
-        """The values that a step returns: all metrics, or those of ``compute_metrics``."""
+        """The values that a step returns: all metrics, or the values of ``compute_metrics``."""
         model, recorded = self._model, self._recorded
         others = recorded.told(_COMPUTED, result.loss)
-        # Of a batch that stays whole, the values are what Keras would have returned.
+        # The values of a whole batch are exactly those that Keras would have returned.
         if others and recorded.is_split:
             recorded.name_once(
                 _COMPUTED,
@@ -250,7 +248,7 @@ class Enabled(Results):
                 "let a keras.metrics.Mean count it",
             )
         recorded.tell(result.loss)
-        # Once, with the weight of all rows: per microbatch it would be a mean of means.
+        # Update once with the weight of all rows; updates per microbatch give a mean of means.
         model._loss_tracker.update_state(result.loss, sample_weight=result.num_samples)
         now = model.get_metrics_result()
         if not self._has_own_metrics():
@@ -261,11 +259,11 @@ class Enabled(Results):
         return type(self._model).compute_metrics is not keras.Model.compute_metrics
 
     def _ready(self, data: Any, phase: str) -> "_Made":
-        """The microbatcher for a batch: another where the model was compiled, or has changed."""
+        """The Microbatcher for a batch, created again if the model was compiled or has changed."""
         model, made = self._model, self._made
         variables = variables_of(model)
-        # Everything that a Microbatcher has read once: compile, a new layer, or a loaded model
-        # change it.
+        # Everything that a Microbatcher reads only once. Compiling, adding a layer or loading a
+        # model changes it.
         key = (model._compile_loss, model.optimizer, *map(id, variables))
         if made is None or made.key != key:
             if model.jit_compile:
@@ -275,7 +273,7 @@ class Enabled(Results):
                 )
             earlier, made = made, self._made_for(key, variables)
             if earlier is not None:
-                # A new loss does not change much in what a row takes.
+                # A new loss hardly changes the memory per row.
                 made.microbatcher.load_state_dict(earlier.microbatcher.state_dict())
             self._made = made
         made.flat, made.pack = flatten(data)
@@ -293,13 +291,13 @@ class Enabled(Results):
             backward=self._backward,
             loss_average=average if counts is None else lambda flat: counts(new.pack(flat)),
             modules=list(_of_torch(self._model).values()),
-            batchnorm="ignore",  # Keras' layers are none of torch's, and warned of here
+            batchnorm="ignore",  # `_warn_of_batchnorm` covers the layers of Keras and torch
             state=[self._recorded, *filter(_is_own, metrics_of(self._model))],
         )
         return new
 
     def _recording(self, made: "_Made", flat: Mapping[str, Any]) -> Any:
-        """Forward of some rows; what it tells metrics is the microbatch's, or heard by a check."""
+        """Run a forward and update the metrics, recording their values for the batch or a check."""
         recorded, data, rows = self._recorded, made.pack(flat), _rows_of(flat)
         if made.phase == "predict":
             return None, self._own_predict_step(data)
@@ -311,12 +309,11 @@ class Enabled(Results):
 
     @contextlib.contextmanager
     def _listening(self, listens: bool) -> Iterator[None]:
-        """Keep what metrics are told that is of no row, which a batch would have told once."""
+        """Record updates of metrics with values without rows, which a batch would make once."""
         kinds = dict.fromkeys(
             kind
             for metric in metrics_of(self._model) * listens
-            # Subclasses call the method of their parents, each of which may be told a number of no
-            # row.
+            # A subclass calls its parent's method, and either call may pass a number without rows.
             for kind in type(metric).__mro__
             if "update_state" in vars(kind)
         )
@@ -327,7 +324,7 @@ class Enabled(Results):
             yield
 
     def _note(self, own: Callable[..., Any], metric: Any, *given: Any, **named: Any) -> Any:
-        """In place of a metric's ``update_state``."""
+        """Replace a metric's ``update_state``: defer updates with a single number."""
         weight = named.get("sample_weight", given[1] if len(given) == 2 else None)
         if not given or not is_number(given[0]) or not (weight is None or is_number(weight)):
             return own(metric, *given, **named)
@@ -341,12 +338,12 @@ class Enabled(Results):
 
     def _forward(self, made: "_Made", data: Any) -> tuple[Tensor, Any, list[Any]]:
         model = self._model
-        # In a look at a few rows nothing is drawn, and each is normalised by itself.
+        # A check of a few rows runs in inference mode: no random numbers, no batch statistics.
         trains = made.phase == "train" and not is_extra_pass()
         x, y, weight = keras.utils.unpack_x_y_sample_weight(data)
-        # As Keras calls it: a call that knows of no training is asked for none.
+        # Like Keras, pass `training` only if the model's call accepts it.
         outputs = model(x, training=trains) if model._call_has_training_arg else model(x)
-        # Before the loss, which removes them.
+        # Read the masks before the loss, which removes them.
         masks = [getattr(each, "_keras_mask", None) for each in keras.tree.flatten(outputs)]
         if self._average == "auto" and any(each is not None for each in masks):
             raise LossError(
@@ -358,7 +355,7 @@ class Enabled(Results):
         loss = model._compute_loss(
             x=x, y=y, y_pred=outputs, sample_weight=weight, training=made.phase == "train"
         )
-        # Only known now: such losses are added in the forward.
+        # Check after the forward, which adds these losses.
         if made.is_sum and model.losses:
             raise LossError(
                 "the loss is a sum over rows, and the model adds losses to it (regularizers, "
@@ -368,13 +365,13 @@ class Enabled(Results):
         return loss, outputs, masks
 
     def _backward(self, loss: Tensor) -> None:
-        # Also without a loss scale, where it returns the loss: a LossScaleOptimizer may be given
-        # later.
+        # Always call it: without a loss scale it returns the loss, and the model may get a
+        # LossScaleOptimizer later.
         scaled = self._model.optimizer.scale_loss(loss)
         scaled.backward()
 
     def _is_of_a_user(self, owner: Any, name: str, value: Any) -> bool:
-        """Whether an attribute is neither Keras' nor torch's, and no part of the model."""
+        """Whether an attribute is neither a part of the model nor an attribute of all models."""
         is_part = isinstance(value, keras.Layer | keras.Variable | keras.metrics.Metric | nn.Module)
         return owner is not self._model or not (is_part or name in _OF_EVERY_MODEL)
 
@@ -384,7 +381,7 @@ class Enabled(Results):
         return "sum" if place.partition(".")[0] in names else None
 
     def _beside(self) -> dict[str, Any]:
-        """The model and metrics that Keras did not write, whose variables are parameters there."""
+        """The model, and custom metrics with their variables, which are parameters to torch."""
         found = {"model": self._model}
         for each in filter(_is_own, metrics_of(self._model)):
             variables = {variable.name: variable.value.detach() for variable in each.variables}
@@ -392,12 +389,12 @@ class Enabled(Results):
         return found
 
     def _update(self, outputs: Any, masks: Sequence[Any], data: Any) -> None:
-        """Let metrics count a microbatch."""
+        """Update the metrics with a microbatch."""
         x, y, weight = keras.utils.unpack_x_y_sample_weight(data)
         outputs = keras.tree.map_structure(Tensor.detach, outputs)
         for each, mask in zip(keras.tree.flatten(outputs), masks, strict=True):
             if mask is not None:
-                each._keras_mask = mask  # the loss has removed it
+                each._keras_mask = mask  # the loss removed it
         if self._has_own_metrics():
             told = self._model.compute_metrics(x, y, outputs, sample_weight=weight)
             metrics = self._model.get_metrics_result()
@@ -408,11 +405,7 @@ class Enabled(Results):
             self._model._compile_metrics.update_state(y, outputs, weight)
 
     def _allowed(self) -> dict[str, Any]:
-        """The options, with whole batches where BatchNormalization forbids others.
-
-        Raises:
-            UnsplittableModelError: it forbids what is asked for.
-        """
+        """The options, with whole batches if the option ``batchnorm`` does not allow others."""
         names = self._batchnorms()
         if not names or self._batchnorm not in ("error", "disable"):
             return self._options
@@ -451,20 +444,15 @@ class Enabled(Results):
 
 
 class Variables(nn.Module):
-    """A model's variables as torch takes them: weights, and buffers, which a forward may change.
-
-    Args:
-        model: of Keras.
-        variables: all of it, and of its metrics.
-    """
+    """A model's variables as torch parameters and as buffers, which a forward may change."""
 
     def __init__(self, model: Any, variables: list[Any]) -> None:
         super().__init__()
         weights = {id(v) for each in model._flatten_layers() for v in each._trainable_variables}
         for index, variable in enumerate(variables):
-            # Paths may repeat, and torch takes no dots in names.
+            # Paths may repeat, and torch does not allow dots in names.
             name = f"{index}:{variable.path}".replace(".", "_")
-            if id(variable) in weights:  # frozen ones, too: only watched, and not copied
+            if id(variable) in weights:  # frozen weights, too: they are checked but not copied
                 self.register_parameter(name, variable.value)
             else:
                 self.register_buffer(name, variable.value)
@@ -472,30 +460,18 @@ class Variables(nn.Module):
 
 @dataclass(kw_only=True, eq=False)
 class _Made:
-    """A microbatcher for a model as it is now, and the batch that it runs.
+    """A Microbatcher for the model in its current state, and the batch that it runs."""
 
-    Attributes:
-        key: tells when it is another model's.
-        is_sum: whether the loss is a sum over rows.
-        flat: the batch as tensors by number.
-        pack: from some rows of them to what Keras gave.
-        phase: ``"train"``, ``"test"`` or ``"predict"``.
-    """
-
-    key: tuple[Any, ...]
-    is_sum: bool
+    key: tuple[Any, ...]  # a different key needs a new Microbatcher
+    is_sum: bool  # whether the loss is a sum over rows
     microbatcher: Microbatcher = field(init=False)
-    flat: dict[str, Any] = field(default_factory=dict)
-    pack: Callable[[Any], Any] = field(default=lambda flat: flat)
-    phase: str = "train"
+    flat: dict[str, Any] = field(default_factory=dict)  # tensors of the batch, by number
+    pack: Callable[[Any], Any] = field(default=lambda flat: flat)  # restores Keras' structure
+    phase: str = "train"  # "train", "test" or "predict"
 
 
 def read_average(model: Any, given: Any) -> Any:
-    """The divisor of a model's loss, for ``loss_average``; a callable of Keras' data.
-
-    Raises:
-        ValueError: it cannot be told, or ``given`` is none.
-    """
+    """The ``loss_average`` of a model's loss; a callable gets data in Keras' structure."""
     if given != "auto":
         if callable(given) or given in ("samples", "none"):
             return given
@@ -505,7 +481,8 @@ def read_average(model: Any, given: Any) -> Any:
         )
     losses = [each for each in keras.tree.flatten(model.loss) if each is not None]
     kinds = {getattr(each, "reduction", _MEANS[0]) for each in losses}
-    if kinds <= set(_MEANS):  # of as many numbers each; sample weights do not change by what
+    # These divide by the number of values, with or without sample weights.
+    if kinds <= set(_MEANS):
         is_own = type(model).compute_loss is not keras.Model.compute_loss
         return "auto" if is_own or any(map(_may_compare, losses)) else "samples"
     if len(losses) > 1:
@@ -526,8 +503,8 @@ def read_average(model: Any, given: Any) -> Any:
 
 
 def _may_compare(loss: Any) -> bool:
-    """Whether a loss may compare rows: one of the caller's own, or Keras' ``Circle``."""
-    # Names of losses are Keras' own, so all but one are known to be a mean of rows.
+    """Whether a loss may compare rows: a custom loss, or Keras' ``Circle``."""
+    # Strings name losses of Keras, and all of them but Circle are known to be means over rows.
     if isinstance(loss, str):
         return loss.lower() == "circle"
     function = getattr(loss, "fn", loss)
@@ -543,7 +520,7 @@ def _sum_of_weights(data: Any) -> Any:
 
 
 def flatten(data: Any) -> tuple[dict[str, Any], Callable[[Any], Any]]:
-    """A batch of Keras' as tensors by number, and what makes one of some of their rows again.
+    """Flatten a Keras batch into numbered tensors; also return a function that packs rows again.
 
     Example:
         >>> flat, pack = flatten(([torch.ones(3, 2), np.zeros(3)], torch.arange(3), None))
@@ -567,7 +544,7 @@ def flatten(data: Any) -> tuple[dict[str, Any], Callable[[Any], Any]]:
 
 
 def _of_torch(model: Any) -> dict[str, nn.Module]:
-    """Modules of torch inside of layers, by their names; Keras does not know their buffers."""
+    """The torch modules inside layers, whose buffers Keras does not know, by layer name."""
     return {
         layer.name: layer.module
         for layer in model._flatten_layers()
@@ -576,7 +553,7 @@ def _of_torch(model: Any) -> dict[str, nn.Module]:
 
 
 def _shared_by_ranks(model: Any) -> list[str]:
-    """Parts of a model that torch has wrapped for several ranks, or sharded, in words."""
+    """Descriptions of the parts of a model that are wrapped for several ranks or sharded."""
     found = [
         f"the {type(each).__name__} in the layer {name!r}"
         for name, module in _of_torch(model).items()
@@ -590,11 +567,11 @@ def _shared_by_ranks(model: Any) -> list[str]:
 
 
 def variables_of(model: Any) -> list[Any]:
-    """All variables of a model, of its metrics, and of Keras' own seed, each once."""
+    """All variables of a model, of its metrics, and of Keras' global seed, without duplicates."""
     found = {id(each): each for each in model.variables}
     for metric in model.metrics:
         found |= {id(each): each for each in metric.variables}
-    # Dropout draws from it, and it is a variable of no model.
+    # Dropout draws from the global seed, which does not belong to any model.
     seed = _global_state.get_global_attribute(_SEED)
     if seed is not None:
         found[id(seed.state)] = seed.state
@@ -602,12 +579,12 @@ def variables_of(model: Any) -> list[Any]:
 
 
 def metrics_of(model: Any) -> list[Any]:
-    """The metrics that a model was compiled with, and its own."""
+    """The metrics that a model was compiled with, and those in its attributes."""
     return [each for metric in model.metrics for each in getattr(metric, "metrics", [metric])]
 
 
 def _is_own(metric: Any) -> bool:
-    """Whether other code than Keras wrote a metric, which may count in attributes."""
+    """Whether a metric is custom, so that it may keep state in plain attributes."""
     return not is_written_by(_HOSTS, type(metric))
 
 

@@ -1,8 +1,8 @@
 """Lightning: ``Trainer(callbacks=[AutoMicrobatch()])``; `microbatcher` for loops with Fabric.
 
-The callback stands in the place of the closure that runs a batch, and of the three steps of
-evaluation. The host's own step runs for each microbatch, in its precision and strategy; what it
-logs, returns and appends is kept until the batch is certain, and then told once, as of the whole
+The callback replaces the closure that runs a training batch, and the three evaluation steps. The
+host's own step runs for each microbatch, in the host's precision and strategy. The values that it
+logs, returns and appends are deferred until the batch commits, and then emitted once for the whole
 batch. See docs/integrations/lightning.md.
 """
 
@@ -51,8 +51,8 @@ _SUPPORTED = "2.5 or 2.6"
 
 
 def _package() -> str:
-    """Where the host lies: what the program has imported already, else what is installed."""
-    # Both packages may be installed, and a callback of one is none of the other.
+    """The module path of the host: the package already imported, or else the one installed."""
+    # Both packages may be installed, but a callback of one is not a callback of the other.
     found = [name for name in _PACKAGES if name in sys.modules]
     found += [name for name in _PACKAGES if importlib.util.find_spec(name)]
     return _PACKAGES[found[0]] if found else "lightning.pytorch"
@@ -86,9 +86,9 @@ _STRATEGIES = {
 
 
 class AutoMicrobatch(Callback):
-    """Full batches in fit, validate, test and predict, on a device too small for them.
+    """Run full batches in fit, validate, test and predict on a device too small for them.
 
-    The gradient, the loss and what is logged are those of whole batches, however they are cut.
+    Gradients, losses and logged values equal those of whole batches, however the batches are split.
     Precision, strategy, clipping, accumulation, schedules and checkpoints stay the trainer's own.
 
     Example:
@@ -96,15 +96,16 @@ class AutoMicrobatch(Callback):
         >>> trainer = pl.Trainer(callbacks=[AutoMicrobatch()], logger=False, accelerator="cpu")
 
     Args:
-        options: those of `Microbatcher` that say how, such as ``microbatch_size``,
+        options: options of `Microbatcher`, such as ``microbatch_size``,
             ``loss_average="tokens"``, ``batch_layout`` or ``memory_limit``.
 
     Attributes:
-        options: as given.
-        result: of the last batch: rows, microbatches, attempts; None before the first.
+        options: the options given.
+        result: the result of the last batch, with its rows, microbatches and attempts; None before
+            the first batch.
 
     Raises:
-        TypeError: an option that does not exist, or that the trainer says itself.
+        TypeError: if an option does not exist or is set by the trainer itself.
     """
 
     def __init__(self, **options: Any) -> None:
@@ -116,15 +117,15 @@ class AutoMicrobatch(Callback):
 
     @property
     def microbatcher(self) -> Microbatcher | None:
-        """The Microbatcher of the run; None outside of a run, and before its first batch."""
+        """The Microbatcher of the current run; None before its first batch and outside of runs."""
         return None if self._run is None else self._run.microbatcher
 
     def setup(self, trainer: "Trainer", pl_module: "LightningModule", stage: str) -> None:
-        """Take the places of the host's methods; refuse what cannot be right.
+        """Replace methods of the host.
 
         Raises:
-            ValueError: the trainer or the module does what cannot be cut, or cannot be undone.
-            ImportError: this version of the host lacks what this stands on.
+            ValueError: if the trainer or module does something that cannot be split or rolled back.
+            ImportError: if this version of the host is not supported.
         """
         self._leave()
         if stage == "fit":
@@ -138,36 +139,32 @@ class AutoMicrobatch(Callback):
             raise
 
     def teardown(self, trainer: "Trainer", pl_module: "LightningModule", stage: str) -> None:
-        """Give all places back."""
+        """Restore all methods of the host."""
         self._leave()
 
     def on_exception(
         self, trainer: "Trainer", pl_module: "LightningModule", exception: BaseException
     ) -> None:
-        """Give all places back, where a run ends by an error or by Ctrl-C."""
+        """Restore all methods of the host if a run ends with an error or Ctrl-C."""
         self._leave()
 
     def state_dict(self) -> dict[str, Any]:
-        """The sizes that were found."""
+        """Return the microbatch sizes found."""
         if self.microbatcher is not None:
             return self.microbatcher.state_dict()
         return self._sizes or {}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on with sizes that were found earlier."""
+        """Restore microbatch sizes found earlier."""
         self._sizes = dict(state_dict)
 
     def make(self, **own: Any) -> Microbatcher:
-        """A Microbatcher with the options, and the sizes that are known.
-
-        Args:
-            own: arguments of the integration's.
-        """
+        """Create a Microbatcher with the options given, the known sizes and more arguments."""
         made = microbatcher_of(options=self.options, **own)
         if self._sizes:
             try:
                 made.load_state_dict(self._sizes)
-            except ValueError as error:  # of another microbatch_size=: it finds its own
+            except ValueError as error:  # they were found with another microbatch_size=
                 logger.info("sizes of an earlier run are not used (%s)", error)
         return made
 
@@ -181,23 +178,13 @@ class AutoMicrobatch(Callback):
 
 
 def _seam(owner: Any, name: str, parameters: Sequence[str] = ()) -> Any:
-    """A method of the host's, or an error that names its version."""
+    """Return a method of the host, or raise an error that names the supported versions."""
     host = _PLACE.partition(".")[0]
     return require_seam(owner, name, parameters, host=host, supported=f"{host} {_SUPPORTED}")
 
 
 class _Run:
-    """One call of fit, validate, test or predict.
-
-    Args:
-        owner: the callback.
-        trainer: the host.
-        module: what it trains.
-
-    Attributes:
-        microbatcher: None before the first batch.
-        places: of the host's methods, to be given back.
-    """
+    """One call of fit, validate, test or predict."""
 
     def __init__(
         self, owner: AutoMicrobatch, trainer: "Trainer", module: "LightningModule"
@@ -219,31 +206,32 @@ class _Run:
         self._log: Callable[..., None] = lambda *_, **__: None  # the host's own
         self._loop: Any = trainer.fit_loop.epoch_loop.automatic_optimization
         self._optimizer: Any = None
-        self._zero_grad: Callable[[], None] | None = None  # where it is still to come
+        self._zero_grad: Callable[[], None] | None = None  # None if not needed, or once it has run
         self._trains = self._gives_outputs = self._knows_loss = self._is_in_hooks = False
-        self._was_split = False  # the training batch before
-        self._num_rows = 0  # of the batch
-        self._given: Any = None  # to the module's log
-        self._returned: tuple[Tensor | None, Any] = None, None  # by the last step
-        self._is_filler = trainer.world_size > 1  # unless a feature says that it is none
-        self.microbatcher: Microbatcher | None = None
-        self.places = Replacements()
+        self._was_split = False  # whether the previous training batch was split
+        self._num_rows = 0  # of the current batch
+        self._given: Any = None  # the original value passed to the module's log
+        self._returned: tuple[Tensor | None, Any] = None, None  # loss and output of the last step
+        # Whether the next forward only fills a collective; `_Announcing` clears it for the batch.
+        self._is_filler = trainer.world_size > 1
+        self.microbatcher: Microbatcher | None = None  # None before the first batch
+        self.places = Replacements()  # replaced methods of the host
 
     def take_places(self, *, trains: bool) -> None:
-        """Stand in for the host's methods, until `places` are undone."""
+        """Replace methods of the host until `places` are undone."""
         strategy = self._trainer.strategy
         self._trains = trains
         for hooks in ("_call_strategy_hook", "_call_callback_hooks", "_call_lightning_module_hook"):
             _seam(_calls, hooks, ("trainer", "hook_name"))
         if trains:
-            # Looked for before anything is replaced: a version that lacks one is an error, and no
-            # half-replaced trainer.
+            # Check all methods before replacing any, so that an unsupported version raises an
+            # error and leaves no half-replaced trainer.
             _seam(_automatic, "Closure", ("step_fn",))
             _seam(self._loop, "_make_closure", ("kwargs", "optimizer", "batch_idx"))
             _seam(self._loop, "_make_zero_grad_fn", ("batch_idx", "optimizer"))
             _seam(self._loop, "_training_step", ("kwargs",))
-            # The one place that has a batch's forward, clearing and backward together: everything
-            # around it, such as clipping and accumulation, stays the host's.
+            # Only the closure runs forward, clearing and backward of a batch together. Everything
+            # around it, such as clipping and accumulation, stays the host's own.
             self.places.put(self._loop, "_make_closure", self._make_closure)
         for name in _EVALUATIONS:
             own = _seam(strategy, name)
@@ -252,7 +240,7 @@ class _Run:
     # Training
 
     def _make_closure(self, kwargs: Any, optimizer: Any, batch_idx: int) -> Any:
-        """In place of the host's: forward, zero_grad and backward of a batch."""
+        """Replace the host's closure, which runs forward, zero_grad and backward of a batch."""
         zero_grad = self._loop._make_zero_grad_fn(batch_idx, optimizer)
         step = functools.partial(self._train, kwargs, optimizer, zero_grad)
         return _automatic.Closure(step_fn=step)
@@ -261,7 +249,7 @@ class _Run:
         trainer = self._trainer
         self._optimizer, self._zero_grad = optimizer, zero_grad
         microbatcher = self._ready()
-        # On several ranks hooks may communicate, and ranks may have other numbers of microbatches.
+        # Hooks may communicate between ranks, which may have different numbers of microbatches.
         if trainer.world_size > 1 or self._was_split:
             self._clear()
         self._num_rows = self._layout.num_rows(kwargs["batch"])
@@ -274,22 +262,22 @@ class _Run:
         except _SkippedError as skipped:
             return self._skip(skipped, kwargs)
         finally:
-            self._step = lambda batch: None  # it holds the batch
-            # The closure runs inside the optimizer's step, past the place that would give it back.
+            self._step = lambda batch: None  # release the batch that the closure holds
+            # The closure runs inside the optimizer's step, after the hook that releases the memory
+            # reserved for the optimizer.
             microbatcher.release_reservation()
         self._owner.result = result
-        # A batch is most likely cut as the one before: clearing first saves an attempt that is
-        # given up.
+        # A batch is probably split like the previous one. Clearing first saves an aborted attempt.
         self._was_split = result.num_microbatches > 1
         loss = result.rank_loss
-        # The host divides the loss for its backward, and tells callbacks of it undivided.
+        # The host divides the loss for its backward, but reports the undivided loss to callbacks.
         of_batch = loss * trainer.accumulate_grad_batches
         outputs = self._recorded.told(RETURNS, of_batch)
         self._recorded.tell(of_batch)
         scaler = getattr(trainer.precision_plugin, "scaler", None)
-        # Of a whole batch, the hook before the backward has run where it belongs.
+        # For a whole batch, the hook before the backward has already run in the host's order.
         for name in _AROUND_BACKWARD[self._knows_loss :]:
-            # The host's own hook sees the loss as it goes into the backward.
+            # The host passes its hook the scaled loss, as the backward gets it.
             shown = loss if scaler is None else scaler.scale(loss)
             given = (shown,) if name == "on_before_backward" else ()
             _calls._call_callback_hooks(trainer, name, *given)
@@ -297,19 +285,14 @@ class _Run:
         return self._loop.output_result_cls(loss, extra=outputs or {})
 
     def _attempt(self, kwargs: Any) -> StepResult:
-        """Forward and backward of a batch, with the host's hooks between where it stays whole.
-
-        A failed attempt takes back what they did, and they run again. Of a batch in several pieces
-        no step is the batch's: gradients are cleared before, and ``on_before_backward`` comes
-        after, with the loss of all.
-
-        Raises:
-            _InPiecesError: it has to be cut, so that gradients have to be cleared before.
-        """
+        """Run forward and backward of a batch; raise _InPiecesError if gradients must go first."""
+        # The host's hooks run between forward and backward of a whole batch; a failed attempt rolls
+        # them back, and they run again. For a split batch, gradients are cleared before, and
+        # `on_before_backward` runs afterwards with the loss of the whole batch.
         trainer, microbatcher = self._trainer, self._ready()
         self._knows_loss = False
         if self._zero_grad is not None and not self._has_own_clearing():
-            microbatcher.release_gradients()  # a second set of them would take memory
+            microbatcher.release_gradients()  # a second set of gradients would take memory
 
         def step(microbatch: Any) -> Tensor:
             rows = self._recorded.rows[-1] if self._recorded.rows else self._num_rows
@@ -322,7 +305,7 @@ class _Run:
             read = self._loop.output_result_cls.from_training_step_output(
                 output, trainer.accumulate_grad_batches
             )
-            # By an exception, as no attempt may be committed for a batch that is skipped.
+            # Raise an exception, because no attempt may be committed for a skipped batch.
             if read.closure_loss is None:
                 raise _SkippedError(rows, self._num_rows)
             own = output["loss"] if isinstance(output, Mapping) else output
@@ -339,11 +322,7 @@ class _Run:
             return microbatcher.backward(kwargs["batch"])
 
     def _clear(self, *, is_over: bool = True) -> None:
-        """Clear gradients, with the hooks around that, which may move nothing that steps use.
-
-        Raises:
-            RollbackError: they write to parameters.
-        """
+        """Clear gradients; refuse hooks around that which write to parameters or buffers."""
         zero_grad = self._zero_grad
         if zero_grad is None:
             return
@@ -352,7 +331,7 @@ class _Run:
         if not self._has_own_clearing():
             zero_grad()
             return
-        # Also those that a callback holds, such as the copy that it averages into.
+        # Include modules that a callback holds, such as a copy with averaged weights.
         modules = [self._module, *(m for each in self._hooked() for m in _modules_in(each))]
         tensors = [each for m in modules for each in (*m.parameters(), *m.buffers())]
         before = [seen_version(each) for each in tensors]
@@ -371,13 +350,13 @@ class _Run:
         return [c for c in _callbacks_of(self._trainer) if any(_is_own(c, n) for n in hooks)]
 
     def _has_own_clearing(self) -> bool:
-        """Whether the module or a callback has a hook for it that is not the host's own."""
+        """Whether the module or a callback overrides a hook for clearing gradients."""
         owners = (self._module, *_callbacks_of(self._trainer))
         return any(_is_own(owner, name) for owner in owners for name in _CLEARING)
 
     @contextlib.contextmanager
     def _in_hooks(self) -> Iterator[None]:
-        """Around hooks of the host's, which run once for all microbatches."""
+        """Mark hooks of the host, which run once for all microbatches."""
         self._is_in_hooks = True
         try:
             yield
@@ -389,7 +368,7 @@ class _Run:
         """Keep hooks around the backward from running for each microbatch."""
 
         def before_backward(own: Callable[..., Any], *given: Any) -> None:
-            # On one rank, a batch that stays whole runs in the host's own order.
+            # On one rank, a whole batch keeps the host's own order.
             if self._trainer.world_size == 1 and self._recorded.rows == [self._num_rows]:
                 self._knows_loss = True
                 with self._in_hooks():
@@ -406,7 +385,7 @@ class _Run:
         _calls._call_strategy_hook(self._trainer, "backward", loss, self._optimizer)
 
     def _skip(self, skipped: "_SkippedError", kwargs: Any) -> Any:
-        """The step returned None: the host's own, once more, for what it logs and draws."""
+        """After the step returned None, run it once more for its logs and random numbers."""
         if skipped.rows < skipped.num_rows:
             raise LossError(
                 f"training_step returned None for {skipped.rows} of {skipped.num_rows} rows, and "
@@ -414,7 +393,7 @@ class _Run:
                 "of zero for rows that do not count (0.0 * outputs.sum()), or skip batches in the "
                 "data loader"
             ) from None
-        # The attempt was rolled back, and with it what the step had logged.
+        # The rolled-back attempt also discarded the values that the step had logged.
         result = self._loop._training_step(kwargs)
         if result.closure_loss is not None:
             raise LossError(
@@ -427,10 +406,10 @@ class _Run:
     # Evaluation
 
     def _evaluate(self, name: str, own: Callable[..., Any], batch: Any, *rest: Any) -> Any:
-        """In place of a step of the strategy's."""
+        """Replace an evaluation step of the strategy."""
         microbatcher = self._ready()
-        # A user's own evaluation may leave a part in training mode, and the forward of a
-        # Microbatcher's evaluation ends that for all.
+        # A module may keep submodules in training mode during evaluation, but a Microbatcher sets
+        # all modules to evaluation mode.
         modes = [module for module in self._module.modules() if module.training]
 
         def step(microbatch: Any) -> tuple[Tensor | None, None]:
@@ -455,10 +434,11 @@ class _Run:
         self._recorded.tell(result.loss)
         return outputs
 
-    # Both
+    # Training and evaluation
 
     def _ready(self) -> Microbatcher:
-        """The Microbatcher of this run; strategies have wrapped the model only by its start."""
+        """The Microbatcher of this run, created at the first batch."""
+        # Only when a run has started have strategies wrapped the model.
         if self.microbatcher is None:
             trainer = self._trainer
             optimizers = trainer.optimizers if self._trains else []
@@ -468,9 +448,9 @@ class _Run:
                     "the losses, which must not differ by how it was cut; use another optimizer"
                 )
             features = [*self._owner.options.get("features", ())]
-            if trainer.world_size > 1:  # fillers of other ranks run the step as well
+            if trainer.world_size > 1:  # fillers for other ranks run the step as well
                 features.append(_Announcing(self))
-            # What changes in hooks that run inside of an attempt: counts, and their attributes.
+            # State that hooks inside an attempt change: counters, and attributes of callbacks.
             roots = dict(vars(self._loop.optim_progress.optimizer.zero_grad))
             for index, each in enumerate(self._hooked() if trainer.world_size == 1 else ()):
                 roots[f"callbacks[{index}]"] = each
@@ -479,7 +459,7 @@ class _Run:
                 "forward": self._forward,
                 "backward": self._backward,
                 "optimizer": optimizers[0] if optimizers else None,
-                # The metrics first, which have to be whole when what was logged is told.
+                # All of these commit before the logged values, which may need metrics, are emitted.
                 "state": [self._recorded, self._metrics, State(lambda: roots)],
                 "features": features,
             }
@@ -487,7 +467,7 @@ class _Run:
         return self.microbatcher
 
     def _took(self, loss: Tensor | None, output: Any) -> None:
-        """The result of the step of some rows."""
+        """Keep the loss and output of a step."""
         self._returned = loss, output
         self._gives_outputs |= any(each.dim() for _, each in tensor_leaves(output))
 
@@ -506,14 +486,14 @@ class _Run:
 
     @contextlib.contextmanager
     def _listening(self) -> Iterator[None]:
-        """Hear what is logged, in place of the host's results."""
+        """Record logged values in place of the host's results."""
         results = self._trainer._results
         with Replacements() as replacements:
             if results is not None:
                 _seam(results, "log", ("fx", "name", "value", "batch_size"))
                 self._log = replacements.put(results, "log", self._note)
-                # The object that was given is seen here alone: below, the host has a copy of it,
-                # and whose value it was is lost.
+                # Only the module's log gets the original object. The host copies it, and a copy
+                # does not show which metric returned it.
                 own = self._module.log
                 replacements.put(self._module, "log", functools.partial(self._note_given, own))
                 read = functools.partial(self._note_reading, results.metrics)
@@ -524,7 +504,7 @@ class _Run:
             yield
 
     def _note_given(self, own: Callable[..., None], *given: Any, **named: Any) -> None:
-        """In place of the module's ``log``, which copies what it is given."""
+        """Replace the module's ``log``, which copies its argument."""
         self._given = given[1] if len(given) > 1 else named.get("value")
         try:
             own(*given, **named)
@@ -532,7 +512,7 @@ class _Run:
             self._given = None
 
     def _note_reading(self, own: Callable[..., Any], *given: Any, **named: Any) -> Any:
-        """In place of the host's, which the trainer's ``callback_metrics`` asks."""
+        """Replace the host's ``metrics``, which ``trainer.callback_metrics`` reads."""
         if self._recorded.has_told and not self._is_in_hooks:
             self._recorded.name_once(
                 "trainer.callback_metrics",
@@ -543,8 +523,9 @@ class _Run:
         return own(*given, **named)
 
     def _note(self, fx: str, name: str, value: Any, **options: Any) -> None:
-        """In place of the host's ``log``, which is told once the batch is certain."""
-        # While the step runs, in which the host makes what it keeps: precisions change it.
+        """Replace the host's ``log``: defer the call until the batch commits."""
+        # The host creates its tensors in the default dtype, which precision plugins change during
+        # the step. The deferred call must use the same dtype.
         dtype = torch.get_default_dtype()
 
         def tell(value: Any, weight: Any) -> None:
@@ -559,7 +540,7 @@ class _Run:
             kept, weight = detached(value), options.get("batch_size")
             self._recorded.later(lambda: tell(kept, weight))
             return
-        is_metric = not isinstance(value, Tensor)  # which counts by itself
+        is_metric = not isinstance(value, Tensor)  # a metric combines microbatches itself
         whole = (lambda: value) if is_metric else self._metrics.whole_of(self._given)
         self._recorded.note(
             f"log({name!r})",
@@ -573,7 +554,7 @@ class _Run:
     def _send(
         self, own: Callable[..., None], metrics: Mapping[str, Any], step: int | None = None
     ) -> None:
-        """In place of a logger's own, where the step goes past the host to it."""
+        """Replace a logger's ``log_metrics``, which a step may call directly."""
         if self._is_in_hooks:
             self._recorded.later(functools.partial(own, dict(metrics), step))
             return
@@ -586,7 +567,7 @@ class _Run:
 
 
 class _SkippedError(Exception):
-    """The module's step wants no training on these rows of a batch."""
+    """The module's step returned None, to skip training on its rows."""
 
     def __init__(self, rows: int, num_rows: int) -> None:
         super().__init__("training_step returned None")
@@ -594,11 +575,11 @@ class _SkippedError(Exception):
 
 
 class _InPiecesError(Exception):
-    """The batch is cut, and gradients of the one before are still to be cleared."""
+    """The batch is split, but the gradients of the previous batch are not cleared yet."""
 
 
 class _Announcing(Feature):
-    """Says which forwards are of the batch, and no fillers for other ranks."""
+    """Mark forwards of the batch, in contrast to fillers for other ranks."""
 
     def __init__(self, run: _Run) -> None:
         self._run = run
@@ -608,16 +589,11 @@ class _Announcing(Feature):
 
 
 class _StepMetrics(Metrics):
-    """Metrics of torchmetrics that a step calls: a part of its transaction.
+    """Metrics of torchmetrics that a step calls, as a part of its transaction."""
 
-    Each microbatch updates them with its rows. A value without rows, such as the loss, updates them
-    once, with that of the batch; and what a call returns is the batch's where it is logged.
-
-    Args:
-        module: whose step it is.
-        recorded: notes what metrics are given.
-        random_state: gives what undoes what an update may draw.
-    """
+    # Each microbatch updates them with its rows. A value without rows, such as the loss, updates
+    # them once, with the value of the batch. If the result of a call is logged, the logged value is
+    # that of the batch.
 
     def __init__(
         self, module: nn.Module, recorded: Recorded, random_state: Callable[[], Part]
@@ -625,12 +601,12 @@ class _StepMetrics(Metrics):
         super().__init__(())
         self._module, self._recorded = module, recorded
         self._guard = MetricGuard(self._check, _OF_A_CALL, random_state, is_callers=False)
-        self._own: Callable[..., Any] | None = None  # that a check calls
+        self._own: Callable[..., Any] | None = None  # the original method that a check calls
         self._forget()
 
     def _forget(self) -> None:
         self._shadows: list[tuple[Any, Any]] = []
-        # By id of what a metric returned: that, as ids are used again, and whose it is.
+        # By the id of a returned value: the value itself (ids are reused), its metric and its key.
         self._returned: dict[int, tuple[Any, Any, Any]] = {}
         self._of_batch: dict[int, Any] = {}  # by the metric's id
         self._places = Replacements()
@@ -638,7 +614,7 @@ class _StepMetrics(Metrics):
     def _found(self) -> dict[str, Any]:
         found = {name: each for name, each in self._module.named_modules() if _is_metric(each)}
         known = set(map(id, found.values()))
-        # Those in dictionaries and objects are no modules of the module's.
+        # Metrics in dictionaries and plain objects are not submodules of the module.
         held = (each for each in self._recorded.held() if _is_metric(each.value))
         return found | {each.what: each.value for each in held if id(each.value) not in known}
 
@@ -652,19 +628,13 @@ class _StepMetrics(Metrics):
         self._own(*call[0], **call[1])
 
     def _listen(self, metric: Any, what: str, *, counts: bool) -> None:
-        """Listen to what a metric is given, and returns, from here on.
-
-        Args:
-            metric: that.
-            what: it is, in words.
-            counts: True for a batch of several microbatches. In a check metrics get their values
-                as they come.
-        """
+        """Record the arguments and results of a metric's calls."""
+        # `counts` is False in a check, where metrics get their values immediately.
         shadow: Any = None
-        of_batch = self._of_batch  # the next batch may have begun with another when it is used
+        of_batch = self._of_batch  # the next batch may have replaced it before the deferred call
 
         def waits(call: Any, own: Callable[..., Any]) -> bool:
-            """Whether it is given nothing of rows: it then gets the batch's, once."""
+            """Whether the value has no rows, so that the metric gets the batch's value once."""
             is_one = len(call[0]) == 1 and not call[1]
             value = call[0][0] if is_one else call
             if not self._recorded.is_single(what, value):
@@ -680,7 +650,7 @@ class _StepMetrics(Metrics):
 
         def called(own: Callable[..., Any], is_forward: bool, /, *given: Any, **named: Any) -> Any:
             nonlocal shadow
-            # In a check of this one, or of another that holds it, it counts as it always does.
+            # A check of this metric, or of one that contains it, calls the original method.
             if self._own is not None:
                 return own(*given, **named)
             value, call = None, (given, named)
@@ -689,13 +659,13 @@ class _StepMetrics(Metrics):
                     shadow = _emptied(metric)
                     self._shadows.append((metric, shadow))
                 self._look(metric, call, own, what)
-                # A forward updates, too.
+                # A forward also updates the metric.
                 with contextlib.nullcontext() if is_forward else self._guard.reading(metric, what):
                     value = own(*given, **named)
                 if shadow is not None and is_forward:
                     named = {key: detached(each) for key, each in named.items()}
                     shadow.update(*map(detached, given), **named)
-            elif is_forward:  # of the microbatch, by one that has counted nothing
+            elif is_forward:  # the microbatch's value, from an empty metric
                 value = _emptied(metric)(*given, **named)
             for key, part in value.items() if isinstance(value, Mapping) else [(None, value)]:
                 self._returned[id(part)] = part, metric, key
@@ -714,7 +684,7 @@ class _StepMetrics(Metrics):
 
     @contextlib.contextmanager
     def heard(self, is_split: bool) -> Iterator[None]:
-        """Around a step: what metrics are told, and return; for a batch, until all have run."""
+        """Record calls of metrics during a step; in a batch, recording goes on until `prepare`."""
         is_extra = is_extra_pass()
         if is_extra or (is_split and len(self._recorded.rows) == 1):
             self._guard.expect(is_split=not is_extra)
@@ -730,7 +700,7 @@ class _StepMetrics(Metrics):
                 self._returned.clear()
 
     def whole_of(self, value: Any) -> Callable[[], Any] | None:
-        """Gives for the batch what a metric's call has returned; None for another value."""
+        """Return a getter for the batch's value if a metric returned this value; None otherwise."""
         found = self._returned.get(id(value))
         if found is None or found[0] is not value:
             return None
@@ -753,7 +723,7 @@ class _StepMetrics(Metrics):
         self._forget()
 
 
-_OF_A_CALL = BatchLayout({"0": "fields"})  # what is given by place, each with all rows
+_OF_A_CALL = BatchLayout({"0": "fields"})  # positional arguments, each with all rows
 _REDUCED = {"SumMetric": "sum", "MaxMetric": "max", "MinMetric": "min"}
 
 
@@ -764,28 +734,29 @@ def _is_metric(module: nn.Module) -> bool:
 
 
 def _emptied(metric: Any) -> Any:
-    """A metric like this one that has counted nothing; its states are not copied for that."""
-    # What it has returned may hold a graph, which nothing copies.
+    """Return an empty copy of a metric, without copying its states."""
+    # Cached results may hold a graph, which cannot be copied.
     metric._forward_cache = metric._computed = None
-    # Counted rows may fill the device, as curves keep all of them.
+    # States may fill the device, because curves keep all rows.
     states = [getattr(metric, name) for name in metric._defaults]
     memo = {id(each): [] if isinstance(each, list) else each for each in states}
     shadow = copy.deepcopy(metric, memo)
-    for each in shadow.modules():  # those in a wrapper, too, which lead to the metric's own
+    # A copied replacement of `forward` calls the original metric, also inside of a wrapper.
+    for each in shadow.modules():
         vars(each).pop("forward", None)
     shadow.reset()
-    shadow._to_sync = metric.dist_sync_on_step  # as a forward's own value is computed
+    shadow._to_sync = metric.dist_sync_on_step  # like the value that a forward returns
     return shadow
 
 
 def _name_of(reduction: Any) -> str:
-    """How values are reduced, by a function or a word."""
+    """The name of a reduction, given as a function or a string."""
     name = str(getattr(reduction, "__name__", reduction)).lower()
     return name.removeprefix("a") if name in ("amax", "amin") else name
 
 
 def _is_value(value: Any) -> bool:
-    """Whether it is made of numbers, texts, tensors and containers alone."""
+    """Whether a value consists only of numbers, strings, tensors and containers."""
     if isinstance(value, dict):
         return all(map(_is_value, value.values()))
     if isinstance(value, list | tuple | set):
@@ -794,24 +765,24 @@ def _is_value(value: Any) -> bool:
 
 
 def _callbacks_of(trainer: Any) -> list[Any]:
-    return list(trainer.callbacks)  # which no class of Lightning declares
+    return list(trainer.callbacks)  # an attribute that no class of Lightning declares
 
 
 def _is_own(owner: Any, hook: str) -> bool:
-    """Whether other code than the host wrote a hook."""
+    """Whether code outside the host defines a hook."""
     return hasattr(owner, hook) and not is_written_by(_PACKAGES, getattr(owner, hook))
 
 
 def _is_of_a_user(owner: Any, name: str, value: Any) -> bool:
-    """Whether an attribute of the module, or of the trainer, may be of other code than the host."""
+    """Whether an attribute of the module or trainer may belong to code outside the host."""
     if not isinstance(owner, LightningModule):
         return _is_value(value)
-    # The trainer is captured by itself, so that it must not be left out of all.
+    # Values of excluded attributes are skipped everywhere, but the trainer itself is captured.
     return name not in _OF_EVERY_MODULE or name == "_trainer"
 
 
 def _modules_in(callback: Any) -> list[nn.Module]:
-    """The modules that a callback holds; not the one that is trained, which is the host's."""
+    """The modules in a callback's attributes, except the trained LightningModule."""
     return [
         each
         for each in vars(callback).values()
@@ -821,7 +792,7 @@ def _modules_in(callback: Any) -> list[nn.Module]:
 
 @contextlib.contextmanager
 def _training(modules: Sequence[nn.Module]) -> Iterator[None]:
-    """Let modules be in training mode that the host left in it for evaluation."""
+    """Set modules to training mode, as they were before the evaluation."""
     for module in modules:
         module.training = True
     try:
@@ -832,7 +803,7 @@ def _training(modules: Sequence[nn.Module]) -> Iterator[None]:
 
 
 def _refuse(owner: AutoMicrobatch, trainer: "Trainer", module: "LightningModule") -> None:
-    """Raise ValueError where nothing can be cut, or no failed attempt undone."""
+    """Raise ValueError if batches cannot be split or failed attempts cannot be rolled back."""
     _refuse_strategy(trainer.strategy)
     for callback in _callbacks_of(trainer):
         if isinstance(callback, AutoMicrobatch) and callback is not owner:
@@ -859,7 +830,7 @@ def _refuse_strategy(strategy: Any) -> None:
 
 
 def _refuse_training(module: "LightningModule") -> None:
-    """Raise ValueError where `fit` would not be that of whole batches."""
+    """Raise ValueError if `fit` could not reproduce training on whole batches."""
     if not module.automatic_optimization:
         raise ValueError(
             f"AutoMicrobatch: {type(module).__name__} optimizes manually and calls backward "
@@ -871,10 +842,10 @@ def _refuse_training(module: "LightningModule") -> None:
 def microbatcher(
     fabric: "Fabric", model: nn.Module, optimizer: Any = None, **options: Any
 ) -> Microbatcher:
-    """A `Microbatcher` for a loop that Fabric runs, with its precision, strategy and loss scale.
+    """Create a `Microbatcher` for a Fabric loop, with its precision, strategy and loss scale.
 
-    In the loop ``microbatcher.backward(batch)`` stands for forward and ``fabric.backward``; what
-    comes after, ``fabric.clip_gradients``, the step, ``zero_grad``, stays as it is.
+    In the loop, ``microbatcher.backward(batch)`` replaces the forward and ``fabric.backward``. The
+    code after it (``fabric.clip_gradients``, the optimizer's step, ``zero_grad``) stays unchanged.
 
     Example:
         >>> from lightning.fabric import Fabric
@@ -889,15 +860,15 @@ def microbatcher(
         32
 
     Args:
-        fabric: that runs the loop.
-        model: as ``fabric.setup`` gave it.
-        optimizer: likewise; memory for its state is reserved.
-        options: of `Microbatcher`, such as ``loss_fn`` or ``forward``. ``forward(model, batch)``
-            gets the model as Fabric has set it up.
+        fabric: the ``Fabric`` object that runs the loop.
+        model: the model that ``fabric.setup`` returned.
+        optimizer: the optimizer that ``fabric.setup`` returned; memory for its state is reserved.
+        options: options of `Microbatcher`, such as ``loss_fn`` or ``forward``. ``forward(model,
+            batch)`` gets the model that ``fabric.setup`` returned.
 
     Raises:
-        ValueError: the model was not set up, or the strategy cannot be undone.
-        TypeError: an option that Fabric says itself.
+        ValueError: if Fabric has not set up the model, or if the strategy cannot be rolled back.
+        TypeError: if an option is unknown or set by Fabric itself.
     """
     own = {"backward": "fabric.backward", "precision": "Fabric(precision=…)"}
     check_options("microbatcher", options, own)

@@ -1,16 +1,16 @@
-"""Whole batches on any memory inside Hugging Face's ``Trainer`` and TRL's: one line.
+"""Run whole batches on any memory in Hugging Face's ``Trainer`` and TRL's trainers, with one line.
 
     trainer = Trainer(model, args, train_dataset=data)
     automicro.integrations.transformers.enable(trainer)
     trainer.train()
 
-``Trainer.training_step`` runs for every microbatch, and is held up before its backward; forward
-and backward are then a `Microbatcher`'s. So a subclass keeps its loss, accelerate its scaler, and
-the loop all that it does around a step. What a subclass does around that method runs once a batch.
+``Trainer.training_step`` runs for each microbatch and is intercepted before its backward, which a
+`Microbatcher` runs instead. So a subclass keeps its loss, accelerate keeps its scaler, and the
+training loop stays unchanged. Code that a subclass runs around this method runs once per batch.
 
-What a loss averages over is asked of the trainer, because many models accept
-``num_items_in_batch`` and ignore it: one row is computed as one of one item and as one of a very
-great number of them. A sum that was divided is gone then, and a mean is what it was.
+Many models accept ``num_items_in_batch`` and ignore it. Therefore the loss of one row is computed
+twice before training: with one item, and with a very large number of items. A divided sum then
+vanishes, and a mean stays unchanged.
 """
 
 import contextlib
@@ -72,29 +72,32 @@ SUPPORTED = "transformers 5.0 or later"
 _OWN = dict.fromkeys((*OURS, "modules", "eval_loss_average"), "the trainer's to say")
 _LossOf = Callable[[nn.Module, Any, Any], Tensor]
 _ITEMS = "num_items_in_batch"
-_MANY = 10**18  # items: what is divided by so many is gone
-_ASKED = 4  # rows, where the first ones' loss is 0
+_MANY = 10**18  # items; a sum divided by this number vanishes
+_ASKED = 4  # rows tried at most, if the loss of the first ones is 0
 
 
 def enable(trainer: Any, **options: Any) -> Any:
-    """Let a trainer take its whole batches on any memory.
+    """Let a trainer run its whole batches on any memory.
 
     Args:
-        trainer: of ``transformers.Trainer``, or TRL's ``SFTTrainer``, ``DPOTrainer``,
-            ``RewardTrainer``, ``GRPOTrainer`` or ``RLOOTrainer``, or of a subclass of these, before
-            ``train()``.
-        options: of `Microbatcher`: ``microbatch_size``, ``eval_microbatch_size``,
-            ``loss_average`` (where it is neither divided by ``num_items_in_batch`` nor read off the
-            model), ``memory_limit``, ``batchnorm``, ``batch_layout``, ``gradient_sums``,
-            ``remember_sizes``, ``repeatable``, ``probe``, ``features``.
+        trainer: an instance of ``transformers.Trainer``, of TRL's ``SFTTrainer``, ``DPOTrainer``,
+            ``RewardTrainer``, ``GRPOTrainer`` or ``RLOOTrainer``, or of a subclass of these. Call
+            `enable` before ``train()``.
+        options: options of `Microbatcher`: ``microbatch_size``, ``eval_microbatch_size``,
+            ``loss_average`` (only if the loss is not divided by ``num_items_in_batch`` and its
+            average cannot be read from the model), ``memory_limit``, ``batchnorm``,
+            ``batch_layout``, ``gradient_sums``, ``remember_sizes``, ``repeatable``, ``probe``,
+            ``features``.
 
     Returns:
-        The trainer. ``trainer.automicro`` has what it found: see `Enabled`.
+        The same trainer. ``trainer.automicro`` holds the results and sizes: see `Enabled`.
 
     Raises:
-        ValueError: something about the trainer would make it wrong; the message says what helps.
-        TypeError: an option that is the trainer's to say.
-        ImportError: a version of transformers that does not have what this stands on.
+        ValueError: if microbatches would give wrong results with this trainer; the message names
+            the remedy.
+        TypeError: if an option is unknown or set by the trainer itself, or if ``trainer`` is not a
+            ``transformers.Trainer``.
+        ImportError: if this version of transformers is not supported.
     """
     check_options("enable", options, _OWN)
     seam = {
@@ -103,7 +106,7 @@ def enable(trainer: Any, **options: Any) -> Any:
         "prediction_step": ["model", "inputs", "prediction_loss_only", "ignore_keys"],
         "_get_num_items_in_batch": ["batch_samples"],
     }
-    # Of the class and not the instance, which a subclass may have changed by right.
+    # Check the class, not the instance: a subclass may change these methods.
     for name, parameters in seam.items():
         require_seam(Trainer, name, parameters, host="transformers", supported=SUPPORTED)
     if not isinstance(trainer, Trainer):
@@ -126,11 +129,7 @@ _SIZE_OF = {"train": "microbatch_size", "eval": "eval_microbatch_size"}
 
 
 def _refuse(trainer: Any, *, splits: bool = True) -> None:
-    """Say what about a trainer would be wrong with whole batches in microbatches.
-
-    Raises:
-        ValueError: it would; with the remedy.
-    """
+    """Raise ValueError, with the remedy, if microbatches would be wrong with this trainer."""
     args, accelerator = trainer.args, trainer.accelerator
     name = type(trainer).__name__
     of_trl = [each for each in type(trainer).__mro__ if each.__module__.startswith("trl.")]
@@ -184,8 +183,8 @@ def _refuse(trainer: Any, *, splits: bool = True) -> None:
 
 
 def _compares_rows(trainer: Any) -> str:
-    """Which loss of sentence-transformers' takes other rows for negatives, also inside another."""
-    # A trainer may have one loss for each of its data sets.
+    """The name of a sentence-transformers loss, even if nested, with other rows as negatives."""
+    # A trainer may have a separate loss for each dataset.
     losses = getattr(trainer, "loss", None)
     for loss in losses.values() if isinstance(losses, dict) else [losses]:
         for each in loss.modules() if isinstance(loss, nn.Module) else ():
@@ -199,15 +198,16 @@ def _splits(options: Mapping[str, Any], phase: str) -> bool:
 
 
 def _evaluates(trainer: Any) -> bool:
-    """Whether a training evaluates by itself."""
+    """Whether the trainer evaluates during training."""
     return trainer.eval_dataset is not None and trainer.args.eval_strategy != "no"
 
 
 class Enabled(Results):
-    """The replacement for the steps of one trainer; made by `enable`, as ``trainer.automicro``."""
+    """The replaced steps of one trainer, which `enable` stores in ``trainer.automicro``."""
 
     def __init__(self, trainer: Any, options: Mapping[str, Any]) -> None:
-        # The trainer holds this, so this must not hold it: a cycle would keep a model's memory.
+        # The trainer holds this object. A strong reference back would be a cycle, which keeps the
+        # model's memory.
         self._options = options
         self._trainer: Any = weakref.proxy(trainer)
         self._replacements = Replacements()
@@ -226,34 +226,34 @@ class Enabled(Results):
             functools.partial(_roots, itself),
             _is_of_a_user,
             _HOSTS,
-            skip=lambda: [itself().state.log_history],  # it grows; logs are held back
+            skip=lambda: [itself().state.log_history],  # grows with training; logs are deferred
             concat=_padded,
             fold_of=_fold_of,
         )
         self._layout = BatchLayout(self._options.get("batch_layout", 0))
-        self._made: dict[str, _Made] = {}  # for "train" and "eval"
-        self._known: dict[str, Any] = {}  # sizes of what is made no more
-        # Of the batch that is being computed.
+        self._made: dict[str, _Made] = {}  # by phase: "train" and "eval"
+        self._known: dict[str, Any] = {}  # sizes of discarded Microbatchers
+        # State of the current batch.
         self._num_items: Any = None
         self._arguments: tuple[Any, ...] = ()
         self._own_backward: Callable[..., Any] = _no_backward
         self._caught: list[Tensor] = []
-        self._log: Callable[..., Any] = _no_backward  # the trainer's own
+        self._log: Callable[..., Any] = _no_backward  # the trainer's own `log`
 
     def disable(self) -> None:
-        """Give the trainer its own steps back."""
+        """Restore the trainer's own steps."""
         self._replacements.undo()
         self._trainer.remove_callback(Sizes)
         self._trainer.automicro = None
 
     def sizes(self) -> dict[str, Any]:
-        """The sizes found, as plain values; a checkpoint of the trainer's keeps them."""
+        """The microbatch sizes found, as plain values, which checkpoints of the trainer include."""
         return self._known | {
             name: each.microbatcher.state_dict() for name, each in self._made.items()
         }
 
     def let_go_of_other_models(self, model: nn.Module) -> None:
-        """Hold no model of an earlier run, which takes a device's memory."""
+        """Discard Microbatchers of other models, which would keep device memory."""
         self._known = self.sizes()
         self._made = {
             name: each
@@ -266,7 +266,7 @@ class Enabled(Results):
     def training_step(
         self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None
     ) -> Tensor:
-        """Forward and backward of a batch: the trainer's own, in microbatches."""
+        """Run the trainer's own forward and backward of a batch in microbatches."""
         if self._is_plain:
             return self._train(model, inputs, num_items_in_batch)
         with self._beneath():
@@ -275,11 +275,7 @@ class Enabled(Results):
 
     @contextlib.contextmanager
     def _beneath(self) -> Iterator[None]:
-        """Let a subclass's step find ours in the place of ``Trainer``'s.
-
-        Raises:
-            LossError: it computes a loss or calls the backward itself, in place of that.
-        """
+        """Replace ``Trainer.training_step`` under a subclass's step, which must call it."""
         trainer, ran = self._trainer, []
 
         def training_step(other: Any, *args: Any, **kwargs: Any) -> Tensor:
@@ -299,7 +295,7 @@ class Enabled(Results):
             )
 
         with Replacements() as replacements:
-            # Of the class, as that is where ``super().training_step`` of a subclass looks.
+            # Replace it on the class, where ``super().training_step`` of a subclass finds it.
             replacements.put(Trainer, "training_step", training_step)
             for owner, name in ((trainer, "compute_loss"), (trainer.accelerator, "backward")):
                 own = weakly(getattr(owner, name))
@@ -308,14 +304,14 @@ class Enabled(Results):
 
     def _train(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
         trainer = self._trainer
-        # Before anything is remembered: such an optimizer changes parameters there.
+        # Before any state is captured, because schedule-free optimizers keep other weights for
+        # evaluation and change the parameters here.
         model.train()
-        # Schedule-free optimizers keep other weights for evaluation.
         if callable(getattr(trainer.optimizer, "train", None)):
             trainer.optimizer.train()
         with self._prepared(inputs) as prepared:
             batch = self._read(prepared)
-            # Kept, as microbatches are divided by the number of the whole batch.
+            # Each microbatch is divided by the number of items of the whole batch.
             self._num_items = num_items_in_batch
             with self._held_up(model):
                 microbatcher = self._ready("train", model, trainer.optimizer, batch)
@@ -325,7 +321,7 @@ class Enabled(Results):
 
     @contextlib.contextmanager
     def _prepared(self, inputs: Any) -> Iterator[Any]:
-        """A batch as a subclass prepares it, once: it may make another one of it, or draw."""
+        """Prepare a batch once, with a subclass's method, which may draw random numbers."""
         trainer = self._trainer
         if trainer.__class__._prepare_inputs is Trainer._prepare_inputs:
             yield inputs
@@ -337,18 +333,14 @@ class Enabled(Results):
 
     @contextlib.contextmanager
     def _held_up(self, model: nn.Module) -> Iterator[None]:
-        """The trainer's steps stop before their backward, meanwhile, and tell us what they log.
-
-        All modules of a batch are set to training once, as for one that was not cut, and again
-        only where a forward has changed the mode of one.
-        """
+        """Intercept the backward and the logs of the trainer's steps."""
         trainer = self._trainer
         modules = list(model.modules())
         modes = [each.training for each in modules]
         own_train = weakly(model.train)
 
         def train(mode: bool = True) -> nn.Module:
-            # It walks over all modules, and would do so for each microbatch.
+            # Setting the mode visits all modules, so skip it unless a forward changed a mode.
             if not is_extra_pass() and [each.training for each in modules] != modes:
                 own_train(mode)
             return model
@@ -363,36 +355,38 @@ class Enabled(Results):
                 self._own_backward = _no_backward
 
     def _catch(self, loss: Tensor) -> None:
-        """In the place of ``accelerator.backward``; only engines that are refused get options."""
-        # A list, as a step that asks for two backwards has to be refused and not half run.
+        """Replace ``accelerator.backward``; only engines that are refused pass options to it."""
+        # Collect all losses: a step with two backward calls is refused, not run in part.
         self._caught.append(loss)
 
     def _ready(self, name: str, model: nn.Module, optimizer: Any, batch: Any) -> Microbatcher:
-        """The Microbatcher of a phase: batches with items may be divided by them, others not."""
+        """The Microbatcher of a phase, for the current model and optimizer."""
+        # A batch with an item count and one without need different averages.
         made = self._made.get(name)
         if made is None or made.key != (model, optimizer, self._num_items is not None):
             made = self._made[name] = self._make(name, model, batch)
         return made.microbatcher
 
     def _make(self, name: str, model: nn.Module, batch: Any) -> "_Made":
-        """A Microbatcher for what a trainer asks of a model now, at its first batch."""
+        """Create the Microbatcher of a phase at its first batch."""
         trainer, trains = self._trainer, name == "train"
         splits, has_items = _splits(self._options, name), self._num_items is not None
         flat = _as_batch(batch)
-        # The items that a policy's loss is divided by come with its batch.
+        # A batch of a policy trainer contains the number of items that its loss is divided by.
         counts = has_items or (isinstance(flat, Mapping) and _ITEMS in flat)
         loss_of = self._training_loss if trains else self._predicted_loss
-        # Of a batch that stays whole, nothing has to be known.
+        # A batch that is never split needs no check.
         divides = self._divides(model, batch, loss_of) if counts and splits else False
         declared = self._options.get("loss_average")
         own: dict[str, Any] = {"forward": weakly(self._forward if trains else self._predict)}
         if trains:
             own |= {"backward": weakly(self._backward), "optimizer": trainer.optimizer}
-            # After a forward, which leaves the root of FSDP2 with whole parameters.
+            # Read after a forward, which leaves the root module of FSDP2 with whole parameters.
             own["modules"] = self._further_modules(model)
             scaler = getattr(trainer.accelerator, "scaler", None)
             if scaler is not None and scaler.is_enabled():
-                # Made when it is first used, which an attempt that is rolled back must not be.
+                # The scale is created on first use, and an attempt that is rolled back would undo
+                # that.
                 scaler.scale(torch.zeros((), device=trainer.args.device))
         mean = "none" if divides else self._mean(model) if splits else declared or "auto"
         microbatcher = microbatcher_of(
@@ -404,16 +398,15 @@ class Enabled(Results):
         )
 
     def _further_modules(self, model: nn.Module) -> list[nn.Module]:
-        """Modules with further parameters of the optimizer, such as those of a loss."""
+        """Modules with parameters of the optimizer that the model does not have."""
         own = {id(each) for each in model.parameters()}
         groups = getattr(self._trainer.optimizer, "param_groups", [])
-        # sentence-transformers gives the optimizer parameters of its loss, which the model does not
-        # have.
+        # sentence-transformers also passes the parameters of its loss to the optimizer.
         others = [each for group in groups for each in group["params"] if id(each) not in own]
         return [nn.ParameterList(others)] if others else []
 
     def _forward(self, model: nn.Module, microbatch: Any) -> Any:
-        """The trainer's own step, held up before its backward."""
+        """Run the trainer's own step up to its backward."""
         flat = _as_batch(microbatch)
         with self._recorded.step(*self._counted(flat, microbatch)):
             loss = self._training_loss(model, flat, self._num_items)
@@ -423,7 +416,7 @@ class Enabled(Results):
         return self._layout.num_rows(microbatch), _tokens_of(self._trainer, flat)
 
     def _note_log(self, logs: Mapping[str, Any], *args: Any, **kwargs: Any) -> None:
-        """In the place of ``trainer.log``."""
+        """Replace ``trainer.log``: defer the call until the batch is committed."""
 
         def tell(joined: Any, _: Any) -> None:
             for each in joined if isinstance(joined, list) else [joined]:
@@ -457,11 +450,11 @@ class Enabled(Results):
         prediction_loss_only: bool,
         ignore_keys: list[str] | None = None,
     ) -> tuple[Tensor | None, Any, Any]:
-        """Loss, logits and labels of a batch: the trainer's own, in microbatches."""
+        """Run the trainer's own prediction step in microbatches: loss, logits and labels."""
         trainer = self._trainer
         with self._prepared(inputs) as prepared:
             batch = self._read(prepared)
-            # Of the whole batch and of all ranks, once: each microbatch is divided by it.
+            # Count once for the whole batch and all ranks: each microbatch is divided by this.
             self._num_items = trainer._get_num_items_in_batch([inputs], trainer.args.device)
             self._arguments = (prediction_loss_only, ignore_keys)
             microbatcher = self._ready("eval", model, None, batch)
@@ -497,25 +490,19 @@ class Enabled(Results):
         loss: Tensor | None = self._prediction(model, flat, num_items)[0]
         return torch.zeros(()) if loss is None else loss
 
-    # What a loss averages over
+    # The average of a loss
 
     def _divides(self, model: nn.Module, batch: Any, loss_of: _LossOf) -> bool | None:
-        """Whether a loss was divided by the number of items: asked, leaving no trace.
-
-        None where the loss of every row that was asked is 0, which says nothing.
-
-        Raises:
-            ValueError: it was in part.
-        """
+        """Whether the loss is divided by the number of items; None if all losses tried are 0."""
         rows = self._rows_that_count(batch)
-        for index in range(_ASKED):  # as often on all ranks
+        for index in range(_ASKED):  # the same number of collectives on all ranks
             answers = self._ask_all_ranks(model, rows[index % len(rows)], batch, loss_of)
-            # The clearest answer of all ranks, so that all of them decide alike.
+            # Take the largest loss of all ranks, so that all ranks decide alike.
             real, rest = max(answers, key=lambda found: abs(found[0]))
-            # A row whose targets are all ignored has no loss either way.
+            # A row whose targets are all ignored has a loss of 0 in both cases.
             if real == rest == 0:
                 continue
-            # Divided by 10^18, a sum leaves nothing that float32 could tell from 0.
+            # A sum divided by 10^18 is indistinguishable from 0 in float32.
             if abs(rest) <= 1e-6 * abs(real):
                 return True
             if abs(rest - real) <= 1e-3 * abs(real):
@@ -532,23 +519,17 @@ class Enabled(Results):
     def _ask_all_ranks(
         self, model: nn.Module, row: Any, batch: Any, loss_of: _LossOf
     ) -> list[list[float]]:
-        """The results of `_ask` on all ranks: of one row, or where that fails, of all.
-
-        Raises:
-            LossError: all rows do not fit, and one of them cannot be computed alone.
-            PeerFailedError: another rank failed.
-        """
+        """The results of `_ask` for one row on all ranks, or for the batch if one row fails."""
         whys = []
-        # What cannot be computed alone may refer to other rows, and the host has them all.
+        # A row that fails alone may refer to other rows of its batch.
         for rows in (row, batch):
             found, failure = caught(functools.partial(self._ask, model, rows, loss_of))
             runs_out = failure is not None and is_out_of_memory(failure)
             if runs_out and rows is row:
-                found, failure = [0.0, 0.0], None  # the step itself says so
+                found, failure = [0.0, 0.0], None  # the step itself will report this
             every: list[Any] = [(found, failure is None)]
             if dist.is_initialized() and dist.get_world_size() > 1:
-                # All ranks take part, also one that failed: a rank that waits here alone would
-                # wait for ever.
+                # A rank that failed takes part too, because the other ranks would wait forever.
                 every *= dist.get_world_size()
                 dist.all_gather_object(every, every[0])
             if all(is_well for _, is_well in every):
@@ -563,17 +544,17 @@ class Enabled(Results):
             if failure is not None:
                 raise failure
         finally:
-            failure = None  # it holds this frame: a cycle
+            failure = None  # break the reference cycle with the traceback
         raise PeerFailedError("another rank could not compute its rows; its error says why")
 
     def _ask(self, model: nn.Module, row: Any, loss_of: _LossOf) -> list[float]:
-        """The loss of a row as one of one item, and as one of a very great number of them."""
+        """The loss of a row divided by one item, and by a very large number of items."""
         device = self._trainer.args.device
-        # A penalty on gradients needs a graph; a wrapper for ranks waits for the backward of one.
+        # A gradient penalty needs a graph, but with a graph a wrapper for ranks waits for backward.
         is_alone = self._trainer.args.world_size == 1
         found = []
         for items in (1, _MANY):
-            # Each of a copy and with the same random numbers: a loss may change what it is given.
+            # Use a copy and the same random numbers each time: a loss may change its inputs.
             with (
                 torch.set_grad_enabled(is_alone),
                 _undone(self._itself, model),
@@ -588,7 +569,7 @@ class Enabled(Results):
         return found
 
     def _rows_that_count(self, batch: Any) -> list[Any]:
-        """Rows with a target that is not ignored, if there are any."""
+        """Rows with a target that is not ignored, or the first row if there is none."""
 
         def counts(row: Any) -> bool:
             targets = _targets_in(_as_batch(row))
@@ -598,19 +579,19 @@ class Enabled(Results):
         return list(itertools.islice(filter(counts, rows), _ASKED)) or rows[:1]
 
     def _mean(self, model: nn.Module) -> Any:
-        """The count that a mean averages over, as far as it is known."""
+        """The ``loss_average`` of a loss that is a mean; ``"auto"`` if it is unknown."""
         declared = self._options.get("loss_average")
         if declared not in (None, "tokens"):
             return declared
         trainer, inner = self._trainer, self._inner(model)
         is_own = trainer.compute_loss_func is not None or _is_own(trainer, "compute_loss")
-        # A loss of the caller's own says nothing about the model's.
+        # The model does not show the average of a custom loss, so a few rows are checked.
         if declared is None and is_own:
-            return "auto"  # unknown, so a few rows are checked
+            return "auto"
         if trainer.label_smoother is not None:
             names = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
             average: Any = Tokens(_targets_in, shift=int(type(inner).__name__ in names))
-        else:  # a causal model's tokens are shifted, also where they are counted for a subclass
+        else:  # tokens of causal models are shifted, even if a subclass computes the loss
             targets = functools.partial(_targets_behind, _virtual_tokens(trainer))
             average = read_average(
                 declared or "auto", loss_fn=None, model=inner, targets=targets, reads_model=True
@@ -621,8 +602,9 @@ class Enabled(Results):
 
     def _read(self, inputs: Any) -> Any:
         batch = _as_rows(self._trainer, inputs)
-        with contextlib.suppress(BatchError):  # the step itself says so
-            self._layout.num_rows(batch)  # shows what a microbatch alone may leave open
+        with contextlib.suppress(BatchError):  # the step itself will report this
+            # The whole batch resolves ambiguities of the layout that one microbatch might not.
+            self._layout.num_rows(batch)
         return batch
 
     def _cut(self, batch: Any, size: int) -> list[Any]:
@@ -630,39 +612,35 @@ class Enabled(Results):
 
     def _inner(self, model: nn.Module) -> nn.Module:
         inner = self._trainer.accelerator.unwrap_model(model, keep_torch_compile=False)
-        base = getattr(inner, "get_base_model", None)  # of peft
+        base = getattr(inner, "get_base_model", None)  # a model of peft
         found: nn.Module = base() if callable(base) else inner
         return found
 
     def _recall(self, name: str, microbatcher: Microbatcher) -> None:
-        """Go on with the sizes of before, or of the checkpoint that the trainer went on from."""
+        """Restore earlier sizes, or those of the checkpoint that the trainer resumed from."""
         state, sizes = self._trainer.state, self.sizes()
         for callback in self._trainer.callback_handler.callbacks:
             if isinstance(callback, Sizes):
-                callback.enabled = self  # one that was restored knows no trainer
-        # Before the first step no checkpoint can have left sizes in the state.
+                callback.enabled = self  # a restored callback has no reference to this object
+        # Before the first step, the state cannot contain sizes of a checkpoint.
         if name not in sizes and state.global_step:
             kept = state.stateful_callbacks.get(Sizes.__name__) or {}
             sizes = kept.get("attributes", {}).get("found", {})
         if name in sizes:
-            with contextlib.suppress(ValueError):  # they were found with other options
+            with contextlib.suppress(ValueError):  # the sizes were found with other options
                 microbatcher.load_state_dict(sizes[name])
 
 
 class _Made(NamedTuple):
-    """A Microbatcher, and what it was made for.
+    """A Microbatcher with the key that it was created for."""
 
-    Attributes:
-        key: the model, the optimizer, and whether items are counted; None where that is unsure.
-        microbatcher: for these.
-    """
-
+    # Model, optimizer, and whether items are counted; None (uncertain) matches no later batch.
     key: tuple[nn.Module, Any, bool | None]
     microbatcher: Microbatcher
 
 
 class Sizes(TrainerCallback, ExportableState):
-    """Lets sizes travel in ``trainer_state.json``, so that a resumed run cuts as the first did."""
+    """Save sizes in ``trainer_state.json``, so that a resumed run splits batches as before."""
 
     def __init__(self, enabled: Enabled | None = None) -> None:
         self.enabled = enabled
@@ -673,21 +651,23 @@ class Sizes(TrainerCallback, ExportableState):
         return {"args": {}, "attributes": {"found": found}}
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        state.stateful_callbacks.setdefault(type(self).__name__, {})  # a plain checkpoint has none
+        # A checkpoint from a run without automicro has no entry for this callback.
+        state.stateful_callbacks.setdefault(type(self).__name__, {})
         if self.enabled is not None:
             self.enabled.let_go_of_other_models(kwargs["model"])
 
 
-# What a trainer keeps
+# State of trainers
 
 
-# Of these a step changes nothing, and some lead to everything; models are a Microbatcher's.
+# Steps do not change these attributes, and some refer to everything. A Microbatcher captures the
+# models itself.
 _NOT_OF_A_STEP = (
     "train_dataset", "eval_dataset", "automicro", "data_collator", "processing_class",
     "compute_metrics", "model_init", "callback_handler", "model", "model_wrapped", "ref_model",
 )  # fmt: skip
 _HOSTS = ("transformers", "trl")
-# A completion without a token that counts gives NaN, which TRL leaves out of the extremes.
+# A completion without a counted token gives NaN, which TRL excludes from minimum and maximum.
 _FOLDS = {
     "_total_train_tokens": "sum",
     "clip_ratio/low_min": "nanmin",
@@ -709,7 +689,7 @@ def _is_of_a_user(trainer: Any, name: str, value: Any) -> bool:
 
 @contextlib.contextmanager
 def _undone(trainer: Callable[[], Any], model: nn.Module) -> Iterator[None]:
-    """Computations inside count for nothing, also in all that a trainer keeps."""
+    """Roll back all effects of the block on the model, the trainer and random numbers."""
     skipped = [*map(vars(trainer()).get, _NOT_OF_A_STEP), trainer().state.log_history]
     beside = State(lambda: _roots(trainer), skip=lambda: skipped, is_held=False)
     devices = devices_of([model], trainer().args.device)
@@ -730,13 +710,13 @@ def _label_tokens(targets: Tensor) -> float:
 
 
 def _tokens_of(trainer: Any, flat: Any) -> dict[str, float]:
-    """How many tokens each of TRL's numbers that is a mean over tokens is one over, by its name."""
-    # Elsewhere it is not asked for, and counting would wait for the device.
+    """The numbers of tokens that TRL's means over tokens are computed over, by metric."""
+    # Only TRL needs them, and counting synchronizes with the device.
     if not (hasattr(trainer, "_metrics") and isinstance(flat, Mapping)):
         return {}
     if "advantages" in flat:
         return dict.fromkeys(_means_over_tokens(trainer), float(_completion_mask(flat).sum()))
-    # DPO's batch holds the chosen rows first, then the rejected ones.
+    # A DPO batch contains the chosen rows first, then the rejected ones.
     if "completion_mask" in flat:
         chosen, rejected = (float(e.sum()) for e in flat["completion_mask"][..., 1:].chunk(2))
         return {
@@ -752,13 +732,13 @@ def _tokens_of(trainer: Any, flat: Any) -> dict[str, float]:
 
 
 def _completion_mask(flat: Mapping[str, Any]) -> Tensor:
-    """Which tokens a policy's loss counts."""
+    """The mask of tokens that count in the loss of a policy."""
     mask: Tensor = flat["completion_mask"]
     return mask * flat["tool_mask"] if "tool_mask" in flat else mask
 
 
 def _means_over_tokens(trainer: Any) -> list[str]:
-    """Numbers of a policy that are means over tokens; ratios of whole sequences are over rows."""
+    """Metrics of a policy that are means over tokens; ratios of sequences are means over rows."""
     of_sequences = getattr(trainer, "importance_sampling_level", "sequence") == "sequence"
     ratios = ["low_mean", "high_mean", "region_mean"]
     of_tokens = [f"clip_ratio/{each}" for each in ratios] + ["cispo_clip_ratio"]
@@ -766,7 +746,7 @@ def _means_over_tokens(trainer: Any) -> list[str]:
 
 
 def _padded(parts: Sequence[Tensor], dim: int) -> Tensor:
-    """Outputs of microbatches, as the trainer's own loop joins those of batches."""
+    """Join outputs of microbatches like the trainer's own loop joins those of batches."""
     if dim:
         return torch.cat(list(parts), dim)
     joined: Tensor = functools.reduce(
@@ -776,20 +756,20 @@ def _padded(parts: Sequence[Tensor], dim: int) -> Tensor:
 
 
 def _is_own(trainer: Any, name: str) -> bool:
-    """Whether a method is neither of transformers nor of TRL."""
+    """Whether a method was defined outside of transformers and TRL."""
     return not is_written_by(_HOSTS, getattr(trainer.__class__, name))
 
 
 def _count(average: Tokens, layout: BatchLayout, microbatch: Any) -> Any:
     flat = _as_batch(microbatch)
     targets = _targets_in(flat)
-    if targets is None:  # predictions alone
+    if targets is None:  # a batch for prediction only
         return layout.num_rows(microbatch)
     return average.divisors([CutBatch.whole(flat, len(targets))]).whole
 
 
 def _targets_in(batch: Any) -> Tensor | None:
-    """The targets of a batch, None where it has none."""
+    """The targets of a batch; None if it has none."""
     flat = _as_batch(batch)
     if not isinstance(flat, Mapping):
         return None
@@ -797,7 +777,7 @@ def _targets_in(batch: Any) -> Tensor | None:
 
 
 def _virtual_tokens(trainer: Any) -> int:
-    """How many tokens peft puts before each row's, none of them a target."""
+    """The number of virtual tokens that peft prepends to each row; none of them is a target."""
     model = trainer.accelerator.unwrap_model(trainer.model, keep_torch_compile=False)
     config = getattr(model, "active_peft_config", None)
     if config is None or not config.is_prompt_learning or "PREFIX" in str(config.peft_type):
@@ -806,7 +786,7 @@ def _virtual_tokens(trainer: Any) -> int:
 
 
 def _targets_behind(virtual: int, batch: Any) -> Tensor | None:
-    """The targets of a batch as peft's prompts hand them on, behind tokens of their own."""
+    """The targets of a batch, padded for the virtual tokens that peft prepends."""
     targets = _targets_in(batch)
     if targets is None or not virtual:
         return targets
@@ -814,15 +794,15 @@ def _targets_behind(virtual: int, batch: Any) -> Tensor | None:
 
 
 def _in_order(joined: Any, order: Sequence[int]) -> Any:
-    """Outputs of rows that were sorted, as their batch has them."""
+    """Restore the batch's row order in outputs of sorted rows."""
     return map_tensors(joined, lambda each: each[order] if each.dim() else each)
 
 
-# Batches whose rows are not those of their tensors
+# Batches whose rows are not the rows of their tensors
 
 
 def _as_rows(trainer: Any, inputs: Any) -> Any:
-    """A batch of the trainer's as one that is cut into what its loss takes for a row."""
+    """Convert a trainer's batch into one that is split by the rows of its loss."""
     if not isinstance(inputs, Mapping):
         return inputs
     if {each.__name__ for each in trainer.__class__.__mro__} & _WITH_PAIRS:
@@ -832,7 +812,7 @@ def _as_rows(trainer: Any, inputs: Any) -> Any:
 
 
 def _as_batch(batch: Any) -> Any:
-    """Rows of `_as_rows`, or some of them, as the trainer's own kind of batch, a copy."""
+    """Convert a result of `_as_rows`, or a slice of it, back into a copy of the trainer's batch."""
     if isinstance(batch, Pairs | Sequences):
         return batch.flat()
     return copy.copy(batch) if isinstance(batch, Mapping) else batch
@@ -840,17 +820,14 @@ def _as_batch(batch: Any) -> Any:
 
 @dataclass
 class Pairs:
-    """All that is preferred, then all that is not: a row is a pair, one of each block.
+    """A batch of all preferred rows followed by all rejected rows; one row is a pair.
 
     >>> pairs = Pairs({"input_ids": torch.arange(6), "margin": torch.arange(3)})
     >>> pairs.num_rows, pairs.take(1, 3).fields["input_ids"].tolist()
     (3, [1, 2, 4, 5])
-
-    Attributes:
-        fields: of the batch; those of ``input_ids``'s length are in two blocks.
     """
 
-    fields: dict[str, Any]
+    fields: dict[str, Any]  # those as long as ``input_ids`` have both blocks
 
     @property
     def num_rows(self) -> int:
@@ -865,7 +842,7 @@ class Pairs:
         def part(value: Any) -> Any:
             if not isinstance(value, Tensor) or value.dim() == 0:
                 return value
-            # Both blocks, as a row without its partner has no loss.
+            # Slice both blocks, because a row without its partner has no loss.
             if len(value) == 2 * half:
                 return torch.cat([value[start:stop], value[half + start : half + stop]])
             if len(value) == half:
@@ -884,48 +861,41 @@ _LONGEST = ("max_length_q", "max_length_k")
 
 @dataclass
 class Sequences:
-    """Sequences one after the other in one row, without padding: each is a row.
+    """A batch that packs sequences into one row of tensors without padding; a sequence is a row.
 
     >>> places = torch.tensor([[0, 1, 0, 1, 2]])
     >>> sequences = Sequences.read({"input_ids": torch.arange(5)[None], "position_ids": places})
     >>> sequences.num_rows, sequences.take(1, 2).flat()["input_ids"].tolist()
     (2, [[2, 3, 4]])
-
-    Attributes:
-        fields: of the batch, those of one row of all positions.
-        ends: where each sequence begins, and where the last one ends.
-        others: names of what follows from the lengths, or is the same for all.
     """
 
-    fields: dict[str, Tensor]
-    ends: list[int]
-    others: dict[str, Any]
+    fields: dict[str, Tensor]  # those with one entry per position
+    ends: list[int]  # the start of each sequence, and the end of the last one
+    others: dict[str, Any]  # fields that follow from the lengths or are the same for all sequences
 
     @classmethod
     def read(cls, batch: Mapping[str, Any]) -> "Sequences | None":
-        """A batch as its sequences; None where it is an ordinary one.
-
-        A sequence's first target must be ignored: else it is the last one's next token, and is
-        lost where they are cut apart. Such a batch stays whole.
-        """
+        """Read the sequences of a packed batch; None if it is not packed or cannot be split."""
         tokens, places = batch.get("input_ids"), batch.get("position_ids")
         if not isinstance(tokens, Tensor) or tokens.dim() != 2 or len(tokens) != 1:
             return None
         length = tokens.shape[1]
-        # Flash attention's own notation, which is exact where positions are not.
+        # Flash attention's own fields are exact even if positions are ambiguous.
         if isinstance(batch.get(_ENDS[0]), Tensor):
             ends = batch[_ENDS[0]].tolist()
         elif isinstance(places, Tensor) and places.shape == tokens.shape and length:
-            # Positions begin anew at each sequence, at 0 or at a padding offset.
+            # Positions restart at each sequence, at 0 or at a padding offset.
             starts = (places[0] == places[0, 0]).nonzero().flatten().tolist()
             ends = [*starts, length]
         else:
             return None
+        # If a sequence's first target counts, the previous sequence predicts it as its next token.
+        # Splitting would lose this prediction, so the batch stays whole.
         targets = batch.get("labels")
         if isinstance(targets, Tensor) and bool((targets[0, ends[1:-1]] != IGNORED).any()):
             return None
         if isinstance(batch.get("attention_mask"), Tensor):
-            return None  # one mask over all of them
+            return None  # one mask covers all sequences
         fields = {
             name: value
             for name, value in batch.items()
@@ -949,7 +919,7 @@ class Sequences:
             if name in found:
                 found[name] = max(lengths)
         if "seq_idx" in found:
-            # Numbers begin at 0 in each microbatch, as kernels index by them.
+            # Numbers start at 0 in each microbatch, because kernels use them as indices.
             numbers = torch.arange(len(lengths), dtype=found["seq_idx"].dtype, device=device)
             found["seq_idx"] = numbers.repeat_interleave(torch.tensor(lengths, device=device))[None]
         return found
