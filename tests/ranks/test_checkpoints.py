@@ -144,7 +144,8 @@ def test_another_number_of_ranks_draws_other_random_numbers_on_each(
 def test_within_an_epoch_another_number_of_ranks_is_refused(world2: World, tmp_path: Path) -> None:
     world2.run(go_on, "fsdp", tmp_path, 4)
     with pytest.raises(
-        CheckpointError, match=r"2 ranks saved it after 1 batches of an epoch.* on 1 rank: train_dataloader"
+        CheckpointError,
+        match=r"2 ranks saved it after 1 batches of an epoch.* on 1 rank: train_dataloader",
     ):
         alone(tmp_path, 6)
     alone(tmp_path / "one", 4)
