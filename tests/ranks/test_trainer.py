@@ -122,7 +122,7 @@ def test_freezing_in_the_course_of_training_is_refused(world2: World) -> None:
         [{"parallel": "ddp"}, {"parallel": "fsdp"}, LATE],
         quick=[LATE],
     ),
-    ids=str,
+    ids=lambda options: f"{options['parallel']}{' late' * ('features' in options)}",
 )
 def test_a_run_goes_on_in_the_middle_of_an_epoch(
     world2: World, options: dict[str, Any], tmp_path: Path
