@@ -58,7 +58,7 @@ def test_all_keys_are_listed_with_type_default_and_meaning(
     out = printed(capsys, "--keys")
     for key in KEYS:
         assert out.count(f"\n{key}: ") == 1
-    assert "\nseed: a whole number or null, default null\n    seeds Python" in out
+    assert "\nseed: a whole number or null, default null\n    seed of" in out
     assert max(map(len, out.splitlines())) <= 100
 
 
