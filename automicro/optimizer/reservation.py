@@ -69,8 +69,10 @@ def predict_step_memory(
                 stack.enter_context(budget.host())
             # Hooks and schedulers must not take a step of the copy for one of the run.
             stack.enter_context(undisturbed())
+            # A shard has its own shape, which cannot be read among tensors without data.
+            parts = [local(each) for each in parameters]
             stack.enter_context(FakeTensorMode())
-            return _dry_run(optimizer, parameters, on_accelerator)
+            return _dry_run(optimizer, dict(zip(parameters, parts, strict=True)), on_accelerator)
     except Exception as error:
         is_ours = isinstance(error, _UnpredictableError)
         return StepMemory(unknown=str(error) if is_ours else describe_error(error))
@@ -100,13 +102,12 @@ def undisturbed() -> Iterator[None]:
 
 def _dry_run(
     optimizer: torch.optim.Optimizer,
-    parameters: Sequence[nn.Parameter],
+    parameters: Mapping[nn.Parameter, Tensor],
     on_accelerator: bool | None,
 ) -> StepMemory:
-    """Step a copy of the optimizer on stand-ins of the parameters, and measure its memory."""
+    """Step a copy of the optimizer on stand-ins of parameters, and measure its memory."""
     stand_ins: dict[int, nn.Parameter] = {}
-    for parameter in parameters:
-        part = local(parameter)
+    for parameter, part in parameters.items():
         value = nn.Parameter(torch.zeros(part.shape, dtype=part.dtype))
         value.requires_grad_(parameter.requires_grad)
         value.grad = torch.zeros_like(value)
