@@ -62,7 +62,8 @@ def predict_step_memory(
     # The copy shares the objects in its attributes, and a step might count in a closure or a class.
     inside = (each for _, each in walk({"": optimizer}, _kinds))
     optimizers = [each for each in inside if isinstance(each, torch.optim.Optimizer)]
-    captured = capture(dict(zip(map(str, optimizers), optimizers, strict=True)), skip=[Tensor])
+    # By number, because two optimizers inside a wrapper can have the same text.
+    captured = capture({str(n): each for n, each in enumerate(optimizers)}, skip=[Tensor])
     try:
         with contextlib.ExitStack() as stack:
             if budget is not None:  # stand-ins are not counted
