@@ -18,7 +18,7 @@ import copy
 import functools
 import itertools
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -373,7 +373,7 @@ class Enabled(Results):
         splits, has_items = _splits(self._options, name), self._num_items is not None
         flat = _as_batch(batch)
         # A batch of a policy trainer contains the number of items that its loss is divided by.
-        counts = has_items or (isinstance(flat, Mapping) and _ITEMS in flat)
+        counts = has_items or (isinstance(flat, MutableMapping) and _ITEMS in flat)
         loss_of = self._training_loss if trains else self._predicted_loss
         # A batch that is never split needs no check.
         divides = self._divides(model, batch, loss_of) if counts and splits else False
@@ -563,7 +563,7 @@ class Enabled(Results):
             ):
                 copied = _as_batch(map_tensors(row, Tensor.clone))
                 many = torch.tensor(items, device=device)
-                if isinstance(copied, dict) and _ITEMS in copied:
+                if isinstance(copied, MutableMapping) and _ITEMS in copied:
                     copied[_ITEMS] = many.to(copied[_ITEMS].dtype)
                 found.append(float(loss_of(model, copied, many).detach()))
         return found
