@@ -15,7 +15,7 @@ from peft import LoraConfig
 from automicro import LossAverageError
 from automicro.integrations.transformers import enable
 from tests.integrations.transformers_runs import furthest, run
-from tests.integrations.trl_runs import WORDS, model, tokenizer
+from tests.integrations.trl_runs import ON_THE_CPU, WORDS, model, tokenizer
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -59,12 +59,7 @@ def make(name: str, **changed: Any) -> Any:
         "max_completion_length": 12,
         "max_steps": 2,
         "learning_rate": 1e-2,
-        "logging_steps": 1,
-        "report_to": [],
-        "save_strategy": "no",
-        "disable_tqdm": True,
-        "use_cpu": True,
-        "bf16": False,
+        **ON_THE_CPU,
         **options,
         **changed,
     }

@@ -59,6 +59,14 @@ def texts(rows: int, *, pairs: bool, words: tuple[int, int]) -> Any:
     return Dataset.from_dict({name: [text() for _ in range(rows)] for name in names})
 
 
+ON_THE_CPU: dict[str, Any] = {
+    "logging_steps": 1,
+    "report_to": [],
+    "save_strategy": "no",
+    "disable_tqdm": True,
+    "use_cpu": True,
+    "bf16": False,
+}
 _NAMES = {"sft": "SFT", "dpo": "DPO", "reward": "Reward"}
 
 
@@ -87,12 +95,7 @@ def make(
             "per_device_eval_batch_size": 8,
             "num_train_epochs": 1,
             "learning_rate": 1e-3,
-            "logging_steps": 1,
-            "report_to": [],
-            "save_strategy": "no",
-            "disable_tqdm": True,
-            "use_cpu": True,
-            "bf16": False,
+            **ON_THE_CPU,
             "max_length": 32,
             **{each: False for each in recomputing if each == "activation_checkpointing"},
             **arguments,
