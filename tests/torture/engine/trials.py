@@ -380,7 +380,6 @@ HALF_APPLIED = "half applied"
 
 # Functions of automicro that may go on without what failed in them.
 PROBE, DRY_RUN = "probe", "dry run of the optimizer"
-PART_LOOK, WHOLE_PART = "look at a part", "part in one piece"
 ABSORBED = {
     "predict_step_memory": DRY_RUN,
     "few_rows": PROBE,
@@ -388,11 +387,8 @@ ABSORBED = {
     "outputs": PROBE,
     "_look_at_padding": PROBE,
     "once_more": "tried once more",
-    "_unless_it_always_fails": "look at a metric",
     "_copy_totals": "copy to earlier gradients",
     "_finish_backward": "clean-up",
-    "_try_roll_back": "rollback",
-    "_judge_loss": PART_LOOK,
 }
 
 # What computes a slice of a part.
@@ -567,13 +563,12 @@ def _is_experiment(mode: FaultMode) -> bool:
     If the optimizer fails on stand-ins, nothing is reserved; if the model fails on two rows in
     evaluation mode, they are tried in training mode. Neither may end a training that works.
     """
-    return _absorbed_by(mode) in (DRY_RUN, PROBE, PART_LOOK)
+    return _absorbed_by(mode) in (DRY_RUN, PROBE)
 
 
 def _absorbed_by(mode: FaultMode) -> str:
     """The innermost part of automicro around the last fault that may go on without it."""
-    stack = mode.raised_in[-1]
-    return _absorbing(stack) or (WHOLE_PART if "_if_it_fits" in stack else "?")
+    return _absorbing(mode.raised_in[-1]) or "?"
 
 
 def _absorbing(stack: Sequence[str]) -> str | None:
