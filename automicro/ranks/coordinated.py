@@ -36,7 +36,6 @@ from automicro.ranks.exchange import (
 )
 from automicro.ranks.guards.collectives import (
     Call,
-    CollectivesGuard,
     keep_in_step,
     keeping_between_steps,
     open_entrance,
@@ -44,7 +43,13 @@ from automicro.ranks.guards.collectives import (
 )
 from automicro.ranks.guards.ddp import DdpGuard
 from automicro.ranks.guards.fsdp import FsdpGuard
-from automicro.ranks.guards.guard import GroupState, Guard, opened_state, state_of_group
+from automicro.ranks.guards.guard import (
+    CollectivesGuard,
+    GroupState,
+    Guard,
+    opened_state,
+    state_of_group,
+)
 from automicro.ranks.heartbeat import MissingRanks, watch_peers
 from automicro.ranks.interface import (
     Agreement,
@@ -76,8 +81,8 @@ _CANNOT_TAKE_BACK = (
 logger = logging.getLogger(__name__)
 
 
-class CoordinatedRanks:
-    """Implementation of `automicro.ranks.interface.Ranks` for several processes.
+class CoordinatedRanks(Ranks):
+    """Implementation for several processes.
 
     >>> from automicro.ranks.simulated import SimulatedWorld
     >>> world = SimulatedWorld(2)
@@ -100,6 +105,7 @@ class CoordinatedRanks:
         copies: int = 1,
         name: str = "",
     ) -> None:
+        super().__init__()
         self._votes = votes
         self._guards = guards
         self._warm_up = warm_up or WarmUp([], set())
@@ -110,27 +116,11 @@ class CoordinatedRanks:
         self._looks_alone = False
         self._trained: list[int] = []  # ids of the parameters
         self._strayed: StrayedError | None = None  # at a collective of this attempt
-        # How late gradients should be reduced; all ranks can set it between steps.
         self.sync = Sync.REPLICAS_LAST
-        self.synced = Sync.EACH  # how late the last attempt reduced gradients
         self._at = 0, 1  # level and size of the attempt
-        self.whole_fits_below: dict[int, int] = {}
-
-    @property
-    def is_alone(self) -> bool:
-        return False
-
-    @property
-    def communicates_in_forward(self) -> bool:
-        return any(guard.communicates_in_forward for guard in self._guards)
-
-    @property
-    def communication_share(self) -> float:
-        return self._warm_up.share
-
-    @property
-    def told(self) -> Sequence[float]:
-        return self._votes.told
+        self.is_alone = False
+        self.communicates_in_forward = any(each.communicates_in_forward for each in guards)
+        self.communication_share = self._warm_up.share
 
     def sync_late(self) -> None:
         """Reduce sharded gradients with the last microbatch, if wrappers and memory allow it."""
@@ -296,6 +286,7 @@ class CoordinatedRanks:
         has_strayed = isinstance(failure, StrayedError) and not isinstance(failure, HeldBackError)
         # Peers reach their next vote only after the collectives just replayed.
         together = self._votes.report(status, highs, strayed=has_strayed)
+        self.told = self._votes.told
         # Its error is raised later: if a rank is fatal, all ranks, including this one, first
         # exchange reasons below.
         trouble = self._recover()

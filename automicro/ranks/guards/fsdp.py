@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from automicro.memory.oom import once_more
 from automicro.ranks.guards.collectives import Call, own_collectives
-from automicro.ranks.guards.guard import refuse_stranger, watch_for_strangers
+from automicro.ranks.guards.guard import Guard, refuse_stranger, watch_for_strangers
 from automicro.ranks.interface import HeldBackError, StrayedError, Sync
 from automicro.ranks.votes import Votes
 from automicro.ranks.warm_up import Use
@@ -129,7 +129,7 @@ class _Reduction(NamedTuple):
 _Key = tuple[bool, bool, bool, Sync]
 
 
-class FsdpGuard:
+class FsdpGuard(Guard):
     """Guard for all modules of a model that `fully_shard` was applied to."""
 
     # The first microbatch of each kind votes before every collective and records them. Later
@@ -169,10 +169,6 @@ class FsdpGuard:
         self._next_sum: dist.ProcessGroup | None = None
         self._is_weightless = False
         self._zeroed: set[int] = set()  # modules whose parameters get zero gradients
-
-    communicates_in_forward = True
-    has_strayed = False  # straying ends an attempt
-    unused: Sequence[bool] = ()
 
     @property
     def latest(self) -> Sync:
