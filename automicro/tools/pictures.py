@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, TypeAlias
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-Point: TypeAlias = tuple[int, float | None, float | None, int | None]
-"""Rows of a microbatch, rows per second, their spread, and the peak in bytes."""
+Point: TypeAlias = tuple[int, float | None, int | None]
+"""Rows of a microbatch, rows per second, and the peak in bytes."""
 
 _CHOICE, _PEAK = "#0a5a9c", "#117733"
 _MOST_TICKS = 12
@@ -59,8 +59,8 @@ def speed_and_memory(points: Iterable[Point], *, chosen: int | None = None) -> "
     """Draw rows per second and peak memory against the microbatch size.
 
     Args:
-        points: one tuple per size: rows of a microbatch, rows per second, their spread (same unit,
-            in both directions) and peak memory in bytes. Unknown values are None.
+        points: one tuple per size: rows of a microbatch, rows per second, and peak memory in
+            bytes. Unknown values are None.
         chosen: size to mark.
 
     Raises:
@@ -68,7 +68,7 @@ def speed_and_memory(points: Iterable[Point], *, chosen: int | None = None) -> "
         ValueError: there are no measurements, or a size is below 1.
     """
     points = sorted(points, key=lambda point: point[0])
-    speeds = [(size, speed, spread or 0.0) for size, speed, spread, _ in points if speed]
+    speeds = [(size, speed) for size, speed, _ in points if speed]
     peaks = [(size, peak) for size, *_, peak in points if peak is not None]
     count = bool(speeds) + bool(peaks)
     if not count or points[0][0] < 1:
@@ -80,7 +80,7 @@ def speed_and_memory(points: Iterable[Point], *, chosen: int | None = None) -> "
     figure.suptitle("Speed and memory by microbatch size")
     panels = list(figure.subplots(count, sharex=True, squeeze=False)[:, 0])
     if speeds:
-        panels[0].errorbar(*zip(*speeds, strict=True), color=_CHOICE, marker="o", capsize=3)
+        panels[0].plot(*zip(*speeds, strict=True), color=_CHOICE, marker="o")
         panels[0].set_ylabel("rows per second")
     if peaks:
         sizes, heights = zip(*peaks, strict=True)
