@@ -27,10 +27,8 @@ from automicro.errors import (
 from automicro.memory.oom import Failure, classify
 from automicro.modules import is_parallel, runs_collectives
 from automicro.ranks.exchange import (
-    AloneExchange,
     Exchange,
     GlooGroup,
-    TreeExchange,
     plan_levels,
     ranks_by_node,
 )
@@ -50,7 +48,7 @@ from automicro.ranks.guards.guard import (
     opened_state,
     state_of_group,
 )
-from automicro.ranks.heartbeat import MissingRanks, watch_peers
+from automicro.ranks.heartbeat import watch_peers
 from automicro.ranks.interface import (
     Agreement,
     HeldBackError,
@@ -508,7 +506,7 @@ def wait_for_all(point: str) -> None:
 def _open_votes() -> Votes:
     exchange = open_exchange()
     open_entrance()
-    return Votes(exchange, roll_call=_roll_call(), watch=watch_peers(exchange))
+    return Votes(exchange, watch_peers(exchange))
 
 
 def _find_guards(modules: Sequence[nn.Module], group: GroupState) -> list[Guard]:
@@ -597,15 +595,11 @@ def open_exchange() -> Exchange:
     """Open an exchange among all ranks, on groups of its own. All ranks must call this."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
     if world_size == 1:
-        return AloneExchange()
+        return Exchange([], height=0, rank=0, world_size=1)
     told = _exchange_words(os.environ.get("LOCAL_WORLD_SIZE", str(world_size)))
     # Nodes might run different numbers of processes.
     levels = plan_levels(ranks_by_node([int(each) for each in told]))
     blocks = [block for level in levels for block in level]
     groups = [(block, GlooGroup(block, timeout_seconds=TIMEOUT_SECONDS)) for block in blocks]
     own = [group for block, group in groups if rank in block]
-    return TreeExchange(own, height=len(levels), rank=rank, world_size=world_size)
-
-
-def _roll_call() -> MissingRanks:
-    return MissingRanks(default_store(), rank=dist.get_rank(), world_size=dist.get_world_size())
+    return Exchange(own, height=len(levels), rank=rank, world_size=world_size)
