@@ -197,13 +197,8 @@ class CoordinatedRanks(Ranks):
         self._strayed = None
         keep_in_step(self)
 
-    def microbatch(self, index: int, *, weightless: bool = False) -> AbstractContextManager[None]:
-        if len(self._guards) == 1:
-            return self._guards[0].microbatch(index, weightless=weightless)
-        return self._guarded_by_all(index, weightless)
-
     @contextlib.contextmanager
-    def _guarded_by_all(self, index: int, weightless: bool) -> Iterator[None]:
+    def microbatch(self, index: int, *, weightless: bool = False) -> Iterator[None]:
         with contextlib.ExitStack() as stack:
             for guard in self._guards:
                 stack.enter_context(guard.microbatch(index, weightless=weightless))
@@ -337,8 +332,7 @@ class CoordinatedRanks(Ranks):
             self._votes.cast(point)
 
     def from_first(self, values: Iterable[float]) -> list[float]:
-        with self._between_steps():
-            return self._votes.from_first(values)
+        return self.add_up(each if self.rank == 0 else 0.0 for each in values)
 
     def from_rank(self, rank: int, message: bytes) -> bytes:
         point = f"a message of rank {rank}"

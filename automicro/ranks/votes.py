@@ -13,7 +13,7 @@ receivers of messages cancel in the same way.
 import hashlib
 import math
 import struct
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import NoReturn
 
 from automicro.errors import DesyncError, PeerLostError, PeerStoppedError, RankError
@@ -231,17 +231,6 @@ class Votes:
             more = self._send(own._replace(sums=_slots(values[start:])), point)
             sums += self._require_well(more).sums
         return together, sums[: len(values)]
-
-    def from_first(self, values: Iterable[float]) -> list[float]:
-        """Return rank 0's values on every rank, at most as many as one ballot carries."""
-        own = [float(value) for value in values]
-        if len(own) > SLOTS:
-            raise ValueError(f"from_first takes at most {SLOTS} values, got {len(own)}; send fewer")
-        point = f"receiving {len(own)} numbers from rank 0 between batches"
-        ballot = healthy(point, self._agreements)
-        if self.rank == 0:
-            ballot = ballot._replace(sums=_slots(own))
-        return list(self._require_well(self._send(ballot, point)).sums[: len(own)])
 
     def clear(self) -> None:
         """Forget the result of the vote that ended an attempt."""
