@@ -16,51 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 if TYPE_CHECKING:  # importing takes seconds, and a single process does not need it
     from torch.distributed.fsdp import FSDPModule
 
-__all__ = [
-    "GradBucket",
-    "HashStore",
-    "PrefixStore",
-    "Store",
-    "TCPStore",
-    "all_gather_flat",
-    "arrive",
-    "backend_name",
-    "before_collectives",
-    "broadcast_on_host",
-    "buffer_comm_hook",
-    "can_hold_back",
-    "clear_whole_gradients",
-    "collectives_of",
-    "comm_hooks",
-    "default_store",
-    "default_tcp_store",
-    "drop_unsharded",
-    "expect_gradients",
-    "gather_on_host",
-    "group_of",
-    "groups_of_shards",
-    "has_many_groups",
-    "has_reduction_hook",
-    "holds_back",
-    "holds_two_types",
-    "is_fsdp_module",
-    "is_in_backward",
-    "is_in_fsdp1",
-    "local_used_map",
-    "mesh_dims",
-    "missing_gradients",
-    "num_data_parallel",
-    "rebuild_buckets",
-    "reduce_scatter_flat",
-    "reduced_parameters",
-    "replicas_average",
-    "replicate_group",
-    "reset_reducer",
-    "reset_sharded",
-    "uses_symmetric_memory",
-    "whole_numel",
-    "whole_parameters",
-]
+__all__ = ["GradBucket", "HashStore", "PrefixStore", "Store", "TCPStore"]  # of torch itself
 
 
 def default_store() -> Store:

@@ -403,7 +403,6 @@ def plan_of(subject: Subject, rows: int, way: str, optimizer: str) -> Any:
         precision="bf16" if way == "bf16" else "fp32",
         device="cpu",
         microbatch_size=rows,
-        remedies=False,
     )
 
 
@@ -451,7 +450,6 @@ def sharded(library: Path, name: str, num_ranks: int) -> list[dict[str, Any]]:
         device="cpu",
         microbatch_size=rows,
         ranks=num_ranks,
-        remedies=False,
     )
     with tempfile.TemporaryDirectory() as folder:
         given = (library, name, rows, num_ranks, Path(folder))

@@ -53,13 +53,10 @@ def read_counts(device: torch.device | str) -> AllocatorCounts:
             peak_bytes=budget.lap_peak_bytes,
             ooms=budget.num_ooms,
         )
-    if device in _uncounted:
-        return NO_COUNTS
-    module = torch.get_device_module(device)
     # The nested form costs a tenth of the flat one, which is sorted.
-    read = getattr(module, "memory_stats_as_nested_dict", None)
-    if read is None:
-        return _counts_one_by_one(device, module)
+    read = _ability(device, "memory_stats_as_nested_dict")
+    if read is None or device in _uncounted:  # MPS counts neither peaks nor retries
+        return NO_COUNTS
     try:
         stats = read(device)
     except RuntimeError as error:
@@ -86,26 +83,6 @@ def _from_stats(stats: Mapping[str, Any]) -> AllocatorCounts:
         reserved_bytes=stats["reserved_bytes"]["all"]["current"],
         alloc_retries=stats.get("num_alloc_retries", 0),
         ooms=stats.get("num_ooms", 0),
-    )
-
-
-def _counts_one_by_one(device: torch.device, module: Any) -> AllocatorCounts:
-    # MPS uses a different name for this, and takes no device.
-    allocated = getattr(module, "memory_allocated", None)
-    current = getattr(module, "current_allocated_memory", None)
-    peak = getattr(module, "max_memory_allocated", None)
-    reserved = getattr(module, "memory_reserved", None)
-    stats = getattr(module, "memory_stats", None)
-    counters = {} if stats is None else stats(device)
-    held = None if current is None else int(current())
-    if allocated is not None:
-        held = int(allocated(device))
-    return AllocatorCounts(
-        allocated_bytes=held,
-        peak_bytes=None if peak is None else int(peak(device)),
-        reserved_bytes=None if reserved is None else int(reserved(device)),
-        alloc_retries=counters.get("num_alloc_retries"),
-        ooms=counters.get("num_ooms"),
     )
 
 

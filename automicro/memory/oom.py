@@ -17,7 +17,7 @@ import logging
 import re
 import traceback
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, NamedTuple, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import torch
 
@@ -36,13 +36,6 @@ class Failure(enum.Enum):
     UNRELATED = "not an out-of-memory error that fewer rows can help"
 
 
-class _Sign(NamedTuple):
-    begins: str
-    source: str
-    means: Failure = Failure.RETRYABLE
-    if_full: bool = False  # counts only if the device has no memory left
-
-
 _LOST = (
     r"(an illegal memory access|an illegal instruction|a(n)? misaligned address|misaligned address"
     r"|device-side assert|unspecified launch failure|the launch timed out|unknown error"
@@ -52,125 +45,88 @@ _LOST = (
     r"|[Ii]nvalid access of peer GPU memory)"
 )
 
-# The first match decides. Patterns are anchored at the beginning of the text.
-_SIGNS = (
-    # Fewer rows do not help: the loader makes whole batches, in its own process or thread.
-    _Sign(r"Caught \w+ in (DataLoader worker|pin memory)", "DataLoader", Failure.UNRELATED),
-    # A communicator that failed on one rank hangs or fails on the others: no retry is safe.
-    _Sign(r"(\[[^\]]*\]:? *)*(NCCL|RCCL) [Ee]rror\b", "NCCL, RCCL", Failure.CONTEXT_LOST),
-    _Sign(r"nccl(UnhandledCuda|System|Internal)Error\b", "NCCL", Failure.CONTEXT_LOST),
-    _Sign(rf"(CUDA|HIP)( driver)? error: {_LOST}", "CUDA, HIP", Failure.CONTEXT_LOST),
-    _Sign(rf"Triton Error \[(CUDA|HIP)\]:.*?{_LOST}", "Triton", Failure.CONTEXT_LOST),
-    _Sign(r".*\bUR_RESULT_ERROR_DEVICE_LOST\b", "XPU", Failure.CONTEXT_LOST),
-    # Allocators.
-    _Sign(
-        r"(CUDA|HIP|XPU|NPU|MPS|MLU|HPU|MUSA|GCU|GPU|TPU|CPU) out of memory(\.|:|$)",
-        "torch's allocators",
-    ),
-    _Sign(
-        r"(CUDA|HIP)( driver| runtime)? [Ee]rror:? ?(\([^()\n]{0,200}\))?( at [^\n]{0,200}?)?"
-        r"(: ?| )out of memory\b",
-        "CUDA, HIP; flash-attention",
-    ),
-    _Sign(
-        r"Allocation on device \d+ would exceed allowed memory\. \(out of memory\)",
-        "cudaMallocAsync",
-    ),
+# Fewer rows do not help: the loader makes whole batches, in its own process or thread.
+_UNRELATED = (r"Caught \w+ in (DataLoader worker|pin memory)",)
+
+# A communicator that failed on one rank hangs or fails on the others: no retry is safe.
+_CONTEXT_LOST = (
+    r"(\[[^\]]*\]:? *)*(NCCL|RCCL) [Ee]rror\b",
+    r"nccl(UnhandledCuda|System|Internal)Error\b",
+    rf"(CUDA|HIP)( driver)? error: {_LOST}",
+    rf"Triton Error \[(CUDA|HIP)\]:.*?{_LOST}",
+    r".*\bUR_RESULT_ERROR_DEVICE_LOST\b",  # XPU
+)
+
+_RETRYABLE = (
+    # Allocators: torch's, those of CUDA and HIP (also in flash-attention), cudaMallocAsync.
+    r"(CUDA|HIP|XPU|NPU|MPS|MLU|HPU|MUSA|GCU|GPU|TPU|CPU) out of memory(\.|:|$)",
+    r"(CUDA|HIP)( driver| runtime)? [Ee]rror:? ?(\([^()\n]{0,200}\))?( at [^\n]{0,200}?)?"
+    r"(: ?| )out of memory\b",
+    r"Allocation on device \d+ would exceed allowed memory\. \(out of memory\)",
     # The allocator asks the driver which processes hold memory before it reports the error. On some
     # machines (MIG, containers) the driver does not answer. Nothing else fails at this point.
-    _Sign(
-        r'NVML_SUCCESS == [^\n]{0,80}?INTERNAL ASSERT FAILED at "[^"\n]*CUDACachingAllocator',
-        "CUDA without NVML",
-    ),
-    _Sign(r"(cuda|hip) runtime error \(2\) ?: out of memory", "CUDA, HIP"),
-    _Sign(r"MPS backend out of memory\b", "MPS"),
-    _Sign(
-        r"(Native API failed|level_zero backend failed)\b.*?\b(UR_RESULT|PI)_ERROR_OUT_OF_"
-        r"(DEVICE_MEMORY|HOST_MEMORY|RESOURCES)\b",
-        "XPU",
-    ),
-    _Sign(
-        r"(\[enforce fail at [^\]]*\][^\n]{0,80}?)?DefaultCPUAllocator: "
-        r"(can't allocate|not enough) memory",
-        "CPU (Linux, macOS; Windows)",
-    ),
-    _Sign(r"std::bad_alloc($|: out_of_memory\b)", "C++, RMM"),
-    _Sign(r"unable to mmap [^\n]*: Cannot allocate memory \(12\)", "mmap"),
-    _Sign(r"(could not create|failed to allocate) a memory( object)?\.?$", "oneDNN"),
-    _Sign(r"MKL FFT error: [^\n]*\b([Mm]emory allocation failed|[Ii]nsufficient memory)", "MKL"),
+    r'NVML_SUCCESS == [^\n]{0,80}?INTERNAL ASSERT FAILED at "[^"\n]*CUDACachingAllocator',
+    r"(cuda|hip) runtime error \(2\) ?: out of memory",
+    r"MPS backend out of memory\b",
+    # XPU
+    r"(Native API failed|level_zero backend failed)\b.*?\b(UR_RESULT|PI)_ERROR_OUT_OF_"
+    r"(DEVICE_MEMORY|HOST_MEMORY|RESOURCES)\b",
+    # The CPU, on Linux, macOS and Windows.
+    r"(\[enforce fail at [^\]]*\][^\n]{0,80}?)?DefaultCPUAllocator: "
+    r"(can't allocate|not enough) memory",
+    r"std::bad_alloc($|: out_of_memory\b)",  # C++, RMM
+    r"unable to mmap [^\n]*: Cannot allocate memory \(12\)",
+    r"(could not create|failed to allocate) a memory( object)?\.?$",  # oneDNN
+    r"MKL FFT error: [^\n]*\b([Mm]emory allocation failed|[Ii]nsufficient memory)",
     # Libraries that allocate workspace of their own.
-    _Sign(
-        r"(CUDA|HIP) error: (CU|HIP|ROC)(BLAS|SPARSE)_STATUS_(ALLOC_FAILED|INSUFFICIENT_RESOURCES)",
-        "cuBLAS, cuSPARSE, hipBLAS, hipSPARSE",
-    ),
+    r"(CUDA|HIP) error: (CU|HIP|ROC)(BLAS|SPARSE)_STATUS_(ALLOC_FAILED|INSUFFICIENT_RESOURCES)",
     # If no memory is left for a handle, cuBLAS often reports that it was not initialized. It also
     # does so after an assertion on the device, but then releasing memory raises that assertion.
-    _Sign(
-        r"(CUDA|HIP) error: (CU|HIP|ROC)(BLAS|SPARSE)_STATUS_(NOT_INITIALIZED|INTERNAL_ERROR),? "
-        r"when calling `(cu|hip|roc)(blas|blasLt|sparse)(Create\(|_create_handle)",
-        "cuBLAS, cuSPARSE, hipBLAS, hipSPARSE",
-    ),
-    _Sign(
-        r"(cu|hip|roc)solver error: (CU|HIP|ROC)SOLVER_STATUS_(NOT_INITIALIZED|INTERNAL_ERROR),? "
-        r"when calling `(cu|hip|roc)solver(Dn|Sp)?Create\(",
-        "cuSOLVER, hipSOLVER",
-    ),
-    _Sign(
-        r"(CUDA|HIP) error: (insufficient resources|resource allocation failed) when calling",
-        "cuSPARSE, in words",
-    ),
-    _Sign(
-        r"(cu|hip|roc)solver error: (CU|HIP|ROC)SOLVER_STATUS_ALLOC_FAILED", "cuSOLVER, hipSOLVER"
-    ),
-    _Sign(r"(cu|hip)FFT error: (CU|HIP)FFT_ALLOC_FAILED", "cuFFT, hipFFT"),
-    _Sign(
-        r"cuDNN error: CUDNN_STATUS_(ALLOC_FAILED"
-        r"|INTERNAL_ERROR_(HOST|DEVICE)_ALLOCATION_FAILED)",
-        "cuDNN",
-    ),
-    # If no memory is left for a handle or its code, cuDNN and cuFFT give no better reason.
-    _Sign(
-        r"cuDNN error: CUDNN_STATUS_(NOT_INITIALIZED|INTERNAL_ERROR)\b",
-        "cuDNN on a full device",
-        if_full=True,
-    ),
-    _Sign(
-        r"(cu|hip)FFT error: (CU|HIP)FFT_INTERNAL_ERROR",
-        "cuFFT, hipFFT on a full device",
-        if_full=True,
-    ),
+    r"(CUDA|HIP) error: (CU|HIP|ROC)(BLAS|SPARSE)_STATUS_(NOT_INITIALIZED|INTERNAL_ERROR),? "
+    r"when calling `(cu|hip|roc)(blas|blasLt|sparse)(Create\(|_create_handle)",
+    r"(cu|hip|roc)solver error: (CU|HIP|ROC)SOLVER_STATUS_(NOT_INITIALIZED|INTERNAL_ERROR),? "
+    r"when calling `(cu|hip|roc)solver(Dn|Sp)?Create\(",
+    r"(CUDA|HIP) error: (insufficient resources|resource allocation failed) when calling",
+    r"(cu|hip|roc)solver error: (CU|HIP|ROC)SOLVER_STATUS_ALLOC_FAILED",
+    r"(cu|hip)FFT error: (CU|HIP)FFT_ALLOC_FAILED",
+    r"cuDNN error: CUDNN_STATUS_(ALLOC_FAILED|INTERNAL_ERROR_(HOST|DEVICE)_ALLOCATION_FAILED)",
     # cuDNN reports this if no algorithm's workspace fits, even with contiguous inputs.
-    _Sign(
-        r"cuDNN error: CUDNN_STATUS_NOT_SUPPORTED\. This error may appear if you passed in a "
-        r"non-contiguous input",
-        "cuDNN",
-    ),
-    _Sign(r"Unable to find a valid cuDNN algorithm to run convolution", "cuDNN 7"),
-    _Sign(r"(FIND|GET) was unable to find an engine to execute this computation", "cuDNN 8 and 9"),
-    _Sign(
-        r"(miopenStatusAllocFailed|MIOpen(\(HIP\))?:? [Ee]rror:? [^\n]*"
-        r"(miopenStatusAllocFailed|\b[Oo]ut of memory\b))",
-        "MIOpen",
-    ),
+    r"cuDNN error: CUDNN_STATUS_NOT_SUPPORTED\. This error may appear if you passed in a "
+    r"non-contiguous input",
+    r"Unable to find a valid cuDNN algorithm to run convolution",  # cuDNN 7
+    r"(FIND|GET) was unable to find an engine to execute this computation",  # cuDNN 8 and 9
+    r"(miopenStatusAllocFailed|MIOpen(\(HIP\))?:? [Ee]rror:? [^\n]*"
+    r"(miopenStatusAllocFailed|\b[Oo]ut of memory\b))",
     # Triton's OutOfResources is excluded: its kernels are too large for shared memory at any size.
-    _Sign(r"Triton Error \[(CUDA|HIP|ZE)\]:[^\n]*\bout of memory$", "Triton"),
-    # Other libraries that share the device.
-    _Sign(
-        r"RESOURCE_EXHAUSTED: [^\n]*?(\b([Oo]ut|[Rr]an out) of memory\b|\bOOM\b"
-        r"|\b[Ff]ailed to allocate\b|\ballocating \d)",
-        "jax, XLA",
-    ),
-    _Sign(r"Error out of memory at line \d+ in file ", "bitsandbytes"),
-    _Sign(r"[^\n]{0,300}?\bcuda (execution )?failed with error 2\b", "spconv, cumm"),
+    r"Triton Error \[(CUDA|HIP|ZE)\]:[^\n]*\bout of memory$",
+    # Other libraries that share the device: jax and XLA, bitsandbytes, spconv and cumm.
+    r"RESOURCE_EXHAUSTED: [^\n]*?(\b([Oo]ut|[Rr]an out) of memory\b|\bOOM\b"
+    r"|\b[Ff]ailed to allocate\b|\ballocating \d)",
+    r"Error out of memory at line \d+ in file ",
+    r"[^\n]{0,300}?\bcuda (execution )?failed with error 2\b",
     # Names of the driver's own error, in any position: cupy, thrust, numba, rmm …
-    _Sign(
-        r"[^\n]{0,300}?\b(CUDA_ERROR_OUT_OF_MEMORY|cudaErrorMemoryAllocation"
-        r"|hipErrorOutOfMemory|hipErrorMemoryAllocation)(: out of memory|[.)\]'\"]|\s|$)",
-        "CUDA, HIP by name",
-    ),
-    _Sign(r"cu\w+ failed: out of memory\b", "pycuda"),
+    r"[^\n]{0,300}?\b(CUDA_ERROR_OUT_OF_MEMORY|cudaErrorMemoryAllocation"
+    r"|hipErrorOutOfMemory|hipErrorMemoryAllocation)(: out of memory|[.)\]'\"]|\s|$)",
+    r"cu\w+ failed: out of memory\b",  # pycuda
 )
-_COMPILED = tuple((re.compile(sign.begins), sign) for sign in _SIGNS)
+
+# If no memory is left for a handle or its code, cuDNN and cuFFT give no better reason.
+_RETRYABLE_IF_FULL = (
+    r"cuDNN error: CUDNN_STATUS_(NOT_INITIALIZED|INTERNAL_ERROR)\b",
+    r"(cu|hip)FFT error: (CU|HIP)FFT_INTERNAL_ERROR",
+)
+
+# The first match decides. Patterns are anchored at the beginning of the text.
+_SIGNS = tuple(
+    (re.compile(begins), means, signs is _RETRYABLE_IF_FULL)
+    for signs, means in (
+        (_UNRELATED, Failure.UNRELATED),
+        (_CONTEXT_LOST, Failure.CONTEXT_LOST),
+        (_RETRYABLE, Failure.RETRYABLE),
+        (_RETRYABLE_IF_FULL, Failure.RETRYABLE),
+    )
+    for begins in signs
+)
 
 # A device with less than this share left counts as full.
 _FULL = 0.01
@@ -252,24 +208,6 @@ def ignoring_errors() -> Iterator[None]:
 def first_line(error: BaseException) -> str:
     """Return the first line of an error's text."""
     return next(iter(text_of(error).splitlines()), type(error).__name__)
-
-
-def unquoted_shortage(exception: BaseException) -> BaseException | None:
-    """Return an out-of-memory error before an unrelated one that does not stand for it, or None.
-
-    >>> try:
-    ...     try:
-    ...         raise MemoryError
-    ...     except MemoryError:
-    ...         {}["the fallback"]
-    ... except KeyError as error:
-    ...     unquoted_shortage(error)
-    MemoryError()
-    """
-    if isinstance(exception, AutomicroError) or classify(exception) is not Failure.UNRELATED:
-        return None
-    earlier = _walk(exception, set(), _what_came_before)
-    return next((each for each in earlier if classify(each) is Failure.RETRYABLE), None)
 
 
 def release(exception: BaseException, device: torch.device | str | None = None) -> None:
@@ -412,9 +350,9 @@ def _classify_one(exception: BaseException, seen: set[int]) -> Failure | None:
     text = _QUOTED_TRACEBACK.sub("", text_of(exception), count=1)
     # Texts are checked before types, because a DataLoader raises its worker's errors in the same
     # type, and these must not be retried.
-    for pattern, sign in _COMPILED:
-        if pattern.match(text) and (not sign.if_full or _is_full()):
-            return sign.means
+    for pattern, means, if_full in _SIGNS:
+        if pattern.match(text) and (not if_full or _is_full()):
+            return means
     if isinstance(exception, torch.OutOfMemoryError | MemoryError):
         return Failure.RETRYABLE
     # The error code is checked only if the text matched nothing: a lost device has other codes.
@@ -478,11 +416,6 @@ def _what_it_stands_for(error: BaseException) -> list[BaseException | None]:
         handled = error.__context__
         found.append(handled if handled is not None and _quotes(error, handled) else None)
     return found
-
-
-def _what_came_before(error: BaseException) -> list[BaseException | None]:
-    shown = None if error.__suppress_context__ else error.__context__
-    return [error.__cause__, shown]
 
 
 def _what_it_holds(error: BaseException) -> list[BaseException | None]:

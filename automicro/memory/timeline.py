@@ -32,7 +32,6 @@ ACTIVATIONS = "activations"
 BACKWARD = "temporaries of the backward"
 
 _OUTSIDE = "outside of modules"
-_MOST_SAMPLES = 500
 
 
 class Owner(NamedTuple):
@@ -78,30 +77,14 @@ class Trace:
 
     def breakdown(self) -> dict[Owner, int]:
         """Return the bytes by owner at the peak."""
-        return next(self.breakdowns([int(self.totals.argmax()) if len(self.totals) else -1]))
-
-    def breakdowns(self, events: Iterable[int]) -> Iterator[dict[Owner, int]]:
-        """Yield the bytes by owner after each of the given events, the earliest first."""
         places = {owner: place for place, owner in enumerate(dict.fromkeys(self.owners))}
         place_of = np.array([places[owner] for owner in self.owners], dtype=np.int64)
         sums = np.zeros(len(places), dtype=np.int64)
-        done = 0
-        for event in events:
-            part = slice(done, event + 1)
-            # Not `sums[…] +=`, which applies a repeated index only once.
-            np.add.at(sums, place_of[self.numbers[part]], self._rounded[part])
-            done = event + 1
-            held = zip(places, sums.tolist(), strict=True)
-            yield {owner: num_bytes for owner, num_bytes in held if num_bytes}
-
-    def samples(self, name: Callable[[Owner], str]) -> list[tuple[int, dict[str, int]]]:
-        """Return the fullest event of each interval, with bytes by their owners' names."""
-        width = max(len(self.totals) // _MOST_SAMPLES, 1)
-        starts = range(0, len(self.totals), width)
-        # Samples at fixed positions could miss the peak.
-        fullest = [start + int(self.totals[start : start + width].argmax()) for start in starts]
-        helds = (added_up(held, name) for held in self.breakdowns(fullest))
-        return list(zip(fullest, helds, strict=True))
+        before = slice(int(self.totals.argmax()) + 1 if len(self.totals) else 0)
+        # Not `sums[…] +=`, which applies a repeated index only once.
+        np.add.at(sums, place_of[self.numbers[before]], self._rounded[before])
+        held = zip(places, sums.tolist(), strict=True)
+        return {owner: num_bytes for owner, num_bytes in held if num_bytes}
 
     def scaled(self, share: Callable[[Owner], float]) -> "Trace":
         """Return a trace in which each owner's storages have a share of their size."""

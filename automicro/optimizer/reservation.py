@@ -10,8 +10,6 @@ import collections
 import contextlib
 import logging
 import operator
-import random
-import sys
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -34,6 +32,7 @@ from automicro.torch_private import (
     is_collective,
     without_global_step_hooks,
 )
+from automicro.transaction.rng import RandomState
 from automicro.values import OBJECT, Kind, kinds_of, walk
 
 logger = logging.getLogger(__name__)
@@ -89,16 +88,13 @@ def _kinds(kind: type) -> tuple[Kind, ...]:
 @contextlib.contextmanager
 def undisturbed() -> Iterator[None]:
     """Context that leaves random states and hooks unchanged."""
-    state, numpy = random.getstate(), sys.modules.get("numpy")
-    of_numpy = None if numpy is None else numpy.random.get_state()
+    drawn = RandomState([])  # stand-ins are on the host, so no device generator is used
+    drawn.begin()
     try:
-        # Stand-ins are on the host, so no device generator is used.
-        with torch.random.fork_rng(devices=[]), without_global_step_hooks():
+        with without_global_step_hooks():
             yield
     finally:
-        random.setstate(state)
-        if numpy is not None:
-            numpy.random.set_state(of_numpy)
+        drawn.roll_back()
 
 
 def _dry_run(

@@ -27,16 +27,13 @@ from automicro.errors import (
 from automicro.memory.oom import Failure, classify
 from automicro.modules import is_parallel, runs_collectives
 from automicro.ranks.exchange import (
-    AloneExchange,
     Exchange,
     GlooGroup,
-    TreeExchange,
     plan_levels,
     ranks_by_node,
 )
 from automicro.ranks.guards.collectives import (
     Call,
-    CollectivesGuard,
     keep_in_step,
     keeping_between_steps,
     open_entrance,
@@ -44,8 +41,14 @@ from automicro.ranks.guards.collectives import (
 )
 from automicro.ranks.guards.ddp import DdpGuard
 from automicro.ranks.guards.fsdp import FsdpGuard
-from automicro.ranks.guards.guard import GroupState, Guard, opened_state, state_of_group
-from automicro.ranks.heartbeat import MissingRanks, watch_peers
+from automicro.ranks.guards.guard import (
+    CollectivesGuard,
+    GroupState,
+    Guard,
+    opened_state,
+    state_of_group,
+)
+from automicro.ranks.heartbeat import watch_peers
 from automicro.ranks.interface import (
     Agreement,
     HeldBackError,
@@ -76,8 +79,8 @@ _CANNOT_TAKE_BACK = (
 logger = logging.getLogger(__name__)
 
 
-class CoordinatedRanks:
-    """Implementation of `automicro.ranks.interface.Ranks` for several processes.
+class CoordinatedRanks(Ranks):
+    """Implementation for several processes.
 
     >>> from automicro.ranks.simulated import SimulatedWorld
     >>> world = SimulatedWorld(2)
@@ -100,6 +103,7 @@ class CoordinatedRanks:
         copies: int = 1,
         name: str = "",
     ) -> None:
+        super().__init__()
         self._votes = votes
         self._guards = guards
         self._warm_up = warm_up or WarmUp([], set())
@@ -110,27 +114,11 @@ class CoordinatedRanks:
         self._looks_alone = False
         self._trained: list[int] = []  # ids of the parameters
         self._strayed: StrayedError | None = None  # at a collective of this attempt
-        # How late gradients should be reduced; all ranks can set it between steps.
         self.sync = Sync.REPLICAS_LAST
-        self.synced = Sync.EACH  # how late the last attempt reduced gradients
         self._at = 0, 1  # level and size of the attempt
-        self.whole_fits_below: dict[int, int] = {}
-
-    @property
-    def is_alone(self) -> bool:
-        return False
-
-    @property
-    def communicates_in_forward(self) -> bool:
-        return any(guard.communicates_in_forward for guard in self._guards)
-
-    @property
-    def communication_share(self) -> float:
-        return self._warm_up.share
-
-    @property
-    def told(self) -> Sequence[float]:
-        return self._votes.told
+        self.is_alone = False
+        self.communicates_in_forward = any(each.communicates_in_forward for each in guards)
+        self.communication_share = self._warm_up.share
 
     def sync_late(self) -> None:
         """Reduce sharded gradients with the last microbatch, if wrappers and memory allow it."""
@@ -209,13 +197,8 @@ class CoordinatedRanks:
         self._strayed = None
         keep_in_step(self)
 
-    def microbatch(self, index: int, *, weightless: bool = False) -> AbstractContextManager[None]:
-        if len(self._guards) == 1:
-            return self._guards[0].microbatch(index, weightless=weightless)
-        return self._guarded_by_all(index, weightless)
-
     @contextlib.contextmanager
-    def _guarded_by_all(self, index: int, weightless: bool) -> Iterator[None]:
+    def microbatch(self, index: int, *, weightless: bool = False) -> Iterator[None]:
         with contextlib.ExitStack() as stack:
             for guard in self._guards:
                 stack.enter_context(guard.microbatch(index, weightless=weightless))
@@ -296,6 +279,7 @@ class CoordinatedRanks:
         has_strayed = isinstance(failure, StrayedError) and not isinstance(failure, HeldBackError)
         # Peers reach their next vote only after the collectives just replayed.
         together = self._votes.report(status, highs, strayed=has_strayed)
+        self.told = self._votes.told
         # Its error is raised later: if a rank is fatal, all ranks, including this one, first
         # exchange reasons below.
         trouble = self._recover()
@@ -348,8 +332,7 @@ class CoordinatedRanks:
             self._votes.cast(point)
 
     def from_first(self, values: Iterable[float]) -> list[float]:
-        with self._between_steps():
-            return self._votes.from_first(values)
+        return self.add_up(each if self.rank == 0 else 0.0 for each in values)
 
     def from_rank(self, rank: int, message: bytes) -> bytes:
         point = f"a message of rank {rank}"
@@ -517,7 +500,7 @@ def wait_for_all(point: str) -> None:
 def _open_votes() -> Votes:
     exchange = open_exchange()
     open_entrance()
-    return Votes(exchange, roll_call=_roll_call(), watch=watch_peers(exchange))
+    return Votes(exchange, watch_peers(exchange))
 
 
 def _find_guards(modules: Sequence[nn.Module], group: GroupState) -> list[Guard]:
@@ -606,15 +589,11 @@ def open_exchange() -> Exchange:
     """Open an exchange among all ranks, on groups of its own. All ranks must call this."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
     if world_size == 1:
-        return AloneExchange()
+        return Exchange([], height=0, rank=0, world_size=1)
     told = _exchange_words(os.environ.get("LOCAL_WORLD_SIZE", str(world_size)))
     # Nodes might run different numbers of processes.
     levels = plan_levels(ranks_by_node([int(each) for each in told]))
     blocks = [block for level in levels for block in level]
     groups = [(block, GlooGroup(block, timeout_seconds=TIMEOUT_SECONDS)) for block in blocks]
     own = [group for block, group in groups if rank in block]
-    return TreeExchange(own, height=len(levels), rank=rank, world_size=world_size)
-
-
-def _roll_call() -> MissingRanks:
-    return MissingRanks(default_store(), rank=dist.get_rank(), world_size=dist.get_world_size())
+    return Exchange(own, height=len(levels), rank=rank, world_size=world_size)

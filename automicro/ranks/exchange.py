@@ -5,11 +5,10 @@ import functools
 import math
 import zlib
 from collections.abc import Callable, Iterable, Sequence
-from typing import NamedTuple, Protocol, TypeVar
+from typing import NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from automicro.ranks.interface import HIGHS, Status
 from automicro.torch_private import without_modes
@@ -27,7 +26,6 @@ class Ballot(NamedTuple):
     """Fixed set of numbers, exact in float64, so that any two votes can be combined."""
 
     status: float = 0.0  # the worst
-    num_failed: float = 0.0  # number of ranks whose status is not OK
     culprit: float = _NOBODY  # the lowest rank with the worst status; infinite if none
     lowest_point: float = math.inf  # lowest hash of the points in the program where ranks are
     # Highest such hash; below the lowest if no rank reported a point.
@@ -91,9 +89,7 @@ def failed(status: Status, rank: int, *, highs: Sequence[float] = ()) -> Ballot:
     >>> together.is_in_step, together.means.name, together.culprit
     (True, 'OUT_OF_MEMORY', 1.0)
     """
-    return Ballot(
-        status=float(status), num_failed=1.0, culprit=float(rank), highs=padded_highs(highs)
-    )
+    return Ballot(status=float(status), culprit=float(rank), highs=padded_highs(highs))
 
 
 def padded_highs(values: Sequence[float]) -> tuple[float, ...]:
@@ -115,7 +111,6 @@ def _both(one: Ballot, other: Ballot) -> Ballot:
         culprit = max(one, other, key=lambda ballot: ballot.status).culprit
     return Ballot(
         status=max(one.status, other.status),
-        num_failed=one.num_failed + other.num_failed,
         culprit=culprit,
         lowest_point=min(one.lowest_point, other.lowest_point),
         highest_point=max(one.highest_point, other.highest_point),
@@ -134,32 +129,6 @@ def _both(one: Ballot, other: Ballot) -> Ballot:
 
 FAN_OUT = 8
 """Number of nodes, or groups of nodes, that exchange directly."""
-
-
-class Topology(NamedTuple):
-    """Position of a rank in the tree."""
-
-    groups: list[list[int]]
-    height: int
-
-
-def arrange(rank: int, world_size: int, local_world_size: int) -> Topology:
-    """Return the position of a rank.
-
-    >>> arrange(1, 4, 4)
-    Topology(groups=[[0, 1, 2, 3]], height=1)
-    >>> arrange(2, 4, 2)
-    Topology(groups=[[2, 3], [0, 2]], height=2)
-    >>> arrange(3, 4, 2)
-    Topology(groups=[[2, 3]], height=2)
-    """
-    # Ranks of one node exchange directly. Across nodes that would cost each rank one message per
-    # rank, so nodes agree internally first, then their leaders in groups of eight, and so on.
-    width = local_world_size
-    nodes = [list(range(at, min(at + width, world_size))) for at in range(0, world_size, width)]
-    levels = plan_levels(nodes)
-    groups = [block for blocks in levels for block in blocks if rank in block]
-    return Topology(groups, len(levels))
 
 
 def ranks_by_node(local_world_sizes: Sequence[int]) -> list[list[int]]:
@@ -187,6 +156,8 @@ def plan_levels(nodes: Sequence[Sequence[int]]) -> list[list[list[int]]]:
     >>> plan_levels([[0, 1], [2, 3]]), plan_levels([[0, 1, 2]])
     ([[[0, 1], [2, 3]], [[0, 2]]], [[[0, 1, 2]]])
     """
+    # Ranks of one node exchange directly. Across nodes that would cost each rank one message per
+    # rank, so nodes agree internally first, then their leaders in groups of eight, and so on.
     levels = [[list(node) for node in nodes]]
     while len(levels[-1]) > 1:
         leaders = [block[0] for block in levels[-1]]
@@ -195,15 +166,7 @@ def plan_levels(nodes: Sequence[Sequence[int]]) -> list[list[list[int]]]:
 
 
 class Group(Protocol):
-    """A set of ranks that can exchange messages."""
-
-    @property
-    def size(self) -> int:
-        """Number of ranks."""
-
-    @property
-    def index(self) -> int:
-        """Index of this rank; 0 is the leader."""
+    """A set of ranks that can exchange messages; the first one leads."""
 
     def gather(self, message: list[float]) -> list[list[float]]:
         """Return the messages of all ranks, in order, on each rank."""
@@ -211,34 +174,16 @@ class Group(Protocol):
     def broadcast(self, message: list[float]) -> list[float]:
         """Return the leader's message on each rank."""
 
-    def gather_text(self, text: bytes) -> list[bytes]:
-        """Gather text of at most `TEXT_BYTES`."""
-
-    def broadcast_text(self, text: bytes) -> bytes:
-        """Broadcast text of at most `TEXT_BYTES`."""
-
-
-TEXT_BYTES = 2048
-
 
 class GlooGroup:
     """Separate process group on the host for votes."""
 
     def __init__(self, ranks: list[int], *, timeout_seconds: float) -> None:
-        self._ranks = ranks
         self._group: dist.ProcessGroup = dist.new_group(
             ranks,
             timeout=datetime.timedelta(seconds=timeout_seconds),
             backend="gloo",
         )
-
-    @property
-    def size(self) -> int:
-        return len(self._ranks)
-
-    @property
-    def index(self) -> int:
-        return self._ranks.index(dist.get_rank())
 
     def gather(self, message: list[float]) -> list[list[float]]:
         # A user's dispatch mode (fake tensors, a memory budget) would replace or count these
@@ -254,47 +199,34 @@ class GlooGroup:
             leaders: list[float] = broadcast_on_host(self._group, numbers).tolist()
             return leaders
 
-    def gather_text(self, text: bytes) -> list[bytes]:
-        with without_modes():
-            return [_read(row) for row in gather_on_host(self._group, _padded(text)).tolist()]
 
-    def broadcast_text(self, text: bytes) -> bytes:
-        with without_modes():
-            return _read(broadcast_on_host(self._group, _padded(text)).tolist())
+TEXT_BYTES = 2048
 
 
-def _padded(text: bytes) -> Tensor:
+def _numbers_of(text: bytes) -> list[float]:
     # The same length on all ranks, so lengths need not be exchanged first.
-    return torch.tensor(list(text[:TEXT_BYTES].ljust(TEXT_BYTES, b"\0")), dtype=torch.uint8)
+    return list(map(float, text[:TEXT_BYTES].ljust(TEXT_BYTES, b"\0")))
 
 
-def _read(codes: list[int]) -> bytes:
-    return bytes(codes).rstrip(b"\0")
+def _text_of(numbers: Iterable[float]) -> bytes:
+    return bytes(map(int, numbers)).rstrip(b"\0")
 
 
-T = TypeVar("T")
+def _joined(texts: Iterable[list[float]]) -> list[float]:
+    return _numbers_of(b"\n".join(filter(None, map(_text_of, texts))))
 
 
-class Exchange(Protocol):
-    """Transport that a vote needs to reach all ranks."""
-
-    @property
-    def rank(self) -> int:
-        """Rank of this process."""
-
-    @property
-    def world_size(self) -> int:
-        """Number of ranks."""
-
-    def ballots(self, ballot: Ballot) -> Ballot:
-        """Return all ballots combined, on every rank."""
-
-    def texts(self, text: str) -> str:
-        """Return the nonempty texts of all ranks, one per line, truncated if necessary."""
+def _folded(ballots: Iterable[list[float]]) -> list[float]:
+    return fold(map(Ballot.read, ballots)).numbers()
 
 
-class TreeExchange:
-    """Exchange within a node, then among leaders of nodes, then among leaders of their groups."""
+class Exchange:
+    """Exchange within a node, then among leaders of nodes, then among leaders of their groups.
+
+    >>> alone = Exchange([], height=0, rank=0, world_size=1)
+    >>> alone.texts("here")
+    'here'
+    """
 
     def __init__(self, groups: Sequence[Group], *, height: int, rank: int, world_size: int) -> None:
         self._groups = groups
@@ -303,45 +235,21 @@ class TreeExchange:
         self.world_size = world_size
 
     def ballots(self, ballot: Ballot) -> Ballot:
-        together = self._up_and_down(
-            ballot.numbers(),
-            lambda group, own: fold(map(Ballot.read, group.gather(own))).numbers(),
-            lambda group, own: group.broadcast(own),
-        )
-        return Ballot.read(together)
+        """Return all ballots combined, on every rank."""
+        return Ballot.read(self._up_and_down(ballot.numbers(), _folded))
 
     def texts(self, text: str) -> str:
-        together = self._up_and_down(
-            text.encode(errors="backslashreplace")[:TEXT_BYTES],
-            lambda group, own: b"\n".join(filter(None, group.gather_text(own)))[:TEXT_BYTES],
-            lambda group, own: group.broadcast_text(own),
-        )
+        """Return the nonempty texts of all ranks, one per line, truncated if necessary."""
+        own = _numbers_of(text.encode(errors="backslashreplace"))
         # A truncated text might end inside a character.
-        return together.decode(errors="replace")
+        return _text_of(self._up_and_down(own, _joined)).decode(errors="replace")
 
     def _up_and_down(
-        self,
-        value: T,
-        gather: Callable[[Group, T], T],
-        broadcast: Callable[[Group, T], T],
-    ) -> T:
+        self, message: list[float], combine: Callable[[Iterable[list[float]]], list[float]]
+    ) -> list[float]:
         for group in self._groups:
-            value = gather(group, value)
+            message = combine(group.gather(message))
         # All ranks of the top group have the result; leaders pass it down.
-        below_top = self._groups[: self._height - 1]
-        for group in reversed(below_top):
-            value = broadcast(group, value)
-        return value
-
-
-class AloneExchange:
-    """Exchange of a world with one rank."""
-
-    rank = 0
-    world_size = 1
-
-    def ballots(self, ballot: Ballot) -> Ballot:
-        return ballot
-
-    def texts(self, text: str) -> str:
-        return text
+        for group in reversed(self._groups[: max(self._height - 1, 0)]):
+            message = group.broadcast(message)
+        return message

@@ -17,15 +17,19 @@ import sys
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Protocol
 
 import torch.distributed as dist
 
 from automicro.ranks.exchange import Exchange
-from automicro.torch_private_distributed import PrefixStore, Store, TCPStore, default_tcp_store
+from automicro.torch_private_distributed import (
+    PrefixStore,
+    Store,
+    TCPStore,
+    default_store,
+    default_tcp_store,
+)
 
 ENDED = "ended"
 """Beat of a rank that ended in good order."""
@@ -174,51 +178,48 @@ def _connections() -> Iterator[socket.socket]:
 
 logger = logging.getLogger(__name__)
 
+ROLL_CALL_SECONDS = 3.0
 _ANSWER_SECONDS = 2.0
 
 
-class MissingRanks:
-    """Roll call that finds the ranks that do not answer."""
+class Watch:
+    """Watch over the peers of a rank. Without heartbeats it knows only who answers a roll call."""
 
-    def __init__(
-        self, store: Store, *, rank: int, world_size: int, wait_seconds: float = 3.0
-    ) -> None:
-        self._store = store
+    def __init__(self, store: Store | None = None, *, rank: int = 0, world_size: int = 1) -> None:
+        self._meeting = store
         self._rank = rank
         self._world_size = world_size
-        self._wait_seconds = wait_seconds
-        self._known: list[int] | None = None
+        self._missing: list[int] | None = None
+
+    def loss(self, *, fresh: bool = False) -> str | None:
+        """Return why no rank can continue, as the start of a sentence, or None if all is well."""
+        return None
 
     def missing(self) -> list[int] | None:
         """Return the ranks that did not answer in time, or None if the store is gone."""
         # A store whose host is gone blocks a request forever, whatever its timeout.
-        asking = threading.Thread(target=self._ask, name="automicro-roll-call", daemon=True)
-        asking.start()
-        asking.join(self._wait_seconds + _ANSWER_SECONDS)
-        return self._known
+        calling = threading.Thread(target=self._call_roll, name="automicro-roll-call", daemon=True)
+        calling.start()
+        calling.join(ROLL_CALL_SECONDS + _ANSWER_SECONDS)
+        return self._missing
 
-    def _ask(self) -> None:
+    def _call_roll(self) -> None:
+        if self._meeting is None:
+            return
         waiting = {rank for rank in range(self._world_size) if rank != self._rank}
-        end = time.monotonic() + self._wait_seconds
+        end = time.monotonic() + ROLL_CALL_SECONDS
         try:
-            self._store.set(self._key(self._rank), "here")
+            self._meeting.set(_here_key(self._rank), "here")
             while waiting and time.monotonic() < end:
-                waiting = {rank for rank in waiting if not self._store.check([self._key(rank)])}
-                self._known = sorted(waiting)
+                waiting = {each for each in waiting if not self._meeting.check([_here_key(each)])}
+                self._missing = sorted(waiting)
                 time.sleep(0.05)
         except Exception as error:
             logger.debug("the store is gone: %s", error)
 
-    @staticmethod
-    def _key(rank: int) -> str:
-        return f"automicro/still_here/{rank}"
 
-
-class NoMissingRanks:
-    """Roll call without a store."""
-
-    def missing(self) -> list[int] | None:
-        return None
+def _here_key(rank: int) -> str:
+    return f"automicro/still_here/{rank}"
 
 
 EXIT_CODE = 75
@@ -230,50 +231,17 @@ _ASK_SECONDS = 2.0
 _LOST = "lost"
 
 
-class Watch(Protocol):
-    """Interface for votes to ask about the peers' hosts."""
-
-    def loss(self, *, fresh: bool = False) -> str | None:
-        """Return why no rank can continue, as the start of a sentence, or None if all is well."""
-
-
-class NoWatch:
-    """Watch that never reports a loss."""
-
-    def loss(self, *, fresh: bool = False) -> str | None:
-        return None
-
-
-@dataclass(frozen=True, kw_only=True)
-class _StoreAddress:
-    """Address of the store."""
-
-    host: str
-    port: int
-    outlives_ranks: bool
-
-
-class _Heartbeat:
+class _Heartbeat(Watch):
     """Heartbeat threads of one rank."""
 
     def __init__(
-        self,
-        connect: Callable[[], Store],
-        *,
-        address: _StoreAddress,
-        rank: int,
-        world_size: int,
-        timeout_seconds: float,
-        is_over: Callable[[], bool] = lambda: False,
-        end: Callable[[int], object] = os._exit,
+        self, server: TCPStore, name: str, *, rank: int, world_size: int, timeout_seconds: float
     ) -> None:
-        self._connect = connect
-        self._address = address
-        self._rank = rank
-        self._world_size = world_size
+        super().__init__(default_store(), rank=rank, world_size=world_size)
+        self._host, self._port = server.host, server.port
+        self._name = name
+        self._group = dist.group.WORLD
         self._timeout_seconds = timeout_seconds
-        self._is_over = is_over
-        self._end = end
         self._interval_seconds = interval_for(timeout_seconds)
         self._store: Store | None = None
         self._num_beats = 0
@@ -288,6 +256,10 @@ class _Heartbeat:
             threading.Thread(target=work, name=f"automicro-{name}", daemon=True)
             for name, work in (("heartbeat", self._talk), ("watch", self._judge))
         ]
+
+    def _connect(self) -> Store:
+        store = TCPStore(self._host, self._port, None, False, _ANSWER, wait_for_workers=False)
+        return PrefixStore(f"automicro/watch {self._name}", store)
 
     def sign_in(self) -> None:
         """Send the first beat. All ranks must do so before any of them calls `start`."""
@@ -395,7 +367,7 @@ class _Heartbeat:
     def _judge(self) -> None:
         while not self._ends.is_set() and self._loss is None:
             self._news.wait(self._interval_seconds)
-            if self._is_over():
+            if not dist.is_initialized() or dist.group.WORLD is not self._group:
                 self._ends.set()
                 self._hurry.set()
                 return
@@ -409,15 +381,15 @@ class _Heartbeat:
 
     def _lose_store(self) -> bool:
         """Return whether the end of the store is a loss."""
-        if self._store is None and not self._address.outlives_ranks:
+        outlives_ranks = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True)
+        if self._store is None and not outlives_ranks:
             # The connection is closed, so rank 0 has ended, which gloo reports to affected ranks.
             logger.debug("the store has ended with rank 0; hosts are no longer watched")
             self._ends.set()
             return False
         self._conclude(
-            f"the host of the run's store, {self._address.host}, is gone: port "
-            f"{self._address.port} has not answered rank {self._rank} of {self._world_size} for "
-            f"{self._timeout_seconds:g} s"
+            f"the host of the run's store, {self._host}, is gone: port {self._port} has not "
+            f"answered rank {self._rank} of {self._world_size} for {self._timeout_seconds:g} s"
         )
         return True
 
@@ -430,7 +402,7 @@ class _Heartbeat:
         """Free threads that wait for a peer, or end the process if that fails."""
         # Give the next vote time to raise.
         self._ends.wait(FREE_AFTER_SECONDS)
-        count = _shut_connections(except_port=self._address.port)
+        count = _shut_connections(except_port=self._port)
         logger.debug("shut %d connections, so that no rank waits for lost ones", count)
         end = time.monotonic() + END_AFTER_SECONDS
         while time.monotonic() < end:
@@ -445,7 +417,7 @@ class _Heartbeat:
             sys.stdout.flush()
         with contextlib.suppress(Exception):
             os.write(2, line.encode())
-        self._end(EXIT_CODE)
+        os._exit(EXIT_CODE)
 
 
 def _beat_key(rank: int) -> str:
@@ -461,33 +433,24 @@ DEFAULT_SECONDS = 60.0
 _ANSWER = datetime.timedelta(seconds=5)
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Begun:
-    group: object
-    watch: Watch
-
-
-_begun: _Begun | None = None
+_begun: tuple[object, Watch] | None = None
 
 
 def watch_peers(exchange: Exchange) -> Watch:
     """Return the watch of this process group, started by the first call. All ranks must call this.
 
-    >>> from automicro.ranks.exchange import AloneExchange
-    >>> type(watch_peers(AloneExchange())).__name__
-    'NoWatch'
+    >>> type(watch_peers(Exchange([], height=0, rank=0, world_size=1))).__name__
+    'Watch'
     """
     # Rank 0's AUTOMICRO_PEER_TIMEOUT applies to all. A single process is not watched, nor are
     # processes that met in a store other than a TCPStore.
     global _begun
     if exchange.world_size == 1:
-        return NoWatch()
+        return Watch()
     group = dist.group.WORLD
-    if _begun is not None and _begun.group is group:
-        return _begun.watch
-    watch = _begin(exchange, group)
-    _begun = _Begun(group=group, watch=watch)
-    return watch
+    if _begun is None or _begun[0] is not group:
+        _begun = group, _begin(exchange)
+    return _begun[1]
 
 
 def _timeout_from_environment() -> float:
@@ -506,33 +469,20 @@ def _timeout_from_environment() -> float:
     return seconds
 
 
-def _begin(exchange: Exchange, group: object) -> Watch:
+def _begin(exchange: Exchange) -> Watch:
+    rank, world_size = exchange.rank, exchange.world_size
     own_timeout = _timeout_from_environment()
     server = default_tcp_store()
-    if server is None:
-        return NoWatch()
-    # A unique name: the store might outlive this group and contain beats of an earlier one.
-    told = exchange.texts(f"{uuid.uuid4().hex} {own_timeout}" if exchange.rank == 0 else "")
-    name, timeout = told.split()
-    timeout_seconds = float(timeout)
-    if timeout_seconds == 0:
-        return NoWatch()
-    host, port = server.host, server.port
-    uses_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True)
-
-    def connect() -> Store:
-        store = TCPStore(host, port, None, False, _ANSWER, wait_for_workers=False)
-        return PrefixStore(f"automicro/watch {name}", store)
-
-    heartbeat = _Heartbeat(
-        connect,
-        address=_StoreAddress(host=host, port=port, outlives_ranks=uses_agent),
-        rank=exchange.rank,
-        world_size=exchange.world_size,
-        timeout_seconds=timeout_seconds,
-        is_over=lambda: not dist.is_initialized() or dist.group.WORLD is not group,
-    )
-    heartbeat.sign_in()
-    exchange.texts("")  # all have signed in
-    heartbeat.start()
-    return heartbeat
+    if server is not None:
+        # A unique name: the store might outlive this group and contain beats of an earlier one.
+        told = exchange.texts(f"{uuid.uuid4().hex} {own_timeout}" if rank == 0 else "")
+        name, timeout = told.split()
+        if float(timeout) > 0:
+            heartbeat = _Heartbeat(
+                server, name, rank=rank, world_size=world_size, timeout_seconds=float(timeout)
+            )
+            heartbeat.sign_in()
+            exchange.texts("")  # all have signed in
+            heartbeat.start()
+            return heartbeat
+    return Watch(default_store(), rank=rank, world_size=world_size)

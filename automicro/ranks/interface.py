@@ -27,7 +27,7 @@ import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import ParamSpec, Protocol
+from typing import ParamSpec
 
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -134,135 +134,59 @@ class Report:
     highs: Sequence[float] = ()  # numbers of which the maximum over ranks counts, at most `HIGHS`
 
 
-class Ranks(Protocol):
-    """Interface of a step to the other ranks."""
+_NOTHING: AbstractContextManager[None] = contextlib.nullcontext()
 
-    @property
-    def rank(self) -> int:
-        """Rank of this process, from 0."""
 
-    @property
-    def world_size(self) -> int:
-        """Number of processes."""
+class Ranks:
+    """Interface of a step to the other ranks. The defaults are those of a single process."""
 
-    @property
-    def is_alone(self) -> bool:
-        """Whether there is no other rank and nothing to guard."""
+    rank: int = 0
+    world_size: int = 1
+    copies: int = 1
+    """Number of ranks that share the same rows and the work on each row."""
 
-    @property
-    def copies(self) -> int:
-        """Number of ranks that share the same rows and the work on each row."""
+    told: Sequence[float] = ()
+    """Highs of the vote that ended the last attempt; empty if none were exchanged."""
 
-    @property
-    def communicates_in_forward(self) -> bool:
-        """Whether a forward outside a step needs all ranks."""
+    is_alone: bool = True
+    """Whether there is no other rank and nothing to guard."""
 
-    @property
-    def communication_share(self) -> float:
-        """Share of device memory that predicted sizes leave to communication."""
+    communicates_in_forward: bool = False
+    """Whether a forward outside a step needs all ranks."""
 
-    sync: Sync
+    communication_share: float = 0.0
+    """Share of device memory that predicted sizes leave to communication."""
+
+    sync: Sync = Sync.EACH
     """How late gradients should be reduced, if wrappers and memory allow it."""
 
-    synced: Sync
+    synced: Sync = Sync.EACH
     """How late the gradients of the last attempt were reduced."""
 
-    whole_fits_below: dict[int, int]
-    """Smallest size, by level, at which gradients of whole parameters did not fit."""
+    def __init__(self) -> None:
+        # Smallest size, by level, at which gradients of whole parameters did not fit.
+        self.whole_fits_below: dict[int, int] = {}
 
     def sync_late(self) -> None:
         """Reduce sharded gradients with the last microbatch, if wrappers and memory allow it."""
-
-    @property
-    def told(self) -> Sequence[float]:
-        """Highs of the vote that ended the last attempt; empty if none were exchanged."""
 
     def settle(self, parameters: Sequence[Tensor] = ()) -> None:
         """Restore the wrappers' state between steps, which a user's forward might have changed."""
 
     def looking_alone(self) -> AbstractContextManager[None]:
         """Return a context for forwards that only this rank runs; a collective raises."""
+        return _NOTHING
 
     def voted(self) -> AbstractContextManager[None]:
         """Return a context for collectives that were already voted on."""
+        return _NOTHING
 
     def guarding_calls(self) -> AbstractContextManager[None]:
         """Return a context for user code between attempts: each collective is voted on first."""
+        return _NOTHING
 
     def agree(self, proposal: Proposal) -> Agreement:
         """Combine the proposals of all ranks for an attempt. All ranks must call this."""
-
-    def drop_whole_gradients(self) -> bool:
-        """Return whether the size that ran out of memory needs less without whole gradients."""
-
-    def begin(self, num_microbatches: int, *, training: bool = True) -> None:
-        """Begin the agreed attempt with this number of microbatches on every rank."""
-
-    def microbatch(self, index: int, *, weightless: bool = False) -> AbstractContextManager[None]:
-        """Return a context for one microbatch; a weightless one has zero gradients."""
-
-    def vote(self, report: Report = ...) -> Report:
-        """Vote to commit, wait for all other ranks, and return the combined report."""
-
-    def stop(self, failure: BaseException, status: Status, highs: Sequence[float] = ()) -> Status:
-        """End an attempt that failed on any rank, and return the status that applies to all."""
-        # Called outside ``except``. Afterwards no rank waits for another, and wrappers of the model
-        # can start again. If the status is FATAL because of this rank, the caller raises the
-        # failure.
-
-    def fail(self, failure: BaseException) -> None:
-        """Notify the others that this rank ends outside a step, with the reason."""
-
-    def ready(self, point: str) -> None:
-        """Vote before collectives outside a step, at a named point that all ranks reach."""
-
-    def from_first(self, values: Iterable[float]) -> list[float]:
-        """Return rank 0's values on every rank."""
-
-    def from_rank(self, rank: int, message: bytes) -> bytes:
-        """Send one rank's message, of any length, to all. All ranks call it between attempts."""
-
-    def add_up(self, values: Iterable[float]) -> list[float]:
-        """Return the sums over ranks of equally many values."""
-
-    def most(self, value: float) -> float:
-        """Return the highest value of any rank."""
-
-
-class OneRank:
-    """Implementation for a single process."""
-
-    rank = 0
-    world_size = 1
-    is_alone = True
-    copies = 1
-    communicates_in_forward = False
-    communication_share = 0.0
-    told: Sequence[float] = ()
-    synced = Sync.EACH
-
-    def __init__(self) -> None:
-        # Shared, because it is entered for each microbatch.
-        self._nothing: AbstractContextManager[None] = contextlib.nullcontext()
-        self.sync = Sync.EACH
-        self.whole_fits_below: dict[int, int] = {}
-
-    def sync_late(self) -> None:
-        """There is no wrapper."""
-
-    def settle(self, parameters: Sequence[Tensor] = ()) -> None:
-        """There is no wrapper."""
-
-    def looking_alone(self) -> AbstractContextManager[None]:
-        return self._nothing
-
-    def voted(self) -> AbstractContextManager[None]:
-        return self._nothing
-
-    def guarding_calls(self) -> AbstractContextManager[None]:
-        return self._nothing
-
-    def agree(self, proposal: Proposal) -> Agreement:
         return Agreement(
             microbatch_size=max(1, min(proposal.microbatch_size, proposal.largest)),
             max_extent=proposal.largest,
@@ -276,43 +200,55 @@ class OneRank:
         )
 
     def drop_whole_gradients(self) -> bool:
+        """Return whether the size that ran out of memory needs less without whole gradients."""
         return False
 
     def begin(self, num_microbatches: int, *, training: bool = True) -> None:
-        """There is nothing to guard."""
+        """Begin the agreed attempt with this number of microbatches on every rank."""
 
     def microbatch(self, index: int, *, weightless: bool = False) -> AbstractContextManager[None]:
-        return self._nothing
+        """Return a context for one microbatch; a weightless one has zero gradients."""
+        return _NOTHING
 
     def vote(self, report: Report = Report()) -> Report:
+        """Vote to commit, wait for all other ranks, and return the combined report."""
         return report
 
     def stop(self, failure: BaseException, status: Status, highs: Sequence[float] = ()) -> Status:
+        """End an attempt that failed on any rank, and return the status that applies to all."""
+        # Called outside ``except``. Afterwards no rank waits for another, and wrappers of the model
+        # can start again. If the status is FATAL because of this rank, the caller raises the
+        # failure.
         return status
 
     def fail(self, failure: BaseException) -> None:
-        """There is no other rank to notify."""
+        """Notify the others that this rank ends outside a step, with the reason."""
 
     def ready(self, point: str) -> None:
-        """There is no other rank to wait for."""
+        """Vote before collectives outside a step, at a named point that all ranks reach."""
 
     def from_first(self, values: Iterable[float]) -> list[float]:
+        """Return rank 0's values on every rank."""
         return list(values)
 
     def from_rank(self, rank: int, message: bytes) -> bytes:
+        """Send one rank's message, of any length, to all. All ranks call it between attempts."""
         return message
 
     def add_up(self, values: Iterable[float]) -> list[float]:
+        """Return the sums over ranks of equally many values."""
         return list(values)
 
     def most(self, value: float) -> float:
+        """Return the highest value of any rank."""
         return value
 
 
-_NOTHING: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
+class OneRank(Ranks):
+    """A single process."""
 
 
-def announcing_failure(ranks: Ranks) -> contextlib.AbstractContextManager[None]:
+def announcing_failure(ranks: Ranks) -> AbstractContextManager[None]:
     """Return a context that reports an error before this rank has agreed with the others."""
     return _NOTHING if ranks.is_alone else _telling(ranks)
 

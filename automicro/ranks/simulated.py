@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
-from automicro.ranks.exchange import TreeExchange, arrange
+from automicro.ranks.exchange import Exchange, plan_levels
 
 T = TypeVar("T")
 
@@ -47,15 +47,6 @@ class _SimulatedGroup:
         values: list[list[float]] = self._meeting.exchange(self.index, message)
         return values[0]
 
-    def gather_text(self, text: bytes) -> list[bytes]:
-        self.messages += self.size - 1
-        return self._meeting.exchange(self.index, text)
-
-    def broadcast_text(self, text: bytes) -> bytes:
-        self.messages += self.size - 1 if self.index == 0 else 0
-        texts: list[bytes] = self._meeting.exchange(self.index, text)
-        return texts[0]
-
 
 class SimulatedWorld:
     """Ranks as threads of this process.
@@ -75,23 +66,25 @@ class SimulatedWorld:
         timeout_seconds: float = 10.0,
     ) -> None:
         self.world_size = world_size
-        self._local = local_world_size or world_size
+        ranks, width = list(range(world_size)), local_world_size or world_size
+        self._levels = plan_levels([ranks[at : at + width] for at in ranks[::width]])
         self._timeout_seconds = timeout_seconds
         # Keyed by members, so that all threads of a group find the same meeting.
         self._meetings: dict[tuple[int, ...], _Meeting] = {}
         self._groups: dict[int, list[_SimulatedGroup]] = {}
         self._lock = threading.Lock()
 
-    def exchange(self, rank: int) -> TreeExchange:
+    def exchange(self, rank: int) -> Exchange:
         """Return the exchange of one rank."""
-        place = arrange(rank, self.world_size, self._local)
         with self._lock:
             groups = [
                 _SimulatedGroup(self._meeting(tuple(members)), members.index(rank))
-                for members in place.groups
+                for blocks in self._levels
+                for members in blocks
+                if rank in members
             ]
             self._groups[rank] = groups
-        return TreeExchange(groups, height=place.height, rank=rank, world_size=self.world_size)
+        return Exchange(groups, height=len(self._levels), rank=rank, world_size=self.world_size)
 
     def messages(self, rank: int) -> int:
         """Return the number of messages that a rank sent through its last exchange."""

@@ -13,13 +13,13 @@ receivers of messages cancel in the same way.
 import hashlib
 import math
 import struct
-from collections.abc import Iterable, Sequence
-from typing import NoReturn, Protocol
+from collections.abc import Sequence
+from typing import NoReturn
 
 from automicro.errors import DesyncError, PeerLostError, PeerStoppedError, RankError
 from automicro.ranks.exchange import SLOTS, Ballot, Exchange, failed, healthy, padded_highs
 from automicro.ranks.guards.collectives import Call
-from automicro.ranks.heartbeat import NoMissingRanks, NoWatch, Watch
+from automicro.ranks.heartbeat import Watch
 from automicro.ranks.interface import Agreement, Proposal, Report, Status, Sync
 
 COUNT = 4
@@ -100,27 +100,16 @@ _ALL_COME = (
 )
 
 
-class _RollCall(Protocol):
-    def missing(self) -> list[int] | None: ...
-
-
 class Votes:
     """All votes of one rank."""
 
-    def __init__(
-        self,
-        exchange: Exchange,
-        *,
-        roll_call: _RollCall | None = None,
-        watch: Watch | None = None,
-    ) -> None:
+    def __init__(self, exchange: Exchange, watch: Watch | None = None) -> None:
         self.rank = exchange.rank
         self.world_size = exchange.world_size
         self.count = 0  # number of exchanges
         self.is_over = False  # whether all ranks know of an error since their last joint call
         self._exchange = exchange
-        self._roll_call = roll_call or NoMissingRanks()
-        self._watch = watch or NoWatch()
+        self._watch = watch or Watch()
         self._agreements = 0
         self._trained = 0  # training agreements
         self._point = "at the beginning"
@@ -243,17 +232,6 @@ class Votes:
             sums += self._require_well(more).sums
         return together, sums[: len(values)]
 
-    def from_first(self, values: Iterable[float]) -> list[float]:
-        """Return rank 0's values on every rank, at most as many as one ballot carries."""
-        own = [float(value) for value in values]
-        if len(own) > SLOTS:
-            raise ValueError(f"from_first takes at most {SLOTS} values, got {len(own)}; send fewer")
-        point = f"receiving {len(own)} numbers from rank 0 between batches"
-        ballot = healthy(point, self._agreements)
-        if self.rank == 0:
-            ballot = ballot._replace(sums=_slots(own))
-        return list(self._require_well(self._send(ballot, point)).sums[: len(own)])
-
     def clear(self) -> None:
         """Forget the result of the vote that ended an attempt."""
         self._stopped = None
@@ -357,7 +335,7 @@ class Votes:
         if (loss := self._watch.loss(fresh=True)) is not None:
             self._lose(loss, error)
         # The watch knows of no lost host, so processes have ended or hang.
-        missing = self._roll_call.missing()
+        missing = self._watch.missing()
         if missing:
             names = ", ".join(map(str, missing))
             who = f"rank{'s' * (len(missing) > 1)} {names} of {self.world_size} gone or stuck"

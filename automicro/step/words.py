@@ -16,7 +16,6 @@ from automicro.errors import (
     text_of,
 )
 from automicro.memory.device import allocated_bytes, peak_bytes
-from automicro.memory.oom import first_line, unquoted_shortage
 from automicro.memory.residents import ResidentMemory
 from automicro.options import ONE_GRAPH_EACH
 from automicro.step.plan import ROWS, Plan
@@ -193,14 +192,6 @@ def explain(error: BaseException, plan: Plan) -> None:
             error,
             "automicro: each microbatch has its own backward, and the first one frees any graph "
             f"that was built before the forward and is used in it; {ONE_GRAPH_EACH}",
-        )
-    shortage = unquoted_shortage(error)
-    if shortage is not None:
-        add_note(
-            error,
-            f"automicro: memory ran out before this ({first_line(shortage)}), but this error "
-            "neither was raised from that one nor quotes it, so the batch is not tried again with "
-            "fewer rows; if that was the cause, use `raise … from` it, or do not catch it",
         )
 
 

@@ -40,8 +40,6 @@ class MeasuredSize:
         microbatch_size: rows of a microbatch.
         steps: number of measured steps.
         rows_per_second: median speed.
-        spread: standard deviation of a step relative to the median, estimated from the median
-            deviation; None for a single step.
         peak_bytes: peak memory in bytes, or None if not counted.
         speedup: median speed relative to the base.
     """
@@ -49,7 +47,6 @@ class MeasuredSize:
     microbatch_size: int
     steps: int
     rows_per_second: float
-    spread: float | None
     peak_bytes: int | None
     speedup: float
 
@@ -91,12 +88,11 @@ class ExploreReport:
 
     @property
     def points(self) -> list[Point]:
-        """Points for a picture: size, rows per second, their spread, and peak bytes."""
-        known: list[Point] = []
-        for each in self.measured:
-            spread = each.spread and each.spread * each.rows_per_second
-            known.append((each.microbatch_size, each.rows_per_second, spread, each.peak_bytes))
-        return known + [(size, None, None, None) for size in self.too_large]
+        """Points for a picture: size, rows per second, and peak bytes."""
+        known: list[Point] = [
+            (each.microbatch_size, each.rows_per_second, each.peak_bytes) for each in self.measured
+        ]
+        return known + [(size, None, None) for size in self.too_large]
 
     def picture(self) -> "Figure":
         """Draw speed and memory against the size, and mark the recommended size.
@@ -111,13 +107,12 @@ class ExploreReport:
         return dataclasses.asdict(self)
 
     def __str__(self) -> str:
-        lines = ["  rows      rows/s  spread         peak   speed  steps"]
+        lines = ["  rows      rows/s         peak   speed  steps"]
         for each in self.measured:
-            spread = "" if each.spread is None else f"{each.spread:.1%}"
             peak = "" if each.peak_bytes is None else format_bytes(each.peak_bytes)
             lines.append(
-                f"{each.microbatch_size:>6}  {each.rows_per_second:>10,.1f}  {spread:>6}  "
-                f"{peak:>11}  {each.speedup:>5.2f}x  {each.steps:>5}"
+                f"{each.microbatch_size:>6}  {each.rows_per_second:>10,.1f}  {peak:>11}  "
+                f"{each.speedup:>5.2f}x  {each.steps:>5}"
                 f"{'  ←' * (each.microbatch_size == self.microbatch_size)}"
             )
         lines += [f"{size:>6}  does not fit" for size in self.too_large]
@@ -243,23 +238,17 @@ def _measured(
     for (_, size, *settings), seconds, *_ in policy.measurements:
         if settings == list(told.settings.values()):
             by_size.setdefault(int(size), []).append(seconds)
-    found: list[MeasuredSize] = []
-    for size, times in sorted(by_size.items()):
-        median = statistics.median(times)
-        deviation = statistics.median(abs(each - median) for each in times)
-        found.append(
-            MeasuredSize(
-                microbatch_size=size,
-                steps=len(times),
-                rows_per_second=1 / median,
-                # The factor 1.4826 turns a median deviation into the standard deviation of normal
-                # noise.
-                spread=None if len(times) < 2 else 1.4826 * deviation / median,
-                peak_bytes=peaks.get(size),
-                speedup=statistics.median(by_size[max(by_size)]) / median,
-            )
+    medians = {size: statistics.median(times) for size, times in sorted(by_size.items())}
+    return [
+        MeasuredSize(
+            microbatch_size=size,
+            steps=len(by_size[size]),
+            rows_per_second=1 / median,
+            peak_bytes=peaks.get(size),
+            speedup=medians[max(medians)] / median,
         )
-    return found
+        for size, median in medians.items()
+    ]
 
 
 class _Pool:

@@ -59,36 +59,12 @@ class ReplayReport:
     message: str | None
     level: str = "plain"
 
-    @property
-    def activation_bytes(self) -> int | None:
-        """Bytes for the rows of a microbatch, without residents; a lower bound if it does not fit.
-
-        None if not counted.
-        """
-        return None if self.peak_bytes is None else max(0, self._needed - self.residents.total)
-
-    @property
-    def _needed(self) -> int:
-        """The bytes needed, which exceed the limit if the batch does not fit."""
-        return max(self.peak_bytes or 0, 0 if self.fits else self.limit_bytes or 0)
-
-    @property
-    def dominates(self) -> str | None:
-        """The largest holder of memory as text, or None if not counted."""
-        if self.activation_bytes is None:
-            return None
-        parts = {"activations of its rows": self.activation_bytes, **self.residents.parts}
-        name = max(parts, key=lambda each: parts[each])
-        share = f"{parts[name] / max(1, self._needed):.0%}"
-        of = "the peak" if self.fits else "what it needed"
-        return f"the {name}, {format_bytes(parts[name])} ({share} of {of})"
-
     def to_dict(self) -> dict[str, Any]:
         """Return all fields except the rows as JSON values."""
         failed = dataclasses.replace(self.failed, batches=[])
         found = dataclasses.asdict(dataclasses.replace(self, failed=failed))
         del found["failed"]["batches"]
-        return found | {"activation_bytes": self.activation_bytes, "dominates": self.dominates}
+        return found
 
     def __str__(self) -> str:
         def of(num_bytes: int | None) -> str:
@@ -112,10 +88,7 @@ class ReplayReport:
             # A peak counts only bytes that were granted, not the refused request.
             what = "peak" if self.fits else "needed at least"
             lines.append(f"{what}: {format_bytes(self.peak_bytes)}{of(self.limit_bytes)}")
-        lines.append(f"at any size: {self.residents}")
-        if self.dominates is not None:
-            lines.append(f"most of it: {self.dominates}")
-        return "\n".join(lines)
+        return "\n".join([*lines, f"at any size: {self.residents}"])
 
 
 def replay(

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from automicro.ranks import coordinated as setup
-from automicro.ranks.exchange import AloneExchange
+from automicro.ranks.exchange import Exchange
 from automicro.ranks.guards.fsdp import Collective, FsdpGuard
 from tests.gpu.conftest import Record
 from tests.gpu.device import DEVICE, GPU, accelerator, differences
@@ -22,10 +22,9 @@ from tests.gpu.wrappers import WITH_FSDP, ends_with_and_without_failure, wrapped
 pytestmark = [*GPU, WITH_FSDP]
 
 
-class TwoExchange(AloneExchange):
-    """An exchange in which the other rank agrees."""
-
-    world_size = 2
+def with_agreeing_peer() -> Exchange:
+    """Return an exchange in which the other rank agrees."""
+    return Exchange([], height=0, rank=0, world_size=2)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -39,7 +38,7 @@ def fake_group() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def votes_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(setup, "open_exchange", TwoExchange)
+    monkeypatch.setattr(setup, "open_exchange", with_agreeing_peer)
 
 
 @pytest.fixture

@@ -52,7 +52,6 @@ def planned(name: str, precision: str) -> tuple[automicro.PlanReport, tuple[Tens
         precision=precision,
         microbatch_size=ROWS,
         device="cuda",
-        remedies=False,
     )
     return report, data
 

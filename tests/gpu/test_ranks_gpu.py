@@ -13,7 +13,7 @@ from torch import nn
 from automicro import Fixed, Halving, Microbatcher
 from automicro.ranks import coordinated as setup
 from automicro.ranks.coordinated import CoordinatedRanks
-from automicro.ranks.exchange import Ballot, TreeExchange, failed, fold
+from automicro.ranks.exchange import Ballot, Exchange, failed, fold
 from automicro.ranks.interface import Status
 from tests.gpu.conftest import Record
 from tests.gpu.device import GPU, accelerator, differences, room, to_device
@@ -145,10 +145,10 @@ def test_a_vote_that_is_cast_on_a_device_thread_stops_a_guarded_step() -> None:
     assert all(parameter.grad is not None for parameter in net.parameters())
 
 
-class PeerFails(TreeExchange):
+class PeerFails(Exchange):
     """In the first vote on another thread than its own, a second rank says that memory ran out."""
 
-    def __init__(self, inner: TreeExchange) -> None:
+    def __init__(self, inner: Exchange) -> None:
         self.__dict__.update(inner.__dict__)
         self.thread = threading.get_ident()
         self.has_failed = False

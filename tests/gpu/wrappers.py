@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from automicro import Fixed, Halving, Microbatcher
 from automicro.ranks.coordinated import CoordinatedRanks
-from automicro.ranks.exchange import GlooGroup, TreeExchange
+from automicro.ranks.exchange import Exchange, GlooGroup
 from automicro.torch_private_distributed import HashStore
 from tests.gpu.device import DEVICE, MIB, accelerator, room, snapshot, to_device
 from tests.gpu.subjects import ROWS, Blocks, batch, microbatcher, model
@@ -52,10 +52,10 @@ def group_of_one() -> Iterator[None]:
     dist.destroy_process_group()
 
 
-def exchange_over_gloo() -> TreeExchange:
+def exchange_over_gloo() -> Exchange:
     """Every exchange is made that several ranks would make."""
     group = GlooGroup([0], timeout_seconds=60)
-    return TreeExchange([group], height=1, rank=0, world_size=1)
+    return Exchange([group], height=1, rank=0, world_size=1)
 
 
 def wrapped(kind: str, *hungry: nn.Module, mesh: DeviceMesh | None = None) -> nn.Module:

@@ -336,13 +336,6 @@ def test_an_error_that_only_followed_it_reaches_its_author_unchanged(fail) -> No
     assert model.linear.weight.grad is None
 
 
-@pytest.mark.parametrize("fail", [of_a_fallback, of_a_fallback_in_another_except_block, in_finally])
-def test_what_came_before_is_named_with_the_remedy(fail) -> None:
-    with pytest.raises((ValueError, KeyError)) as caught:
-        Microbatcher(FailsOnce(fail), loss_fn=nn.CrossEntropyLoss(), probe=False).backward(batch())
-    assert "use `raise … from` it" in caught.value.__notes__[0]
-
-
 def test_a_group_that_refers_to_itself_ends() -> None:
     member = MemoryError()
     group = ExceptionGroup("round", [member])

@@ -12,10 +12,9 @@ from torch import Tensor
 import automicro.ranks.guards.ddp
 import automicro.ranks.guards.fsdp
 from automicro.errors import DesyncError
-from automicro.ranks import warm_up
+from automicro.ranks import heartbeat, warm_up
 from automicro.ranks.coordinated import coordinate
 from automicro.ranks.guards import guard
-from automicro.ranks.heartbeat import MissingRanks
 from automicro.torch_private_distributed import collectives_of
 from tests.ranks.faulty_models import Fault, Faults, Net, build
 from tests.ranks.steps import ROWS, Stepper, local, whole
@@ -94,9 +93,7 @@ def fail(kind: str, plan: Sequence[Fault], options: dict[str, Any]) -> dict[str,
 
 def fail_beside_one(kind: str, plan: Sequence[Fault], options: dict[str, Any]) -> dict[str, Any]:
     """The same where nobody but the missing rank could sign in, so that little is waited for."""
-    options_of_roll_call = MissingRanks.__init__.__kwdefaults__
-    assert options_of_roll_call is not None
-    options_of_roll_call["wait_seconds"] = 0.5
+    heartbeat.ROLL_CALL_SECONDS = 0.5
     return fail(kind, plan, options)
 
 

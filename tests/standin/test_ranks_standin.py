@@ -1,5 +1,6 @@
 """Two ranks on two devices: one runs out of memory, in forward or on its backward thread."""
 
+import functools
 from collections.abc import Iterator
 
 import pytest
@@ -13,7 +14,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from automicro import Microbatcher
 from automicro.ranks import coordinated as setup
 from automicro.ranks import warm_up
-from automicro.ranks.exchange import AloneExchange
+from automicro.ranks.exchange import Exchange
 from tests.ranks.world import World, world_of
 from tests.standin import device as standin
 from tests.standin.hungry import MIB, ROWS, Hungry
@@ -58,10 +59,8 @@ def fake_group() -> Iterator[None]:
 def test_communicators_with_memory_on_the_device_are_connected_before_the_first_forward(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    class Two(AloneExchange):
-        world_size = 2
-
-    monkeypatch.setattr(setup, "open_exchange", Two)
+    two = functools.partial(Exchange, [], height=0, rank=0, world_size=2)
+    monkeypatch.setattr(setup, "open_exchange", two)
     ran: list[str] = []
     run = warm_up._run
 

@@ -218,7 +218,6 @@ def report_of(**options: Any) -> ExploreReport:
         microbatch_size=48,
         steps=4,
         rows_per_second=100.0,
-        spread=0.01,
         peak_bytes=2048,
         speedup=1.2,
     )
@@ -245,7 +244,7 @@ def test_the_report_says_which_global_batch_is_nearest() -> None:
     assert "it does not divide 64 rows; the nearest that it does is 48" in text
     assert "global batch: it divides 96 rows" in str(report_of(batch_rows=96))
     assert "eval_microbatch_size: 48" in str(report_of(phase="eval"))
-    assert report_of().points == [(48, 100.0, 1.0, 2048), (128, None, None, None)]
+    assert report_of().points == [(48, 100.0, 2048), (128, None, None)]
     speed, memory = report_of().picture().axes
     assert (speed.get_ylabel(), memory.get_ylabel()) == ("rows per second", "peak memory (KiB)")
     assert json.loads(json.dumps(report_of().to_dict()))["measured"][0]["peak_bytes"] == 2048
@@ -291,7 +290,7 @@ def test_the_command_prints_a_table_and_a_recommendation(
     assert main(["explore", "job.yaml", "--max-steps", "6"]) == 0
     out, told = capsys.readouterr()
     assert re.search(r"^exploring: \d+ rows?, \d\.\d\dx base, confidence \d+$", told, re.M)
-    assert out.splitlines()[0].split() == ["rows", "rows/s", "spread", "peak", "speed", "steps"]
+    assert out.splitlines()[0].split() == ["rows", "rows/s", "peak", "speed", "steps"]
     assert "\nmicrobatch_size: " in out
     assert "\nglobal batch: it " in out
 

@@ -77,7 +77,7 @@ CASES = {
     "not_whole": ('"8MiB", whole=True', "the batch does not fit whole"),
     "no_row": ('"512KiB"', "Net does not fit: not even one row fits"),
     "of_what": ("", "give it, as in memory='24GiB', or name a device"),
-    "typo": ('"8MiB", row=4', "assert_fits() has no argument 'row' (did you mean"),
+    "typo": ('"8MiB", row=4', "plan() has no argument 'row' (did you mean"),
     "unnamed": ('"8MiB", 32', "takes from 2 to 3 positional arguments but 4 were given"),
     "twice": ('"8MiB", memory=1', "got multiple values for argument 'memory'"),
     "both_cut": (
@@ -152,7 +152,7 @@ def test_assert_fits_returns_the_plan_or_tells_it() -> None:
         assert_fits(Blocks(), batch(), "1MiB", **options)
     with pytest.raises(ValueError, match="memory='24GiB', or name a device"):
         assert_fits(Blocks(), batch(), **options)
-    with pytest.raises(TypeError, match=r"assert_fits\(\) has no argument 'row' .*'rows'"):
+    with pytest.raises(TypeError, match=r"plan\(\) has no argument 'row' .*'rows'"):
         assert_fits(Blocks(), batch(), "1MiB", row=4, **options)
 
 

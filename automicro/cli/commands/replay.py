@@ -2,7 +2,7 @@
 
 Runs only this batch: forward, backward and the memory of the optimizer's first step,
 under the memory limit of the config. Reports whether it fits now and at which size, its
-peak, and what takes most of it. Nothing is trained.
+peak, and what it needs at any size. Nothing is trained.
 
 FILE is a batch saved by a run (the run's error names it). Without a CONFIG, config.yaml
 next to FILE is used, as in the run_dir of a run. No code in FILE is run.

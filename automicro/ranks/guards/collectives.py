@@ -9,16 +9,14 @@ import contextlib
 import itertools
 import os
 import threading
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
-from automicro.ranks.interface import Sync
-from automicro.ranks.warm_up import Use
-from automicro.torch_private import is_compiled, without_modes
+from automicro.torch_private import without_modes
 from automicro.torch_private_distributed import before_collectives, group_of, is_in_backward
 
 _NAMES = {
@@ -184,61 +182,3 @@ def _tensors(value: Any) -> Iterator[Tensor]:
     elif isinstance(value, list | tuple):
         for each in value:
             yield from _tensors(each)
-
-
-class CollectivesGuard:
-    """Guard for collectives outside wrappers, which votes before each one and never replays."""
-
-    has_strayed = False
-    unused: Sequence[bool] = ()
-    communicates_in_forward = True
-    latest = Sync.LAST  # nothing is held back
-
-    is_replaying = False
-
-    def __init__(self, modules: Iterable[nn.Module]) -> None:
-        if any(is_compiled(module) for root in modules for module in root.modules()):
-            raise ValueError(
-                "the model is compiled and runs collectives of its own (SyncBatchNorm, tensor "
-                "parallelism), which cannot be guarded inside compiled code; leave out "
-                "torch.compile, or use a fixed microbatch size that fits on every rank"
-            )
-
-    def owns(self, call: Call) -> bool:
-        """Each is voted on."""
-        return False
-
-    def uses(self) -> list[Use]:
-        """They are not known in advance."""
-        return []
-
-    def stay_guarded(self) -> None:
-        """Do nothing: this guard never replays."""
-
-    def require_known(self, parameters: Sequence[Tensor]) -> None:
-        """There is no wrapper."""
-
-    def settle(self) -> None:
-        """There is no wrapper."""
-
-    def prepare(self) -> None:
-        """Nothing is needed."""
-
-    def meet(self, *, training: bool) -> None:
-        """Nothing runs before the first forward."""
-
-    def open(self, num_microbatches: int, *, training: bool, sync: Sync) -> None:
-        """Nothing is known in advance."""
-
-    @contextlib.contextmanager
-    def microbatch(self, index: int, *, weightless: bool = False) -> Iterator[None]:
-        yield
-
-    def commit(self, *, any_strayed: bool, unused: Sequence[bool]) -> None:
-        """Nothing is learned."""
-
-    def play_rest(self) -> None:
-        """The peers' next collective starts with a vote."""
-
-    def recover(self) -> None:
-        """There is no wrapper."""

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from automicro.ranks.guards.collectives import Call, own_collectives
-from automicro.ranks.guards.guard import refuse_stranger, watch_for_strangers
+from automicro.ranks.guards.guard import Guard, refuse_stranger, watch_for_strangers
 from automicro.ranks.interface import StrayedError, Sync
 from automicro.ranks.votes import Votes
 from automicro.ranks.warm_up import Use
@@ -101,7 +101,7 @@ def _mean_of(group: dist.ProcessGroup | None, buffer: Tensor) -> torch.futures.F
     return reduced
 
 
-class DdpGuard:
+class DdpGuard(Guard):
     """Guard for one model wrapped by DDP."""
 
     # All microbatches but the last run without synchronization. The first time buckets are reduced,
@@ -118,7 +118,7 @@ class DdpGuard:
         self._can_replay = self._hook.hook is None
         self._parameters = reduced_parameters(model)
         self._nothing_unused = [False] * len(self._parameters)
-        self._unused = self._nothing_unused
+        self.unused: Sequence[bool] = self._nothing_unused
         self._had_gradient: list[bool] = []
         self._was_called = False
         self._expects_gradients = False
@@ -134,12 +134,10 @@ class DdpGuard:
         self._is_open = False
         self._has_looked = False
         self._training = False
-        self._has_strayed = False
         self._votes_here = False
         self._map_is_due = False
 
     communicates_in_forward = False  # buffers are sent when an attempt begins
-    latest = Sync.LAST  # always possible
 
     def uses(self) -> list[Use]:
         group = self._model.process_group
@@ -166,9 +164,6 @@ class DdpGuard:
                 "it again and create a new Microbatcher or Trainer"
             )
 
-    def settle(self) -> None:
-        """A forward outside a step leaves nothing to undo."""
-
     @property
     def is_replaying(self) -> bool:
         return self._is_open and self._training and not self._votes_here
@@ -177,14 +172,6 @@ class DdpGuard:
         # After the last bucket torch reduces the map of used parameters, with the reducer locked.
         is_due, self._map_is_due = self._map_is_due, False
         return is_due and call.name == "all_reduce" and call.shape.endswith(" int32")
-
-    @property
-    def has_strayed(self) -> bool:
-        return self._has_strayed
-
-    @property
-    def unused(self) -> Sequence[bool]:
-        return self._unused
 
     def prepare(self) -> None:
         if joins_uneven_inputs(self._model):
@@ -222,9 +209,9 @@ class DdpGuard:
         if training:
             self._had_gradient = [each.grad is not None for each in self._parameters.values()]
         self._launched = 0
-        self._unused = self._nothing_unused
+        self.unused = self._nothing_unused
         self._was_called = self._is_reduced = False
-        self._has_strayed = self._map_is_due = False
+        self.has_strayed = self._map_is_due = False
         self._votes_here = not (self._known and self._can_replay)
         self._is_open = True
 
@@ -296,7 +283,7 @@ class DdpGuard:
             index == self._launched < len(self._buckets)
             and buffer.data_ptr() == self._buckets[index].data_ptr()
         ):
-            self._has_strayed = True
+            self.has_strayed = True
         self._launched = index + 1
         self._is_reduced = bucket.is_last()
         self._map_is_due = self._is_reduced and self._model.find_unused_parameters
@@ -318,7 +305,7 @@ class DdpGuard:
         if not missing:
             expect_gradients(self._model, root)
         if not self._model.find_unused_parameters:  # otherwise torch detects them
-            self._unused = [
+            self.unused = [
                 name in names and each.grad is None for name, each in self._parameters.items()
             ]
         # Its hooks reduce the remaining buckets.

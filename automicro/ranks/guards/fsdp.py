@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from automicro.memory.oom import once_more
 from automicro.ranks.guards.collectives import Call, own_collectives
-from automicro.ranks.guards.guard import refuse_stranger, watch_for_strangers
+from automicro.ranks.guards.guard import Guard, refuse_stranger, watch_for_strangers
 from automicro.ranks.interface import HeldBackError, StrayedError, Sync
 from automicro.ranks.votes import Votes
 from automicro.ranks.warm_up import Use
@@ -54,7 +54,7 @@ class Collective(NamedTuple):
 
 
 class _Guarded:
-    """Base class that calls the guard before a module's collectives of one kind."""
+    """Collectives of one module and one kind, which the guard votes on, or records for replay."""
 
     def __init__(self, guard: "FsdpGuard", where: int, inner: Any) -> None:
         self.guard = guard
@@ -64,55 +64,20 @@ class _Guarded:
     def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         return self.guard.allocate(self.inner, size, dtype=dtype, device=device)
 
-
-class _GuardedAllGather(_Guarded):
-    """All-gather that is voted on, or recorded for replay."""
-
     def __call__(
-        self,
-        output_tensor: torch.Tensor,
-        input_tensor: torch.Tensor,
-        group: dist.ProcessGroup,
-        async_op: bool = False,
+        self, *, input_tensor: Tensor, group: dist.ProcessGroup, op: Any = None, **given: Any
     ) -> dist.Work | None:
-        step = Collective("all-gather", self.where, input_tensor.numel(), input_tensor.dtype)
-        self.guard.before(step, group)
-        with own_collectives():
-            work: dist.Work | None = self.inner(
-                output_tensor=output_tensor,
-                input_tensor=input_tensor,
-                group=group,
-                async_op=async_op,
-            )
-        self.guard.after(step)
-        return work
-
-
-class _GuardedReduceScatter(_Guarded):
-    """Reduce-scatter that is voted on, or recorded for replay."""
-
-    def __call__(
-        self,
-        output_tensor: torch.Tensor,
-        input_tensor: torch.Tensor,
-        group: dist.ProcessGroup,
-        op: Any,
-        async_op: bool = False,
-    ) -> dist.Work | None:
-        step = Collective("reduce-scatter", self.where, input_tensor.numel(), input_tensor.dtype)
-        reduction = self.guard.reduction(self, group, op, input_tensor.device)
+        kind, reduction = "all-gather", None
+        if op is not None:
+            kind, given["op"] = "reduce-scatter", op
+            reduction = self.guard.reduction(self, group, op, input_tensor.device)
+        step = Collective(kind, self.where, input_tensor.numel(), input_tensor.dtype)
         self.guard.before(step, group, reduction)
         with own_collectives():
             # A weight of zero would not do: zero times NaN is NaN, on every rank.
-            if self.guard.weighs_nothing(self.where):
+            if reduction is not None and self.guard.weighs_nothing(self.where):
                 input_tensor.zero_()
-            work: dist.Work | None = self.inner(
-                output_tensor=output_tensor,
-                input_tensor=input_tensor,
-                group=group,
-                op=op,
-                async_op=async_op,
-            )
+            work: dist.Work | None = self.inner(input_tensor=input_tensor, group=group, **given)
         self.guard.after(step)
         return work
 
@@ -129,7 +94,7 @@ class _Reduction(NamedTuple):
 _Key = tuple[bool, bool, bool, Sync]
 
 
-class FsdpGuard:
+class FsdpGuard(Guard):
     """Guard for all modules of a model that `fully_shard` was applied to."""
 
     # The first microbatch of each kind votes before every collective and records them. Later
@@ -169,10 +134,6 @@ class FsdpGuard:
         self._next_sum: dist.ProcessGroup | None = None
         self._is_weightless = False
         self._zeroed: set[int] = set()  # modules whose parameters get zero gradients
-
-    communicates_in_forward = True
-    has_strayed = False  # straying ends an attempt
-    unused: Sequence[bool] = ()
 
     @property
     def latest(self) -> Sync:
@@ -476,10 +437,8 @@ class FsdpGuard:
                 "use different blocks, and all would wait forever; leave out "
                 "set_symm_mem_for_comm"
             )
-        module.set_custom_all_gather(_GuardedAllGather(self, where, gather))  # type: ignore[arg-type]
-        module.set_custom_reduce_scatter(
-            _GuardedReduceScatter(self, where, scatter)  # type: ignore[arg-type]
-        )
+        module.set_custom_all_gather(_Guarded(self, where, gather))  # type: ignore[arg-type]
+        module.set_custom_reduce_scatter(_Guarded(self, where, scatter))  # type: ignore[arg-type]
 
 
 def _outermost(modules: list[FSDPModule]) -> list[FSDPModule]:

@@ -4,12 +4,13 @@ Each wrapper has a single guard, because its knowledge (the collectives to come,
 stale) holds for every Microbatcher that uses the wrapper.
 """
 
+import contextlib
 import gc
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, NoReturn, Protocol
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -21,25 +22,34 @@ from automicro.ranks.guards.collectives import Call
 from automicro.ranks.interface import Sync
 from automicro.ranks.votes import Votes
 from automicro.ranks.warm_up import Use
+from automicro.torch_private import is_compiled
 from automicro.torch_private_distributed import collectives_of, comm_hooks
 
 
-class Guard(Protocol):
-    """Interface of a guard between a wrapper (DDP, FSDP2) and its collectives."""
+class Guard:
+    """Guard between a wrapper (DDP, FSDP2) and its collectives. The defaults are of no wrapper."""
 
     # A guarded attempt votes before each collective, so no rank enters one that another will not
     # reach. Once its collectives are known, an attempt replays: it does not vote on them, and a
     # failed rank runs those that its peers still wait for.
 
-    communicates_in_forward: bool
+    communicates_in_forward: bool = True
     """Whether a forward outside a step needs all ranks."""
+
+    has_strayed: bool = False
+    """Whether the attempt's collectives differed from the known ones."""
+
+    unused: Sequence[bool] = ()
+    """For each reduced parameter, whether no microbatch of this rank used it."""
 
     @property
     def latest(self) -> Sync:
         """How late the wrapper can reduce gradients with unchanged sums."""
+        return Sync.LAST
 
     def uses(self) -> list[Use]:
         """Return the collectives of the wrapper, in the same order on all ranks."""
+        return []
 
     def stay_guarded(self) -> None:
         """Never replay, because other collectives run in between."""
@@ -62,21 +72,16 @@ class Guard(Protocol):
 
     def microbatch(self, index: int, *, weightless: bool = False) -> AbstractContextManager[None]:
         """Return a context for forward and backward of a microbatch; it can end with a vote."""
+        return contextlib.nullcontext()
 
     @property
     def is_replaying(self) -> bool:
         """Whether a rank that failed now would replay collectives before it votes."""
+        return False
 
     def owns(self, call: Call) -> bool:
         """Return whether a collective about to run is the wrapper's own and already guarded."""
-
-    @property
-    def has_strayed(self) -> bool:
-        """Whether the attempt's collectives differed from the known ones."""
-
-    @property
-    def unused(self) -> Sequence[bool]:
-        """For each reduced parameter, whether no microbatch of this rank used it."""
+        return False
 
     def commit(self, *, any_strayed: bool, unused: Sequence[bool]) -> None:
         """End a successful attempt and learn from it."""
@@ -86,6 +91,18 @@ class Guard(Protocol):
 
     def recover(self) -> None:
         """Restore the wrapper after a failed attempt. All ranks must call this."""
+
+
+class CollectivesGuard(Guard):
+    """Guard for collectives outside wrappers: each is voted on, and none is replayed."""
+
+    def __init__(self, modules: Iterable[nn.Module]) -> None:
+        if any(is_compiled(module) for root in modules for module in root.modules()):
+            raise ValueError(
+                "the model is compiled and runs collectives of its own (SyncBatchNorm, tensor "
+                "parallelism), which cannot be guarded inside compiled code; leave out "
+                "torch.compile, or use a fixed microbatch size that fits on every rank"
+            )
 
 
 # Not in the hook, which is copied and pickled with its model.

@@ -4,18 +4,16 @@ import bisect
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable, Iterator, Mapping
+import inspect
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from torch import nn
 
 from automicro.batch.layout import BatchLayout
-from automicro.errors import (
-    UntraceableModelError,
-)
-from automicro.memory.timeline import BACKWARD, GRADIENTS, OPTIMIZER, PARAMETERS, Owner, Trace
+from automicro.errors import UntraceableModelError, suggestion
+from automicro.memory.timeline import GRADIENTS, OPTIMIZER, PARAMETERS, Owner, Trace
 from automicro.nested.parts import Nested
 from automicro.options import (
     GRADIENT_SUMS,
@@ -27,13 +25,13 @@ from automicro.options import (
     read_count,
 )
 from automicro.policy.policy import canonical_size
-from automicro.savers.levels import NESTED, Savers, WhenTooLarge
+from automicro.savers.levels import NESTED, WhenTooLarge
 from automicro.savers.offload import OFFLOAD
 from automicro.savers.recompute import RECOMPUTE, repeated_blocks
 from automicro.tools import Remedy
 from automicro.tools.plan.devices import BEFORE_AMPERE, read_memory
 from automicro.tools.plan.dry_run import Conditions, DryRun
-from automicro.tools.plan.kernels import CASTS, GATHERED, STAYING, STEP, TAIL
+from automicro.tools.plan.kernels import CASTS, GATHERED, STAYING, STEP
 from automicro.tools.plan.report import LevelPlan, PlanReport
 
 # Margins: first, shares of the bytes that come and go in a step, then shares of the peak.
@@ -56,7 +54,6 @@ class Planner:
     conditions: Conditions
     num_ranks: int
     rows: int
-    tail_slices: int = 1
     points: dict[int, tuple[int, int]] = field(default_factory=dict, init=False)
     """Peak and margin by size."""
 
@@ -88,16 +85,13 @@ class Planner:
         trace = self.steps.step(size, splits=size < self.rows, conditions=self.conditions)
 
         def share(owner: Owner) -> float:
-            if owner.kind == TAIL or owner == Owner(BACKWARD):
-                return 1 / self.tail_slices
-            if self.num_ranks > 1 and owner.kind == CASTS:  # gathered in this precision
+            if owner.kind == CASTS:  # gathered in this precision
                 return 0.0
             return 1 / self.num_ranks if owner.kind in _SHARDED else 1.0
 
-        if self.num_ranks == self.tail_slices == 1:
+        if self.num_ranks == 1:
             return trace
-        held = {Owner(GATHERED): self._gathered_bytes} if self.num_ranks > 1 else {}
-        return trace.scaled(share).plus(held)
+        return trace.scaled(share).plus({Owner(GATHERED): self._gathered_bytes})
 
     def margin(self, trace: Trace) -> int:
         """Return the margin of a peak, so that at most one plan in fifty promises too much."""
@@ -181,21 +175,26 @@ class Planner:
                     yield how, self.otherwise(savers=(*savers, name))
             if self.conditions.precision == "fp32":
                 yield "bf16: precision='bf16'", self.otherwise(precision="bf16")
-            how = f"tail: compute the outputs and their loss in {_SLICES} slices"
-            if self.slices(size):
-                pass  # a part is computed in slices already
-            elif self.steps.saver(NESTED) is not None:
+            if self.steps.saver(NESTED) is not None and not self.slices(size):
                 # By tokens, because there might be fewer rows than slices.
-                options = {"microbatch_size": "auto", "microbatch_unit": "tokens"}
-                how = f"{how} (nested={ {'tail': options} })"
+                part = {"microbatch_size": "auto", "microbatch_unit": "tokens"}
+                how = f"tail: compute the outputs and their loss in {_SLICES} slices"
+                how = f"{how} (nested={ {'tail': part} })"
                 yield how, self.otherwise(savers=(*savers, NESTED), finer=_SLICES)
-            else:
-                how += " (a function of their own, with a size of its own by automicro.split)"
-                yield how, dataclasses.replace(self, tail_slices=_SLICES)
         for num_ranks in (factor * self.num_ranks for factor in _RANKS):
             sharded = dataclasses.replace(self, num_ranks=num_ranks)
             how = "shard parameters, gradients and optimizer state (fully_shard)"
             yield f"{num_ranks} ranks: {how}", sharded
+
+
+_DEFAULTS: Mapping[str, Any] = {
+    **dict.fromkeys(("loss_fn", "forward", "optimizer", "nested")),
+    "modules": (),
+    "batch_layout": 0,
+    "precision": "fp32",
+    "gradient_sums": "fp32",
+    "when_too_large": "error",
+}
 
 
 def _bytes_of(module: nn.Module) -> int:
@@ -206,22 +205,13 @@ def plan(
     model: nn.Module | Callable[[], nn.Module],
     batch: Any,
     *,
-    loss_fn: Callable[..., Any] | None = None,
-    forward: Callable[..., Any] | None = None,
-    optimizer: torch.optim.Optimizer | Callable[[Any], torch.optim.Optimizer] | None = None,
     memory: str | int | float | None = None,
     device: str = "cuda",
     rows: int | None = None,
     microbatch_size: int | None = None,
     ranks: int = 1,
-    precision: str = "fp32",
-    gradient_sums: str = "fp32",
-    when_too_large: Savers = "error",
-    nested: Mapping[str, Any] | None = None,
     train: bool = True,
-    modules: Iterable[nn.Module] = (),
-    batch_layout: int | Mapping[str, Any] = 0,
-    remedies: bool = True,
+    **options: Any,
 ) -> PlanReport:
     """Predict the largest microbatch that fits a device, without the device.
 
@@ -237,10 +227,6 @@ def plan(
         model: the model on any device, including ``"meta"``, or a function that builds it, which is
             called on the meta device.
         batch: one batch, with any number of rows.
-        loss_fn: as in `Microbatcher`.
-        forward: as in `Microbatcher`.
-        optimizer: an optimizer of the model's parameters, or a function from parameters to one,
-            such as ``torch.optim.AdamW``. Its state is counted; None for no optimizer.
         memory: memory available to tensors, such as ``"24GiB"``. By default that of ``device``, if
             it is known by name.
         device: a name in `DEVICES` such as ``"a100-80gb"``, which determines the memory; ``"cuda"``
@@ -249,16 +235,14 @@ def plan(
         microbatch_size: size to report on, in rows, instead of the largest that fits.
         ranks: number of ranks that share parameters, gradients and optimizer state as shards
             (``fully_shard``, reduced in each microbatch). All figures are then for one rank.
-        precision: as in `Microbatcher`.
-        gradient_sums: as in `Microbatcher`.
-        when_too_large: as in `Microbatcher`. The report has the largest microbatch of each level,
-            and describes the first level at which one fits.
-        nested: sizes of parts, as a mapping in `Microbatcher`. If they adapt, a microbatch fits if
-            it does with slices of one row; the report has the largest slices that fit.
         train: whether to plan a training step, or the forward of an evaluation.
-        modules: as in `Microbatcher`.
-        batch_layout: as in `Microbatcher`.
-        remedies: whether to predict the most helpful changes, which takes a few more runs.
+        options: ``loss_fn``, ``forward``, ``modules``, ``batch_layout``, ``precision``,
+            ``gradient_sums``, ``when_too_large`` and ``nested`` as in `Microbatcher`, and
+            ``optimizer``: an optimizer of the model's parameters, or a function from parameters to
+            one, such as ``torch.optim.AdamW``, whose state is counted. With ``when_too_large`` the
+            report has the largest microbatch of each level, and describes the first level at which
+            one fits. With parts that adapt (``nested``), a microbatch fits if it does with slices
+            of one row; the report has the largest slices that fit.
 
     Raises:
         UntraceableModelError: the model reads its data while it runs (``.item()``, boolean masks);
@@ -284,49 +268,53 @@ def plan(
     if isinstance(model, nn.Module) or not callable(model):
         check_model(model)
         check_unwrapped(model)
+    for name in options.keys() - _DEFAULTS.keys():
+        known = [*inspect.signature(plan).parameters, *_DEFAULTS]
+        known.remove("options")
+        raise TypeError(
+            f"plan() has no argument {name!r}{suggestion(name, known)}; there are "
+            f"{', '.join(known)}"
+        )
+    given: dict[str, Any] = {**_DEFAULTS, **options}
     conditions = Conditions(
-        precision=check_choice("precision", precision, PRECISIONS),
-        gradient_sums=check_choice("gradient_sums", gradient_sums, GRADIENT_SUMS),
+        precision=check_choice("precision", given.pop("precision"), PRECISIONS),
+        gradient_sums=check_choice("gradient_sums", given.pop("gradient_sums"), GRADIENT_SUMS),
         train=train,
         # A microbatch fits if it does with the finest slices; the coarsest that fit are found
         # afterwards.
         finer=1 << _FINEST,
     )
-    WhenTooLarge(when_too_large)
-    Nested(nested)
+    WhenTooLarge(given["when_too_large"])
+    Nested(given["nested"])
+    given["modules"] = check_modules(given["modules"])
+    if not train:
+        given["when_too_large"] = "error"  # savers help the backward, and an evaluation has none
     num_ranks = read_count("ranks", ranks)
-    layout = BatchLayout(batch_layout)
+    layout = BatchLayout(given.pop("batch_layout"))
     steps = DryRun(
         model=model,
         batch=batch,
         layout=layout,
-        loss_fn=loss_fn,
-        forward=forward,
-        modules=check_modules(modules),
-        optimizer=optimizer,
         on_accelerator=on_accelerator,
         before_ampere=device in BEFORE_AMPERE,
-        # Memory savers help the backward, and an evaluation has none.
-        when_too_large=when_too_large if train else "error",
-        nested=nested,
+        **given,
     )
     num_rows = layout.num_rows(batch) if rows is None else read_count("rows", rows)
-    given = None if microbatch_size is None else read_count("microbatch_size", microbatch_size)
+    asked = None if microbatch_size is None else read_count("microbatch_size", microbatch_size)
 
     found = []
     for level in steps.levels:
         savers = tuple(each.name for each in level.savers)
         at_level = dataclasses.replace(conditions, savers=savers)
         planner = Planner(steps, at_level, num_ranks, num_rows)
-        if given is not None or limit_bytes is None:
-            size = canonical_size(num_rows, min(given or num_rows, num_rows))
+        if asked is not None or limit_bytes is None:
+            size = canonical_size(num_rows, min(asked or num_rows, num_rows))
         else:
             size = planner.largest(limit_bytes) or 1
         planner = planner.with_coarsest_slices(size, limit_bytes)
         found.append((planner, planner.level(level.name, size, limit_bytes)))
     # The report is about the first level that fits.
     planner, level_plan = next((each for each in found if each[1].fits), found[0])
-    assumptions = tuple(sorted(steps.assumptions))  # remedies might add others
     size = level_plan.microbatch_size
     return PlanReport(
         **vars(level_plan),
@@ -335,13 +323,13 @@ def plan(
         limit_bytes=limit_bytes,
         num_rows=num_rows,
         points=tuple((each, planner.points[each][0]) for each in sorted(planner.points)),
-        remedies=tuple(planner.remedies(size, limit_bytes) if remedies else ()),
+        find_remedies=functools.partial(planner.remedies, size, limit_bytes),
         num_parameters=sum(p.numel() for p in steps.model.parameters()),
         ranks=num_ranks,
-        precision=precision,
+        precision=conditions.precision,
         train=train,
         levels=tuple(level_plan for _, level_plan in found),
-        assumptions=assumptions,
+        assumptions=tuple(sorted(steps.assumptions)),
         state_unknown=steps.step_memory.unknown or "",
         trace=planner.trace(size),
     )

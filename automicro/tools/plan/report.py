@@ -1,22 +1,19 @@
-"""Report of a plan: as data, as text, and as a picture."""
+"""Report of a plan: as data and as text."""
 
 import dataclasses
+import functools
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from automicro.batch.layout import describe_cut
 from automicro.memory.timeline import ACTIVATIONS, Owner, Trace, added_up
 from automicro.policy.auto import Halving
 from automicro.savers.levels import PLAIN
 from automicro.tools import Remedy, table
-from automicro.tools.pictures import new_figure, speed_and_memory, timeline
 from automicro.tools.plan.kernels import KINDS
 from automicro.units import describe_count, format_bytes
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 _PLACES = {"cpu": "on the CPU", "cuda": "as on a GPU"}
 _MOST_MODULES = 6
@@ -72,7 +69,6 @@ class PlanReport(LevelPlan):
         limit_bytes: memory available to tensors, or None if not given.
         num_rows: rows of the optimization batch on each rank.
         points: sizes that were checked, with their peaks.
-        remedies: changes that would help, most helpful first.
         num_parameters: number of parameters of the model.
         ranks: number of ranks that share the model as shards.
         precision: precision of autocast.
@@ -81,6 +77,7 @@ class PlanReport(LevelPlan):
         assumptions: assumptions about the device's kernels, as sentences.
         state_unknown: why the optimizer's state could not be predicted and is not counted.
         trace: allocations and releases in the step.
+        find_remedies: runs the step with changes that might help.
     """
 
     model: str
@@ -88,7 +85,6 @@ class PlanReport(LevelPlan):
     limit_bytes: int | None
     num_rows: int
     points: Sequence[tuple[int, int]]
-    remedies: Sequence[Remedy]
     num_parameters: int
     ranks: int
     precision: str
@@ -97,6 +93,12 @@ class PlanReport(LevelPlan):
     assumptions: Sequence[str]
     state_unknown: str
     trace: Trace = dataclasses.field(repr=False)
+    find_remedies: Callable[[], Sequence[Remedy]] = dataclasses.field(repr=False)
+
+    @functools.cached_property
+    def remedies(self) -> Sequence[Remedy]:
+        """Changes that would help, most helpful first; they are planned when first read."""
+        return self.find_remedies()
 
     @property
     def level(self) -> str:
@@ -129,32 +131,13 @@ class PlanReport(LevelPlan):
         return Halving(initial=self.microbatch_size)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return all fields except the trace as JSON values."""
+        """Return the report as JSON values."""
         levels = [vars(each) | {"needed_bytes": each.needed_bytes} for each in self.levels]
         remedies = list(map(vars, self.remedies))
         found = vars(self) | {"levels": levels, "remedies": remedies, "level": self.level}
         found |= {"needed_bytes": self.needed_bytes, "breakdown": self.breakdown}
-        del found["trace"]
+        del found["trace"], found["find_remedies"]
         return found | {"modules": self.modules}
-
-    def picture(self) -> "Figure":
-        """Draw the memory of a step over time, and its peak against the size.
-
-        Raises:
-            ImportError: matplotlib is not installed.
-        """
-        figure = new_figure(height=9.0)
-        above, below = figure.subfigures(2, 1, squeeze=False)[:, 0]
-        last = max(len(self.trace.deltas) - 1, 1)
-        samples = [(event / last, held) for event, held in self.trace.samples(_name_of)]
-        title = f"What a step of {self.model} holds"
-        timeline(samples, limit_bytes=self.limit_bytes, title=title, unit="part of it", into=above)
-        points = [(size, None, None, peak) for size, peak in self.points]
-        chosen = self.microbatch_size if self.fits else None
-        speed_and_memory(
-            points, limit_bytes=self.limit_bytes, chosen=chosen, title="Its peak", into=below
-        )
-        return figure
 
     def __str__(self) -> str:
         lines = [self._verdict(), self._conditions(), "  at the peak:"]

@@ -76,7 +76,6 @@ def plan(model: Any, data: Any, **options: Any) -> automicro.PlanReport:
         "loss_fn": loss_of(own),
         "optimizer": adam,
         "device": "cpu",
-        "remedies": False,
         **options,
     }
     return automicro.plan(own, data, **options)
