@@ -6,13 +6,7 @@ from typing import Any
 import torch
 
 from automicro.batch.reading import Decisions, Node, Reader, decide
-from automicro.batch.tensors import (
-    builder,
-    open_container,
-    row_encodings,
-    tensor_leaves,
-    with_encodings,
-)
+from automicro.batch.tensors import builder, open_container, tensor_leaves
 from automicro.batch.types import STRUCTURES, TENSORS, Kind, Pieces, join_path, kind_of, row_type_of
 from automicro.errors import BatchError, suggestion
 from automicro.policy.policy import require_size
@@ -97,10 +91,8 @@ class BatchLayout:
         self._dim, self._declared = _parse(batch_layout)
         self._decisions: Decisions = {}
         self._matched: set[str] = set()
-        # The rows of the last batch, and the dimensions in which its tensors were cut, for further
-        # batches of the same form.
-        self._last: tuple[Any, int] | None = None
-        self._last_cut: tuple[Any, int, list[int | None]] | None = None
+        # The form of the last batch, its rows, and the dimensions in which its tensors are cut.
+        self._known: tuple[Any, int, list[int | None]] | None = None
         # Whether the last batch is itself a list of rows, and not of parts.
         self.holds_rows = False
 
@@ -120,33 +112,25 @@ class BatchLayout:
             BatchError: its parts disagree, are ambiguous, or hold no rows.
         """
         form = _plain_form(batch)
-        if form is not None and self._last is not None and form == self._last[0]:
-            return self._last[1]
-        num_rows = self._read(batch)[1]
-        self._last = None if form is None else (form, num_rows)
-        return num_rows
+        if self._known is not None and form is not None and form == self._known[0]:
+            return self._known[1]
+        return self._read_anew(batch, form)[1]
 
     def split(self, batch: Any, sizes: Sequence[int]) -> list[Any]:
         """Cut `batch` into consecutive microbatches of `sizes` rows, which must sum to its rows.
 
         Containers keep their types; tensors and arrays are views into the batch.
         """
-        form = _plain_form(batch)
-        known = self._last_cut
-        if known is not None and form is not None and form == known[0]:
-            _, num_rows, dims = known
-            # The fast path reads nothing; if the sizes are wrong, the slow path says why.
-            if sum(sizes) == num_rows:
-                return list(_cut_plain(batch, list(sizes), iter(dims)))
-        root, num_rows, decisions = self._read(batch)
+        form, known = _plain_form(batch), self._known
+        # The fast path reads nothing; if the sizes are wrong, the slow path says why.
+        if known and form is not None and form == known[0] and sum(sizes) == known[1]:
+            return list(_cut_plain(batch, list(sizes), iter(known[2])))
+        root, num_rows, decisions = self._read_anew(batch, form)
         if sum(sizes) != num_rows:
             raise BatchError(
                 f"Microbatches of {list(sizes)} rows sum to {sum(sizes)}, but the batch has "
                 f"{num_rows} rows. Compute the sizes from its own number of rows."
             )
-        if form is not None and "items" not in decisions.values():
-            self._last = form, num_rows
-            self._last_cut = form, num_rows, _plain_dims(root)
         return list(_cut(root, Pieces.of_sizes(sizes), num_rows, decisions))
 
     def take_rows(self, batch: Any, indices: Sequence[int]) -> Any:
@@ -158,10 +142,6 @@ class BatchLayout:
                 f"least one index, each from 0 to {num_rows - 1}."
             )
         return _cut(root, Pieces([list(indices)]), num_rows, decisions)[0]
-
-    def leaves(self, batch: Any) -> list[tuple[str, torch.Tensor]]:
-        """Return all tensors in `batch` with their paths, including shared ones."""
-        return tensor_leaves(batch)
 
     def shared(self, batch: Any) -> list[torch.Tensor]:
         """Return the tensors that every slice receives whole; none for a batch of one row.
@@ -180,6 +160,13 @@ class BatchLayout:
         """Return the dimension of the rows of each plain tensor that is cut, by its path."""
         root, _, decisions = self._read(batch)
         return dict(_row_dims(root, decisions))
+
+    def _read_anew(self, batch: Any, form: Any) -> tuple[Node, int, Decisions]:
+        root, num_rows, decisions = self._read(batch)
+        if form is not None and "items" not in decisions.values():
+            dims = dict(_row_dims(root, decisions))
+            self._known = form, num_rows, [dims.get(path) for path, _ in tensor_leaves(batch)]
+        return root, num_rows, decisions
 
     def _read(self, batch: Any) -> tuple[Node, int, Decisions]:
         if self._decisions:
@@ -224,7 +211,7 @@ class BatchLayout:
         shown: Decisions = {}
         decide(root, counts[0], decisions, shown)
         self._decisions.update(shown)
-        self._last = self._last_cut = None
+        self._known = None
         self.holds_rows = decisions.get("") == "items"
         return root, counts[0], decisions
 
@@ -288,19 +275,12 @@ def _cut(node: Node, pieces: Pieces, num_rows: int, decisions: Decisions) -> Seq
     columns = [_cut(child, pieces, num_rows, decisions) for child in node.children]
     rows = zip(*columns, strict=True) if columns else [()] * len(pieces)
     found = list(map(builder(value, node.keys), rows))
-    encodings = row_encodings(value, num_rows) if kind is Kind.MAPPING else None
-    if encodings is not None:
-        return list(map(with_encodings, found, pieces.of(encodings)))
+    # The tokenizer's record of each row, in a BatchEncoding of Hugging Face.
+    records = getattr(value, "encodings", None) if kind is Kind.MAPPING else None
+    if isinstance(records, list) and len(records) == num_rows:
+        for piece, own in zip(found, pieces.of(records), strict=True):
+            piece._encodings = own
     return found
-
-
-def _plain_dims(node: Node) -> list[int | None]:
-    """Return the dimension in which each tensor of a plain batch is cut; None if it is shared."""
-    if node.kind is Kind.ROWS:
-        return [node.dim]
-    if node.kind is Kind.SHARED:
-        return [None] * len(tensor_leaves(node.value))
-    return [dim for child in node.children for dim in _plain_dims(child)]
 
 
 def _cut_plain(batch: Any, sizes: list[int], dims: Iterator[int | None]) -> Sequence[Any]:

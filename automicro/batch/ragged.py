@@ -22,9 +22,7 @@ from automicro.batch.types import (
     subject,
 )
 from automicro.errors import BatchError
-from automicro.memory.oom import ignoring_errors
 from automicro.torch_private import is_wrapper
-from automicro.values import same_values
 
 
 class _Packed(RowType):
@@ -122,7 +120,7 @@ class _Others(RowType):
             return _cut_nested(value, pieces)
         if value.layout is not torch.strided:
             return _cut_sparse(value, pieces, dim)
-        return _cut_subclass(value, TENSORS.cut_dense(value, pieces, dim), dim, pieces)
+        return _cut_subclass(value, TENSORS.cut_dense(value, pieces, dim), dim)
 
     def concat(self, values: Sequence[Any], dim: int) -> Any:
         layout = values[0].layout
@@ -152,48 +150,28 @@ def _cut_jagged(value: Any, pieces: Pieces) -> list[torch.Tensor]:
     # The only dimension without a number: its size is a symbol, bound to the offsets tensor.
     ragged_dim = next(i for i, size in enumerate(value.shape) if not isinstance(size, int))
     values, offsets, lengths = value.values(), value.offsets(), value.lengths()
-    starts: list[int] = offsets.tolist()
-    row_lengths: list[int] = (offsets.diff() if lengths is None else lengths).tolist()
+    row_lengths = offsets.diff() if lengths is None else lengths
+    starts, own = offsets.tolist(), row_lengths.tolist()
     # Tensors that share offsets in the batch must share them in a microbatch. Otherwise torch
     # treats their ragged dimensions as different and refuses to add them.
-    new = pieces.offsets.get(id(offsets))
-    if new is None:
-        new = [
-            _piece_offsets(chosen, offsets, lengths, starts, row_lengths)
-            for chosen in pieces.selections
-        ]
-        pieces.offsets[id(offsets)] = new
+    new = pieces.offsets.setdefault(id(offsets), [])
+    if not new:
+        for chosen in pieces.selections:
+            ends = row_lengths[list(chosen)].cumsum(0)
+            new.append(torch.nn.functional.pad(ends, (1, 0)).to(offsets.dtype))
     found = []
-    for chosen, (new_offsets, new_lengths) in zip(pieces.selections, new, strict=True):
-        if isinstance(chosen, range):
-            start, stop = starts[chosen.start], starts[chosen.stop]
-            rows = values.narrow(ragged_dim - 1, start, stop - start)
+    for chosen, new_offsets in zip(pieces.selections, new, strict=True):
+        first, last = chosen[0], chosen[-1]
+        if lengths is None and isinstance(chosen, range):  # a view
+            spans = [(starts[first], starts[last + 1] - starts[first])]
         else:
-            parts = [values.narrow(ragged_dim - 1, starts[i], row_lengths[i]) for i in chosen]
-            rows = torch.cat(parts, dim=ragged_dim - 1)
+            spans = [(starts[row], own[row]) for row in chosen]
+        parts = [values.narrow(ragged_dim - 1, *span) for span in spans]
+        rows = parts[0] if len(parts) == 1 else torch.cat(parts, dim=ragged_dim - 1)
         found.append(
-            torch.nested.nested_tensor_from_jagged(
-                rows, new_offsets, lengths=new_lengths, jagged_dim=ragged_dim
-            )
+            torch.nested.nested_tensor_from_jagged(rows, new_offsets, jagged_dim=ragged_dim)
         )
     return found
-
-
-def _piece_offsets(
-    chosen: Sequence[int],
-    offsets: torch.Tensor,
-    lengths: torch.Tensor | None,
-    starts: list[int],
-    row_lengths: list[int],
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    if isinstance(chosen, range):
-        start, stop = chosen.start, chosen.stop
-        new_lengths = None if lengths is None else lengths[start:stop]
-        return offsets[start : stop + 1] - starts[start], new_lengths
-    ends = [0]
-    for i in chosen:
-        ends.append(ends[-1] + row_lengths[i])
-    return torch.tensor(ends, dtype=offsets.dtype, device=offsets.device), None
 
 
 def _cut_sparse(value: torch.Tensor, pieces: Pieces, dim: int) -> list[torch.Tensor]:
@@ -205,53 +183,27 @@ def _cut_sparse(value: torch.Tensor, pieces: Pieces, dim: int) -> list[torch.Ten
 _DEEPEST = 8  # nested mappings among the attributes of a tensor
 
 
-def _cut_subclass(
-    value: torch.Tensor, cut: Sequence[torch.Tensor], dim: int, pieces: Pieces
-) -> list[torch.Tensor]:
-    """Cut a tensor of a subclass, by its own indexing if its attributes have rows, too."""
+def _cut_subclass(value: torch.Tensor, cut: Sequence[torch.Tensor], dim: int) -> list[torch.Tensor]:
+    """Return slices in the class of a tensor, unless attributes have rows that slicing keeps."""
     rows, kind = value.shape[dim], type(value)
-    held = dict(_attributes_with_rows(getattr(value, "__dict__", {}), rows))
-    if not held or issubclass(kind, torch.nn.Parameter) or is_wrapper(kind):
+    held = next(_attributes_with_rows(getattr(value, "__dict__", {}), rows), None)
+    if held is None or issubclass(kind, torch.nn.Parameter) or is_wrapper(kind):
         return _like_subclass(cut, value)
-    own = [_own_piece(value, chosen, dim, held) for chosen in pieces.selections]
-    found = [piece for piece in own if piece is not None]
-    if len(found) < len(own):
-        raise BatchError(
-            f"A {kind.__name__} in the batch has {rows} rows, and so has its attribute "
-            f"{next(iter(held))!r}, which slicing the tensor does not cut. Use "
-            f"register_batch_type({kind.__name__}, num_rows=len, take=lambda value, start, stop: "
-            "…), or put the attribute into the batch next to it."
-        )
-    return _like_subclass(found, value)
+    raise BatchError(
+        f"A {kind.__name__} in the batch has {rows} rows, and so has its attribute {held!r}, which "
+        f"slicing the tensor does not cut. Use register_batch_type({kind.__name__}, num_rows=len, "
+        "take=lambda value, start, stop: …), or put the attribute into the batch next to it."
+    )
 
 
-def _own_piece(
-    value: torch.Tensor, chosen: Sequence[int], dim: int, held: Mapping[str, Any]
-) -> Any | None:
-    """Index a tensor; return the piece if that also cut its attributes with rows, else None."""
-    before = (slice(None),) * (dim % value.dim())
-    is_slice = isinstance(chosen, range)
-    index = slice(chosen[0], chosen[-1] + 1) if is_slice else torch.as_tensor(list(chosen))
-    with ignoring_errors():  # the class may not support this kind of index
-        piece = value[(*before, index)] if before else value[index]
-        cut = dict(_attributes_with_rows(vars(piece), len(chosen)))
-        wanted = {
-            path: [each[row] for row in chosen] if isinstance(each, list) else each[list(chosen)]
-            for path, each in held.items()
-        }
-        if all(same_values(cut.get(path), each) for path, each in wanted.items()):
-            return piece
-    return None
-
-
-def _attributes_with_rows(table: Any, rows: int, path: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield attributes, including items of mappings, that have one entry per row."""
+def _attributes_with_rows(table: Any, rows: int, path: str = "") -> Iterator[str]:
+    """Yield paths of attributes, including items of mappings, that have one entry per row."""
     for name, each in table.items():
         inner = join_path(path, name)
         if isinstance(each, Mapping) and inner.count(".") < _DEEPEST:
             yield from _attributes_with_rows(each, rows, inner)
         elif (getattr(each, "ndim", 0) or isinstance(each, list)) and len(each) == rows:
-            yield inner, each
+            yield inner
 
 
 def _like_subclass(pieces: Sequence[torch.Tensor], value: torch.Tensor) -> list[torch.Tensor]:

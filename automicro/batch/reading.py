@@ -7,6 +7,7 @@ counts it allows, the counts of all parts are intersected, and the remaining one
 
 import types
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -28,37 +29,22 @@ ANY: Counts = frozenset({None})
 """The counts of a part without rows: None stands for "the same as the others"."""
 
 
+@dataclass(slots=True)
 class Node:
     """One part of a batch: its value, its path, and the row counts it allows."""
 
-    __slots__ = (
-        "children",
-        "counts",
-        "dim",
-        "fields",
-        "is_open",
-        "keys",
-        "kind",
-        "may_be_items",
-        "path",
-        "reason",
-        "value",
-    )
-
-    def __init__(self, value: Any, kind: Kind, path: str, counts: Counts, dim: int = 0) -> None:
-        self.value = value
-        self.kind = kind
-        self.path = path
-        self.counts = counts
-        self.dim = dim
-        self.keys: Sequence[Any] = ()
-        self.children: Sequence[Node] = ()
-        # A list or tuple may allow two readings. `fields` has the counts that its parts agree on,
-        # or None if they disagree. It is open if only the rest of the batch can decide.
-        self.fields: Counts | None = None
-        self.may_be_items = False
-        self.is_open = False
-        self.reason = ""
+    value: Any
+    kind: Kind
+    path: str
+    counts: Counts
+    dim: int = 0
+    keys: Sequence[Any] = ()
+    children: "Sequence[Node]" = ()
+    # A list or tuple may allow two readings. `fields` has the counts that its parts agree on, or
+    # None if they disagree. It is open if only the rest of the batch can decide.
+    fields: Counts | None = None
+    may_be_items: bool = False
+    is_open: bool = False
 
     def counts_with(self, others: Counts) -> Counts:
         """Return the row counts that both this part and others allow."""
@@ -201,9 +187,6 @@ class Reader:
             if not node.may_be_items:
                 raise
             node.children = ()
-            # The remedy for the first reading does not apply to the second.
-            sentence = str(error).partition(". ")[0]
-            node.reason = sentence.removeprefix("The rows of the batch do not agree: ")
         if not path and self._is_anchored(node):
             node.may_be_items = node.is_open = False
         node.counts = node.fields or frozenset()

@@ -4,8 +4,9 @@ import collections
 import copy
 import dataclasses
 import functools
+import itertools
 import types
-from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -157,26 +158,6 @@ def _cannot_build(value: Any) -> BatchError:
         f"A {type(value).__name__} in the batch could not be copied with other values. Use "
         f"register_batch_type({type(value).__name__}, ...) to define how it is sliced."
     )
-
-
-def row_encodings(value: Any, num_rows: int) -> Sequence[Any] | None:
-    """Return the tokenizer's record of each row in a Hugging Face BatchEncoding, or None."""
-    if not isinstance(value, collections.UserDict):
-        return None
-    # Only fast tokenizers provide them.
-    encodings = getattr(value, "encodings", None)
-    if not isinstance(encodings, list) or len(encodings) != num_rows:
-        return None
-    return encodings
-
-
-def with_encodings(value: Any, encodings: Sequence[Any]) -> Any:
-    """Copy `value` with other tokenizer records, and keep its other attributes."""
-    new = type(value)(dict(value), encoding=encodings, n_sequences=value.n_sequences)
-    for name, attribute in vars(value).items():
-        if name not in vars(new):
-            setattr(new, name, attribute)
-    return new
 
 
 _OF_ITS_OWN = (
@@ -339,7 +320,6 @@ def tensor_leaves(batch: Any, path: str = "") -> list[tuple[str, torch.Tensor]]:
 
 # The most values that are read inside one object, because it may refer to a whole dataset.
 _MOST_VALUES = 64
-_DEEPEST = 4
 
 
 class Contents:
@@ -400,46 +380,31 @@ class Contents:
                 self.num_elements += _num_elements(tensor)
 
     def _look_inside(self, value: Any) -> None:
+        """Count the values in an opaque object, its containers and its inner objects."""
         found = 0
         # Tensors in an object that is copied are copied with it, and need no version check.
         is_copied = is_its_attributes(type(value)) and not hasattr(type(value), "__copy__")
-        for part in _values_inside(value):
-            if isinstance(part, torch.Tensor):
-                if not is_copied:
-                    self.inner_tensors.append(part)
-                found += _num_elements(part)
-            elif isinstance(part, np.ndarray):
-                found += part.size
-            elif isinstance(part, str):
-                found += len(part)
+        # Objects may have cyclic references.
+        waiting, seen = [value], {id(value)}
+        while waiting and len(seen) <= _MOST_VALUES:
+            held = waiting.pop()
+            if not isinstance(held, list | tuple):
+                held = (held if isinstance(held, dict) else state_of(held)).values()
+            for part in itertools.islice(held, _MOST_VALUES):
+                if id(part) in seen or isinstance(part, type | torch.nn.Module | types.ModuleType):
+                    continue
+                seen.add(id(part))
+                if isinstance(part, torch.Tensor):
+                    self.inner_tensors += () if is_copied else (part,)
+                    found += _num_elements(part)
+                elif isinstance(part, np.ndarray):
+                    found += part.size
+                elif isinstance(part, str):
+                    found += len(part)
+                elif type(part) not in PLAIN:
+                    waiting.append(part)
         # At least 1, because a batch of objects of unknown size still grows with its rows.
-        self.num_elements += found or _pixels(value) or 1
-
-
-def _values_inside(value: Any) -> Iterator[Any]:
-    """Yield values that an object holds, including those of its containers and inner objects."""
-    waiting: list[tuple[Any, int]] = [(value, 0)]
-    # Objects may have cyclic references.
-    seen = {id(value)}
-    while waiting and len(seen) <= _MOST_VALUES:
-        current, depth = waiting.pop()
-        for part in _parts(current):
-            if id(part) in seen or isinstance(part, type | torch.nn.Module | types.ModuleType):
-                continue
-            seen.add(id(part))
-            yield part
-            if depth < _DEEPEST and type(part) not in PLAIN:
-                waiting.append((part, depth + 1))
-
-
-def _parts(value: Any) -> list[Any]:
-    if isinstance(value, dict):
-        return list(value.values())[:_MOST_VALUES]
-    if isinstance(value, list | tuple):
-        return list(value[:_MOST_VALUES])
-    if isinstance(value, torch.Tensor | np.ndarray):
-        return []
-    return list(state_of(value).values())
+        self.num_elements += found or 1
 
 
 def _elements_of_plain(value: Any) -> int:
@@ -453,15 +418,3 @@ def _num_elements(tensor: torch.Tensor) -> int:
         values: Any = tensor.values()
         return int(values.numel())
     return int(tensor.numel())
-
-
-def _pixels(value: Any) -> int:
-    """Return width times height of an image, or of any object with a ``size``."""
-    # Check the class first, because a property may load an image from the disk.
-    size = vars(type(value)).get("size") or getattr(type(value), "size", None)
-    if size is None and "size" not in getattr(value, "__dict__", {}):
-        return 0
-    found = getattr(value, "size", None)
-    if not isinstance(found, tuple) or not all(isinstance(each, int) for each in found):
-        return 0
-    return int(np.prod(found))

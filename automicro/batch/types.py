@@ -36,7 +36,7 @@ class Pieces:
         # Of pieces that have all rows in order; else None.
         self.sizes = None if sizes is None else list(sizes)
         # Of jagged pieces, by the id of the offsets of the whole.
-        self.offsets: dict[int, list[tuple[torch.Tensor, torch.Tensor | None]]] = {}
+        self.offsets: dict[int, list[torch.Tensor]] = {}
 
     @classmethod
     def of_sizes(cls, sizes: Sequence[int]) -> "Pieces":
@@ -283,7 +283,7 @@ def register_batch_type(
             by default the tensors among the attributes are mapped.
 
     Raises:
-        TypeError: `cls` is not a class, or one of the functions is not callable.
+        TypeError: `cls` is not a class.
         ValueError: `cls` is a built-in container or leaf, whose meaning is fixed.
 
     >>> class Graphs:
@@ -304,14 +304,6 @@ def register_batch_type(
             f"{cls.__name__} already has a meaning in a batch. Register a subclass of it, or "
             "declare single parts with batch_layout."
         )
-    given = {"num_rows": num_rows, "take": take, "concat": concat, "map_tensors": map_tensors}
-    for name, function in given.items():
-        is_left_out = function is None and name in ("concat", "map_tensors")
-        if not (is_left_out or callable(function)):
-            raise TypeError(
-                f"register_batch_type({cls.__name__}, {name}=...) needs a function, got "
-                f"{function!r}. Pass a callable."
-            )
     _registered[cls] = Registered(num_rows, take, concat, map_tensors)
     # Subclasses that were looked up before may now be of another kind.
     _cached_kind.cache_clear()

@@ -1,6 +1,6 @@
 """Messages about a batch that cannot be read: which parts disagree, and what to declare."""
 
-from collections.abc import Iterator, Sequence, Set
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -25,60 +25,23 @@ def disagreement(before: Sequence[Node], node: Node) -> BatchError:
             f"batch_layout={{{single.path!r}: 'shared'}} if every microbatch should get "
             f"{where(single.path)} whole, or give it the same number of rows."
         )
-    for leaf, other in ((second, first), (first, second)):
-        if _are_offsets(leaf, other):
-            return BatchError(
-                f"{text} {where(leaf.path)} seems to hold the offsets of the rows in "
-                f"{where(other.path)}, as for nn.EmbeddingBag, so neither can be cut without the "
-                "other: give a list of one tensor per row and join it in the forward, or hold both "
-                "in a class of your own and register it with register_batch_type."
-            )
     return BatchError(
-        f"{text} Give both the same number of rows, or declare the one that holds no rows "
-        f"(batch_layout={{{second.path!r}: 'shared'}})"
-        f"{_or_dimension(first, second) or _or_list(first, second)}."
+        f"{text} Give both the same number of rows (as a list of one tensor per row, if rows have "
+        "several entries), or declare the one that holds no rows "
+        f"(batch_layout={{{second.path!r}: 'shared'}}){_or_dimension(first, second)}."
     )
-
-
-def _are_offsets(leaf: Node, other: Node) -> bool:
-    """Whether integers are ascending offsets into another leaf, starting at 0."""
-    values, pieces = leaf.value, other.value
-    if any(
-        type(each) is not torch.Tensor or each.device.type != "cpu" for each in (values, pieces)
-    ):
-        return False
-    if values.dim() != 1 or values.is_floating_point() or not 1 < len(values) < len(pieces):
-        return False
-    places: list[int] = values.tolist()
-    return places[0] == 0 and places == sorted(places) and places[1] < places[-1] <= len(pieces)
-
-
-def _arrays_first(first: Node, second: Node) -> Iterator[tuple[Node, Node]]:
-    """Yield each leaf that has dimensions with the other one, starting with the later leaf."""
-    for leaf, other in ((second, first), (first, second)):
-        is_array = isinstance(leaf.value, torch.Tensor | np.ndarray) and leaf.kind is Kind.ROWS
-        if is_array and not getattr(leaf.value, "is_nested", False):
-            yield leaf, other
 
 
 def _or_dimension(first: Node, second: Node) -> str:
     """Complete a remedy if one leaf has the other's rows in another dimension."""
-    for leaf, other in _arrays_first(first, second):
-        for dim, size in enumerate(leaf.value.shape):
+    for leaf, other in ((second, first), (first, second)):
+        value = leaf.value
+        is_array = isinstance(value, torch.Tensor | np.ndarray) and leaf.kind is Kind.ROWS
+        if not is_array or getattr(value, "is_nested", False):
+            continue
+        for dim, size in enumerate(value.shape):
             if size in other.counts and size not in leaf.counts:
                 return f", or the dimension that does (batch_layout={{{leaf.path!r}: {dim}}})"
-    return ""
-
-
-def _or_list(first: Node, second: Node) -> str:
-    """Complete a remedy if each row of one leaf may have several of the other, such as images."""
-    for leaf, other in _arrays_first(first, second):
-        counts, fewer = [list(filter(None, each.counts)) for each in (leaf, other)]
-        if counts and fewer and min(counts) >= 2 * max(fewer):
-            return (
-                f"; if each row has several of {where(leaf.path)} (its images, or their patches), "
-                "give a list of one tensor per row and join it in the forward"
-            )
     return ""
 
 
@@ -93,54 +56,28 @@ def _witness(node: Node, against: Counts) -> Node:
 
 def _describe(leaf: Node) -> str:
     """Describe a leaf with its path, its rows and its shape."""
-    value = leaf.value
-    if isinstance(value, torch.Tensor) and not value.is_nested:
-        what = f"tensor of shape {tuple(value.shape)}"
-    elif isinstance(value, np.ndarray):
-        what = f"array of shape {value.shape}"
+    value, what = leaf.value, type(leaf.value).__name__
+    if isinstance(value, torch.Tensor | np.ndarray) and not getattr(value, "is_nested", False):
+        what = f"{what} of shape {tuple(value.shape)}"
     elif leaf.kind is Kind.SEQUENCE:
-        what = f"{type(value).__name__} of {len(value)} elements"
-    else:
-        what = type(value).__name__
-    if leaf.reason:
-        what += f"; not read as parts: {leaf.reason}"
-    counts = [count for count in leaf.counts if count is not None]
-    rows = " or ".join(f"{count}" for count in sorted(counts))
+        what = f"{what} of {len(value)} elements"
+    counts = sorted(count for count in leaf.counts if count is not None)
+    rows = " or ".join(map(str, counts))
     return f"{where(leaf.path)} has {rows} row{'s' * (counts != [1])} ({what})"
-
-
-_TABLES = ("pandas", "polars", "pyarrow", "datasets", "xarray", "modin", "cudf")
-_GRAPHS = (
-    "register_batch_type(torch_geometric.data.Batch, num_rows=lambda batch: batch.num_graphs, "
-    "take=lambda batch, start, stop: torch_geometric.data.Batch.from_data_list("
-    "batch[start:stop]), map_tensors=lambda batch, fn: copy.copy(batch).apply(fn))"
-)
 
 
 def unknown_type(value: Any, path: str) -> BatchError:
     """Return the error for a value of an unknown type, with the code that registers it."""
-    cls = type(value)
-    name = cls.__name__
-    text = f"{subject(path)} is of type {name}, and how to cut that into rows is unknown."
-    libraries = {base.__module__.partition(".")[0] for base in cls.__mro__}
-    if not path and isinstance(value, torch.utils.data.DataLoader):
-        return BatchError(f"{text} Pass its batches one by one: for batch in loader: …")
-    if isinstance(value, Iterator):
+    name = type(value).__name__
+    remedy = f"Make a list, a dict or a tensor of its rows, or use {_registration(name)}"
+    if isinstance(value, torch.utils.data.DataLoader):
+        remedy = "Pass its batches one by one: for batch in loader: …"
+    elif isinstance(value, Iterator):
         remedy = "It can be read only once, and a retry reads it again: make a list of it"
-    elif isinstance(value, Set):
-        remedy = "A set has no order: make a sorted list of it"
-    elif libraries & set(_TABLES):
-        remedy = (
-            "Turn it into a dict of arrays or tensors, one for each column, or use "
-            f"register_batch_type({name}, num_rows=len, take=lambda value, start, stop: …)"
-        )
-    elif "torch_geometric" in libraries and hasattr(value, "num_graphs"):
-        remedy = f"Use {_GRAPHS}"
-    elif isinstance(value, Sequence) or _is_like_a_list(cls):
-        remedy = f"Make a list of it, or use {_registration(name)}"
-    else:
-        remedy = f"Use {_registration(name)}"
-    return BatchError(f"{text} {remedy}{or_shared(path)}.")
+    return BatchError(
+        f"{subject(path)} is of type {name}, and how to cut that into rows is unknown. "
+        f"{remedy}{or_shared(path)}."
+    )
 
 
 def refuse_rows_in(value: Any, num_rows: int, path: str) -> None:
@@ -162,10 +99,6 @@ def _registration(name: str) -> str:
     )
 
 
-def _is_like_a_list(cls: type) -> bool:
-    return all(hasattr(cls, method) for method in ("__getitem__", "__len__", "append"))
-
-
 def ambiguous(root: Node, counts: Sequence[int]) -> BatchError:
     """Return the error for a batch with several possible row counts."""
     node = next(node for node in _walk(root) if node.may_be_items and node.fields)
@@ -179,15 +112,9 @@ def ambiguous(root: Node, counts: Sequence[int]) -> BatchError:
     )
     return BatchError(
         f"The batch can be read with {' or '.join(map(str, counts))} rows, because a list can hold "
-        f"one element per row ('items') or parts that each hold all rows ('fields'): "
-        f"{_describe(node)}. Declare which: {declarations}{_hint(node)}."
+        f"one element per row ('items') or parts that each hold all rows ('fields', as a "
+        f"DataLoader's own collate makes): {_describe(node)}. Declare which: {declarations}."
     )
-
-
-def _hint(node: Node) -> str:
-    if node.path or not isinstance(node.value, list):
-        return ""
-    return " (a DataLoader's own collate makes lists of parts)"
 
 
 def _walk(node: Node) -> list[Node]:

@@ -5,7 +5,6 @@ import itertools
 import math
 import random
 import warnings
-import zlib
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias, TypeVar, cast
@@ -19,8 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from automicro.batch.device import on_device, on_host
 from automicro.batch.joining import concat_rows
 from automicro.batch.layout import BatchLayout
-from automicro.batch.tensors import map_tensors, open_container, tensor_leaves
-from automicro.batch.types import STRUCTURES, Kind, join_path, kind_of
+from automicro.batch.tensors import map_tensors, tensor_leaves
 from automicro.checking.draws import HeldDraws
 from automicro.checking.reading import (
     LOSS,
@@ -429,36 +427,31 @@ class Bench:
 
     @contextlib.contextmanager
     def _shaking(self, shake: int) -> Iterator[None]:
-        """Change parameters in their last bits, in place."""
-        # Bits are flipped, not numbers added, so flipping again restores them exactly.
-        shaken: list[tuple[Tensor, Tensor, int]] = []  # with the first value of each
-        for each in self._shaken if shake else ():
-            kind = _INTEGERS.get(each.dtype)
-            # Bits of a subclass, such as a quantized tensor, might mean something else.
-            is_plain = type(each) in (Tensor, nn.Parameter) and each.layout is torch.strided
-            if kind and is_plain and each.device.type != "meta":
-                # Shaken by the rounding error of the computation, which might run in a lower dtype.
-                steps = max(1, round(self.rounding[1] / torch.finfo(each.dtype).eps))
-                view = each.data.view(kind)
-                first = view.as_strided((min(1, view.numel()),), (1,))
-                shaken.append((view, first.clone(), _pattern(steps, shake)))
+        """Change parameters by the rounding error of the computation."""
+        kept = [
+            (each.data, each.detach().clone())
+            for each in (self._shaken if shake else ())
+            # Values of a subclass, such as a quantized tensor, might mean something else.
+            if type(each) in (Tensor, nn.Parameter) and each.layout is torch.strided
+            if each.is_floating_point() and each.device.type != "meta"
+        ]
         written = self.draws.written
 
         def put_back() -> None:
             self.draws.put_back()
-            for view, first, bits in shaken:
-                # Ctrl-C might arrive between any two of them.
-                if not first.equal(view.as_strided(first.shape, (1,))):  # it was shaken
-                    view.bitwise_xor_(bits)
+            for data, value in kept:
+                data.copy_(value)
             self.draws.forget_but(written)  # copies of other parameters contain shaken values
             self.draws.put_back()
 
         try:
-            for view, _, bits in shaken:
-                view.bitwise_xor_(bits)
+            for data, _ in kept:
+                # The computation might run in a lower dtype.
+                size = max(self.rounding[1], torch.finfo(data.dtype).eps)
+                data.mul_(torch.empty_like(data).bernoulli_(0.5).mul_(2 * size).add_(1 - size))
             yield
         finally:
-            if shaken:
+            if kept:
                 surely(put_back)
 
     @contextlib.contextmanager
@@ -541,23 +534,6 @@ class Bench:
         self.draws.unheld |= {name for name, state in before.items() if now[name] != state}
 
 
-_INTEGERS = {
-    torch.float64: torch.int64,
-    torch.float32: torch.int32,
-    torch.float16: torch.int16,
-    torch.bfloat16: torch.int16,
-}
-
-
-def _pattern(steps: int, shake: int) -> int:
-    """Return a mask of bits to flip, up to ``steps`` units in the last place, varying by shake."""
-    high = 1 << (steps.bit_length() - 1)
-    low = high >> 1 or 1
-    return (high, low, high | high >> 1, high | high >> 2, high | high >> 1 | high >> 2)[
-        (shake - 1) % 5
-    ]
-
-
 def _without_graph(tensor: Tensor) -> Tensor:
     # The backward of a check would continue into the caller's graph and free it.
     return tensor if tensor.grad_fn is None else tensor.detach().requires_grad_()
@@ -569,35 +545,17 @@ def _joined(outputs: Sequence[Any]) -> dict[str, Tensor]:
         return {}
     # The whole is a single part.
     if len(outputs) == 1:
-        return _leaves(outputs[0])
+        return dict(tensor_leaves(outputs[0]))
     try:
-        return _leaves(concat_rows(outputs))
+        return dict(tensor_leaves(concat_rows(outputs)))
     except BatchError:  # perhaps only these parts cannot be joined; try leaf by leaf
-        first, *others = map(_leaves, outputs)
+        first, *others = (dict(tensor_leaves(each)) for each in outputs)
         found = {}
         for path, leaf in first.items():
             pieces = [leaf, *(each.get(path, leaf[..., :0]) for each in others)]
             are_alike = len({piece.shape[1:] for piece in pieces}) == 1 and leaf.dim() > 0
             found[path] = torch.cat(pieces) if are_alike else leaf
         return found
-
-
-def _leaves(value: Any) -> dict[str, Tensor]:
-    return dict(tensor_leaves(value)) | _texts(value)
-
-
-def _texts(value: Any, path: str = "") -> dict[str, Tensor]:
-    """Return lists of strings and integers by path, as hashes that can be compared."""
-    kind = kind_of(type(value))
-    if kind is not Kind.SEQUENCE and kind not in STRUCTURES:
-        return {}
-    keys, parts = open_container(value)
-    if kind is Kind.SEQUENCE and parts and {str, int, bool}.issuperset(map(type, parts)):
-        return {path: torch.tensor([zlib.crc32(repr(each).encode()) for each in parts])}
-    found: dict[str, Tensor] = {}
-    for key, part in zip(keys, parts, strict=True):
-        found |= _texts(part, join_path(path, key))
-    return found
 
 
 def _add_told(reading: Reading, told: Sequence[Mapping[str, tuple[float, float]]]) -> None:

@@ -9,9 +9,9 @@ import functools
 import itertools
 import logging
 import math
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, TypeAlias, TypeVar
 
 import torch
 
@@ -38,12 +38,11 @@ from automicro.torch_private import writes_own_state
 
 logger = logging.getLogger(__name__)
 
-_SeenWhole: TypeAlias = tuple[str, dict[str, str]]
+T = TypeVar("T")
 _SeenOutputs: TypeAlias = tuple[frozenset[str], dict[str, str]]
 
 _OCCASIONS = (1, 2, *(10**power for power in range(1, 7)))
 _FEWER_ROWS = (MOST_ROWS, 4, 2)
-_FRACTIONS = (1, 2, 4)
 _PATIENCE = 4  # fruitless checks before a warning says so
 _SHOWN = 5
 _SLIGHT = 1e-2  # of the gradient of one parameter
@@ -77,7 +76,7 @@ class Occasions:
 class _Track:
     """Results so far of the checks of one kind of forward."""
 
-    forms: Forms  # of batches seen so far
+    forms: Forms = field(default_factory=Forms)  # of batches seen so far
     # Split batches to compare: without outputs, and with outputs.
     splits: tuple[Occasions, Occasions] = field(default_factory=lambda: (Occasions(), Occasions()))
     looks: int = 0  # checks of a few rows
@@ -125,8 +124,7 @@ class Checks:
         self._off = off or not is_alone
         self._refuses = refuses
         self._why_not = "" if is_alone else needs_other_ranks()
-        layout = computation.layout
-        self._train, self._eval = (_Track(forms=Forms(layout), is_over=off) for _ in range(2))
+        self._train, self._eval = (_Track(is_over=off) for _ in range(2))
         self._output_splits = Occasions()
         self._has_named_outputs = False
         self._has_said_unchecked = off  # the user switched checks off
@@ -205,34 +203,28 @@ class Checks:
         without: Collection[int] = (),
     ) -> tuple[Finding | None, list[int]]:
         """Compare fewer and fewer rows while memory runs out; return the finding and the rows."""
-        layout, device = self._computation.layout, self._computation.device
+        layout = self._computation.layout
         parts: list[list[int]] = []
 
-        def compare() -> Finding | None:
+        def compare(most: int) -> Finding | None:
+            track.most_rows = most
             parts[:] = telling_rows(
                 layout,
                 batch,
                 num_rows,
-                most=track.most_rows,
+                most=most,
                 seed=seed,
                 multiple=multiple,
                 without=without,
             )
             return self._compare_few(batch, parts, mode)
 
-        for track.most_rows in (each for each in _FEWER_ROWS if each <= track.most_rows):
-            found = tried(compare, device)
-            if not isinstance(found, Failed):
-                return found, [*parts[0], *parts[1]]
-            # Fewer rows would fail in the same way.
-            if found.kind is not Failure.RETRYABLE:
-                break
-        else:
-            logger.log(
-                logging.DEBUG if track.fruitless else logging.WARNING,
-                "out of memory in a check of a few rows; nothing is lost, and a later batch is "
-                "checked instead",
-            )
+        fewer = [each for each in _FEWER_ROWS if each <= track.most_rows]
+        # After another error, fewer rows would fail in the same way.
+        found = self._fewer(compare, fewer, unless=Failure.UNRELATED)
+        if not isinstance(found, Failed):
+            return found, [*parts[0], *parts[1]]
+        if found.kind is Failure.RETRYABLE:
             return Finding(kind="nothing", text="there was not enough memory to check"), []
         if issubclass(found.error, CollectiveError):
             text = needs_other_ranks(found.why.partition(": ")[2])
@@ -255,6 +247,17 @@ class Checks:
                 )
                 return Finding(kind="wrong", text=text), []
         return Finding(kind="unchecked", text=text, is_final=True), []
+
+    def _fewer(
+        self, work: Callable[[Any], T], amounts: Iterable[Any], *, unless: Failure | None = None
+    ) -> T | Failed:
+        """Do work on less and less until it succeeds, or fails in this way."""
+        for most in amounts:
+            found = tried(functools.partial(work, most), self._computation.device)
+            if not isinstance(found, Failed) or found.kind is unless:
+                break
+            logger.info("a check failed, and nothing is lost: %s", found.why)
+        return found
 
     def _can_cut(self, batch: Any, num_rows: int) -> bool:
         try:
@@ -365,32 +368,34 @@ class Checks:
         # not fit, half, a quarter or two of its microbatches are compared. Halves of a single
         # microbatch show only numbers other than the loss.
         track = self._of(mode)
-        if not track.splits[gives_outputs].is_next() or track.has_named:
+        if not track.splits[gives_outputs].is_next() or track.has_named or len(sizes) < 2:
             return
         wanted = ("seams", "numbers") if mode == "train" else ("numbers",)
-        found: _SeenWhole | Failed | None = None
-        for some, wants in itertools.product(_fewer_and_fewer(sizes), wanted):
-            is_one = sum(some) == sizes[0]
-            work = functools.partial(self._compare_whole, batch, some, mode, wants, is_one=is_one)
-            found = tried(work, self._computation.device)
-            if not isinstance(found, Failed):
-                break
-            logger.info("check: %d rows could not be computed at once: %s", sum(some), found.why)
-        if found is None or isinstance(found, Failed):
-            if found is not None and found.kind is Failure.RETRYABLE:
+        counts = dict.fromkeys(max(2, len(sizes) // fraction) for fraction in (1, 2, 4, len(sizes)))
+        fewer = [sizes[:count] for count in counts]
+        if sizes[0] > 1:
+            fewer.append([sizes[0] - sizes[0] // 2, sizes[0] // 2])
+
+        def compare(given: tuple[Sequence[int], Any]) -> tuple[int, bool, str, dict[str, str]]:
+            is_one = sum(given[0]) == sizes[0]
+            return len(given[0]), is_one, *self._compare_whole(batch, *given, mode, is_one=is_one)
+
+        found = self._fewer(compare, itertools.product(fewer, wanted))
+        if isinstance(found, Failed):
+            if found.kind is Failure.RETRYABLE:
                 track.splits[gives_outputs].put_off()
             return
-        wrong, odd = found
-        if wrong and sum(some) > sizes[0]:
+        count, is_one, wrong, odd = found
+        if wrong and not is_one:
             self._say(track, Finding(kind="wrong", text=wrong))
             return
         new = {name: text for name, text in odd.items() if name not in self._odd_numbers}
         self._odd_numbers |= new.keys()
         if new:
-            warn(_odd(new, mode, len(some)), MetricWarning)
+            warn(_odd(new, mode, count), MetricWarning)
 
     def _compare_whole(
-        self, batch: Any, sizes: Sequence[int], mode: Mode, wants: Any, *, is_one: bool
+        self, batch: Any, sizes: Sequence[int], wants: Any, mode: Mode, *, is_one: bool
     ) -> tuple[str, dict[str, str]]:
         """Return the error of the loss over some microbatches, and errors of other numbers."""
         device = self._computation.device
@@ -412,8 +417,7 @@ class Checks:
         numbers = {
             name: _number(name, whole, parts)
             for name in sorted(odd - named)
-            # Halves of a microbatch, unlike parts of a batch, might lack the rows that a number
-            # needs.
+            # Halves of a microbatch might lack the rows that a number needs.
             if math.isfinite(parts.numbers[name]) or not is_one
         }
         return _said(wrong, whole, parts, apart) if wrong else "", numbers
@@ -460,12 +464,8 @@ class Checks:
             }
             return frozenset(paths - wrong.keys()), wrong
 
-        for most in _FEWER_ROWS:
-            found = tried(functools.partial(see, most), self._computation.device)
-            if not isinstance(found, Failed):
-                return found
-            logger.info("the outputs of %d rows could not be compared: %s", most, found.why)
-        return frozenset(), {}
+        found = self._fewer(see, _FEWER_ROWS)
+        return (frozenset(), {}) if isinstance(found, Failed) else found
 
     # State
 
@@ -557,19 +557,6 @@ class Checks:
             "(loss_average=…), or run automicro.verify(model, batch, …)",
             LossAverageWarning,
         )
-
-
-def _fewer_and_fewer(sizes: Sequence[int]) -> Iterator[Sequence[int]]:
-    """Yield the microbatches to compare: all, half, a quarter, two, as memory runs short.
-
-    >>> list(_fewer_and_fewer([4, 4, 4, 3, 3]))
-    [[4, 4, 4, 3, 3], [4, 4], [2, 2]]
-    """
-    counts = [len(sizes) // fraction for fraction in _FRACTIONS] + [2]
-    for count in dict.fromkeys(each for each in counts if each > 1):
-        yield sizes[:count]
-    if sizes[0] > 1:
-        yield [sizes[0] - sizes[0] // 2, sizes[0] // 2]
 
 
 def _taken_for(averages: Mapping[str, Average]) -> str:

@@ -1,17 +1,14 @@
 """Findings of `verify` as values and as text."""
 
-import dataclasses
-import json
-import textwrap
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from automicro.showing import html_text, short
 
 EXACT, NOT_EXACT, UNVERIFIABLE = "exact", "not exact", "cannot be verified"
 _EXIT_CODES = {EXACT: 0, NOT_EXACT: 1, UNVERIFIABLE: 3}
-_SHOWN = 5  # names, and parameters
+_SHOWN = 5  # names
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,12 +16,11 @@ class Finding:
     """A fact about a model that matters when its batches are split.
 
     Attributes:
-        kind: subject of the finding: ``"batchnorm"``, ``"buffers"``, ``"attributes"``,
-            ``"loss average"``, ``"class weights"``, ``"across rows"`` (a module),
-            ``"compares rows"`` (the loss), ``"fails on fewer rows"``, ``"input written"``,
-            ``"random"``, ``"non-deterministic"``, ``"scripted"``, ``"lazy"``, ``"batch"``,
-            ``"mode"``, ``"loss value"``, ``"parts"`` or ``"unknown"``.
-        names: the layers, buffers, attributes, leaves of the batch or loss concerned.
+        kind: subject of the finding: ``"batchnorm"``, ``"state"``, ``"loss average"``,
+            ``"across rows"`` (a module), ``"compares rows"`` (the loss),
+            ``"fails on fewer rows"``, ``"random"``, ``"non-deterministic"``, ``"lazy"``,
+            ``"batch"``, ``"mode"``, ``"dtype"``, ``"loss value"``, ``"parts"`` or ``"unknown"``.
+        names: the layers, the state or the loss concerned.
         text: description of the finding.
         evidence: the experiment that shows it, if there was one.
         remedy: what to do about it; empty if nothing is needed.
@@ -57,6 +53,12 @@ class Comparison:
     loss_error: float = 0.0
     failure: str = ""
 
+    def __str__(self) -> str:
+        shown = (
+            f"{self.error:.1e} of the gradient of {self.worst}, {self.loss_error:.1e} of the loss"
+        )
+        return f"{self.num_microbatches} × {self.microbatch_size} rows: {self.failure or shown}"
+
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class VerifyReport:
@@ -70,11 +72,8 @@ class VerifyReport:
         causes: reasons why the split is not exact or cannot be verified.
         notes: other findings, which do not change the gradient.
         comparisons: one per size.
-        parameter_errors: the largest relative error of each parameter's gradient.
         num_rows: rows of the batch.
         dtype: precision of the comparison.
-        tolerance: largest relative error that counts as rounding.
-        method: why the comparison did not use float64, if it did not.
     """
 
     status: str
@@ -84,11 +83,8 @@ class VerifyReport:
     causes: Sequence[Finding] = ()
     notes: Sequence[Finding] = ()
     comparisons: Sequence[Comparison] = ()
-    parameter_errors: Mapping[str, float] = field(default_factory=dict)
     num_rows: int = 0
     dtype: str = ""
-    tolerance: float = 0.0
-    method: str = ""
 
     @property
     def exit_code(self) -> int:
@@ -99,12 +95,6 @@ class VerifyReport:
     def is_exact(self) -> bool:
         """Whether splitting leaves the gradient unchanged, as configured."""
         return self.status == EXACT
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return the report as plain values that JSON can represent."""
-        text = json.dumps({**dataclasses.asdict(self), "exit_code": self.exit_code})
-        values: dict[str, Any] = json.loads(text, parse_constant=lambda each: str(float(each)))
-        return values
 
     def __repr__(self) -> str:
         return f"VerifyReport({self.status!r}, {self.num_rows} rows, {short(self.verdict)})"
@@ -121,88 +111,51 @@ class VerifyReport:
                 lines.append(f"  - {each.text}")
                 lines += [f"    Shown by: {each.evidence}"] if each.evidence else []
                 lines += [f"    What to do: {each.remedy}"] if each.remedy else []
-        lines += ["", *_table(self.comparisons)] if self.comparisons else []
-        worst = sorted(self.parameter_errors.items(), key=lambda item: -item[1])
-        wrong = [f"  {error:9.1e}  {name}" for name, error in worst if error > self.tolerance]
-        lines += ["", "Parameters that differ most:", *wrong[:_SHOWN]] if wrong else []
-        if len(wrong) > _SHOWN:
-            lines.append(f"  and {len(wrong) - _SHOWN} of {len(worst)} more")
-        if self.dtype:
-            lines += [
-                "",
-                f"{self.num_rows} rows, compared in {self.dtype} (rounding: up to "
-                f"{self.tolerance:.0e}){self.method and ', '}{self.method}. The average of the "
-                f"loss: {self.loss_average_is}.",
-            ]
+        if self.comparisons:
+            lines += ["", f"Relative errors of {self.num_rows} rows in {self.dtype}:"]
+            lines += [f"  {each}" for each in self.comparisons]
+            lines += [f"The average of the loss: {self.loss_average_is}."]
         return "\n".join(lines)
-
-
-def _table(comparisons: Sequence[Comparison]) -> list[str]:
-    rows = [("microbatches", "rel. error of gradient", "of loss", "worst parameter")]
-    for each in comparisons:
-        shape = f"{each.num_microbatches} × {each.microbatch_size}"
-        found = (f"{each.error:.1e}", f"{each.loss_error:.1e}", each.worst)
-        failure = ("-", "-", textwrap.shorten(each.failure, 60))
-        rows.append((shape, *(failure if each.failure else found)))
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)][:3]
-    return ["  ".join([*map(str.rjust, row, widths), row[3]]) for row in rows]
 
 
 def finding(key: str, names: Iterable[str] = (), evidence: str = "", **words: Any) -> Finding:
     """Build the finding with this key in the table, filled with names and words."""
     names = tuple(names)
     more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-    words |= {"names": ", ".join(names[:_SHOWN]) + more, "count": len(names)}
-    words["what"] = "buffers" if key.startswith("buffers") else "attributes or variables"
-    words["layers"] = "layer averages" if len(names) == 1 else "layers average"
-    text, remedy = (each.format(**words) for each in _SAID[key])
+    text, remedy = (
+        each.format(names=", ".join(names[:_SHOWN]) + more, **words) for each in _SAID[key]
+    )
     kind = key.partition(":")[0]
     return Finding(kind=kind, names=names, text=text, evidence=evidence, remedy=remedy)
 
 
 _WHOLE = "keep batches whole with microbatch_size=None"
-_STATE = (
-    "each training forward changes {what} that the next forward uses: {names}",
-    "update them once per step, outside the forward (spectral norm: call eval() on the "
-    f"parametrization except for one forward per step), or {_WHOLE}",
-)
-_STATE_NOT_READ = (
-    "each forward changes {what}, which now happens once per microbatch: {names}",
-    "nothing if they are a cache; otherwise update them once per step, outside the forward",
-)
-# Finding text and remedy by kind; a suffix after a colon distinguishes findings of one kind.
+# Text and remedy by kind; a suffix after a colon distinguishes findings of one kind.
 _SAID = {
     "batchnorm": (
-        "{count} BatchNorm {layers} over the rows of a microbatch: {names}",
+        "BatchNorm averages over the rows of a microbatch: {names}",
         "use GroupNorm or LayerNorm, freeze the statistics with .eval() on these layers, or train "
         "on whole batches with batchnorm='disable'",
     ),
-    "buffers": _STATE,
-    "attributes": _STATE,
+    "state": (
+        "each training forward changes state that the next forward uses: {names}",
+        "update it once per step, outside the forward (spectral norm: call eval() on the "
+        f"parametrization except for one forward per step), or {_WHOLE}",
+    ),
     "loss average": (
         "the loss is {kind}, but was assumed to be {taken}",
         "pass loss_average={names}",
-    ),
-    "class weights": (
-        "{names} weights rows by class and divides by the sum of these weights (in proportion: "
-        "{weights})",
-        "pass loss_fn=nn.CrossEntropyLoss(weight=…), which automicro can read, or "
-        "loss_average={code}",
-    ),
-    "loss average: by row": (
-        "{names} is a weighted mean of the rows' losses, with weights that no known count "
-        "explains (by row: {weights})",
-        "pass loss_average=… as a callable that returns the divisor of a microbatch's loss",
     ),
     "across rows": (
         "the output of a module for one row depends on the other rows: {names}",
         f"compute it for each row separately, or {_WHOLE}",
     ),
     "compares rows": (
-        "{names} compares rows (as a contrastive loss does) or adds a term that does not come "
-        "from rows, so no weighting of the rows' gradients gives the batch's gradient",
-        f"{_WHOLE}; if whole batches do not fit, use automicro.Contrastive, which runs encoders "
-        "in slices and computes the loss from the outputs for the whole batch",
+        "{names} compares rows (as a contrastive loss does), adds a term that does not come from "
+        "rows, or is a mean with weights that are not in the batch (as of classes)",
+        "pass loss_average=… as a callable that adds up such weights of a microbatch; otherwise "
+        f"{_WHOLE}, or use automicro.Contrastive, which runs encoders in slices and computes the "
+        "loss from the outputs for the whole batch",
     ),
     "fails on fewer rows": (
         "the forward or the loss ({names}) fails with microbatches of at most {size} row(s): "
@@ -213,8 +166,7 @@ _SAID = {
     ),
     "unknown": (
         "none of the causes tried explains the difference",
-        "look at the parameters that differ most; pass fewer rows or a part of the model to narrow "
-        f"it down, or {_WHOLE}",
+        f"pass fewer rows or a part of the model to narrow it down, or {_WHOLE}",
     ),
     "non-deterministic": (
         "the same batch gives a different gradient the second time, from the same state and seeds "
@@ -233,10 +185,6 @@ _SAID = {
         "the first rows of the batch",
         f"draw for all rows before the batch is split, pass the draws with the rows, or {_WHOLE}",
     ),
-    "scripted": (
-        "the model is scripted or traced, so its modules cannot be examined",
-        "pass the model that it was created from",
-    ),
     "lazy": (
         "the model has lazy modules whose shapes are not initialized yet",
         "run one forward first",
@@ -254,23 +202,20 @@ _SAID = {
         "pass a batch and a model with a nonzero gradient",
     ),
     # The following change no gradient.
+    "dtype": ("the model fails in float64 ({failure}), so rounding is larger", ""),
     "random: held": (
-        "the forward draws random numbers ({names}), held constant in this check. In training, "
-        "each microbatch draws its own, as each batch does: the expectation is the same, but "
-        "single steps differ",
+        "the forward draws random numbers ({names}), held constant in this check; in training, "
+        "each microbatch draws its own",
         "",
-    ),
-    "input written": (
-        "the forward writes into its input: {names}",
-        "clone it first; until then tensors are copied for each microbatch, which costs memory, "
-        "and other parts of a batch are not protected",
     ),
     "mode": (
         "the model was examined in evaluation mode",
         "call model.train() first if it is trained in that mode",
     ),
-    "buffers: not read": _STATE_NOT_READ,
-    "attributes: not read": _STATE_NOT_READ,
+    "state: not read": (
+        "each forward changes state, which now happens once per microbatch: {names}",
+        "nothing if it is a cache; otherwise update it once per step, outside the forward",
+    ),
     "loss value": (
         "the loss itself differs (relative error {error:.1g}), but not its gradient",
         "",
@@ -283,8 +228,7 @@ _SAID = {
     ),
     "parts": (
         "parts with sizes of their own also ran in slices for the whole batch ({names}), so this "
-        "check does not cover them. Each is checked in its first calls, and refused if slicing "
-        "changes it",
+        "check does not cover them",
         "remove them with .remove() to compare with the unsliced model",
     ),
 }

@@ -16,12 +16,8 @@ from automicro.batch.tensors import Contents, tensor_leaves
 from automicro.errors import BatchError
 
 MOST_ROWS = 16
-LAST_GLANCE = 4096
-"""Later batches are no longer examined for something new."""
-
-_MOST_FORMS = 64
-_MOST_NEWS = 20  # checks out of turn; after these, with news in every batch, checks become rare
-_REST = 1.1
+_LAST = 4096  # later batches are no longer examined for something new
+_MOST_NEWS = 40  # checks out of turn
 _MOST_CLASSES = 256
 _CUTS_TRIED = 48
 _READ_ROWS = 256  # of structures that are not plain tensors
@@ -102,7 +98,7 @@ def varying(layout: BatchLayout, batch: Any, num_rows: int) -> list[Tensor]:
     dims: Mapping[str, int] = {}
     with contextlib.suppress(BatchError):
         dims = layout.row_dims(batch)
-    leaves = layout.leaves(batch)
+    leaves = tensor_leaves(batch)
     for path, leaf in leaves:
         dim = dims.get(path)
         if dim is None or leaf.is_complex() or not leaf.numel() or leaf.shape[dim] != num_rows:
@@ -128,18 +124,15 @@ def varying(layout: BatchLayout, batch: Any, num_rows: int) -> list[Tensor]:
 class Forms:
     """Record of the forms of batches so far: types, words, classes, and ranges of integers.
 
-    >>> forms = Forms(BatchLayout(0))
+    >>> forms = Forms()
     >>> [forms.is_new({"ids": torch.tensor(ids)}) for ids in ([1, 2], [2, 1], [0, 1])]
     [True, False, True]
     """
 
-    def __init__(self, layout: BatchLayout) -> None:
-        self._layout = layout
+    def __init__(self) -> None:
         self._seen: set[Any] = set()
-        self._known: dict[str, tuple[int, int]] = {}
-        self._classes: dict[str, set[int]] = {}
+        self._known: dict[str, set[int]] = {}
         self._num = self._news = 0
-        self._next = 0.0
 
     def is_due(self, batch: Any) -> bool:
         """Count a batch; return whether it is the first, second, fourth, … or is new."""
@@ -148,35 +141,31 @@ class Forms:
     def is_new(self, batch: Any) -> bool:
         """Count a batch and return whether it shows something new. Reads integers on the host."""
         self._num += 1
-        if self._num > LAST_GLANCE or self._num < self._next:
+        # If every batch is new, it might be for a counter, such as the number of the batch.
+        if self._num > _LAST or self._news > _MOST_NEWS:
             return False
         form = _form_of(batch)
-        is_new = form not in self._seen and len(self._seen) < _MOST_FORMS
-        if is_new:
-            self._seen.add(form)
+        is_new = form not in self._seen
+        self._seen.add(form)
         with on_host():
             # Finding paths of tensors costs more than finding that none is readable.
             if any(map(_is_readable, Contents(batch).tensors)):
-                for path, leaf in self._layout.leaves(batch):
+                for path, leaf in tensor_leaves(batch):
                     is_new |= _is_readable(leaf) and self._is_record(path, leaf.detach())
         self._news += is_new
-        # It might be a counter, such as the number of the batch.
-        if is_new and self._news > _MOST_NEWS:
-            self._next = self._num * _REST
         return is_new
 
     def _is_record(self, path: str, leaf: Tensor) -> bool:
         """Return whether integers exceed their known range or contain a new class."""
         low, high = (int(each) for each in leaf.aminmax())
-        least, most = self._known.get(path, (low, high))
-        self._known[path] = min(low, least), max(high, most)
-        is_new = low < least or high > most
-        if leaf.numel() == leaf.shape[0] if leaf.dim() else True:  # one value per row
-            classes = self._classes.setdefault(path, set())
-            new = {*leaf.reshape(-1).tolist()} - classes
-            if len(classes) + len(new) <= _MOST_CLASSES and high - low < _MOST_CLASSES:
-                is_new |= bool(new) and bool(classes)
-                classes |= new
+        known = self._known.setdefault(path, {low, high})
+        is_new = low < min(known) or high > max(known)
+        is_per_row = leaf.dim() == 0 or leaf.numel() == len(leaf)
+        if is_per_row and high - low < _MOST_CLASSES:
+            classes = {*leaf.reshape(-1).tolist()}
+            is_new |= not classes <= known and self._num > 1
+            known |= classes
+        known |= {low, high}
         return is_new
 
 

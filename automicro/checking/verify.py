@@ -14,16 +14,23 @@ from automicro.batch.device import on_host
 from automicro.batch.layout import BatchLayout, balanced_sizes
 from automicro.batch.tensors import map_tensors
 from automicro.batchnorm import find_batchnorm, needs_two_rows
-from automicro.checking import report as told
 from automicro.checking.bench import Bench, Conditions, cuts
-from automicro.checking.candidates import Candidate, candidates, expression, named
+from automicro.checking.candidates import Candidate, candidates, named
 from automicro.checking.draws import HeldDraws
 from automicro.checking.reading import LOSS, gaps, relative_errors
-from automicro.checking.report import Comparison, Finding, VerifyReport, finding
+from automicro.checking.report import (
+    EXACT,
+    NOT_EXACT,
+    UNVERIFIABLE,
+    Comparison,
+    Finding,
+    VerifyReport,
+    finding,
+)
 from automicro.checking.rows import telling_rows
 from automicro.errors import BatchError, LossError, RollbackError, describe_error, text_of
 from automicro.loss import averages as means
-from automicro.loss.averages import Average, LossAverage, Sum
+from automicro.loss.averages import Average, LossAverage
 from automicro.loss.conventions import choose_convention
 from automicro.loss.passes import Computation
 from automicro.memory.oom import Failure, classify, ignoring_errors
@@ -34,55 +41,19 @@ from automicro.values import walk
 
 _MOST_MICROBATCHES = 32
 _STILL: Mapping[str, Any] = {"batchnorm": False, "carries": False}
-_ONE = "BatchNorm needs two values per channel"
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Subject:
-    """A model and the functions that compute its loss."""
-
-    model: nn.Module
-    modules: tuple[nn.Module, ...]
-    loss_fn: Callable[..., Any] | None
-    forward: Callable[..., Any] | None
-
-    @property
-    def roots(self) -> dict[str, Any]:
-        """All participants by name."""
-        more = {f"modules[{index}]": each for index, each in enumerate(self.modules)}
-        return {"": self.model, **more, "forward": self.forward, "loss_fn": self.loss_fn}
-
-    def tops(self) -> list[nn.Module]:
-        """Return all modules, including a loss module."""
-        return [each for each in self.roots.values() if isinstance(each, nn.Module)]
-
-    @property
-    def loss_name(self) -> str:
-        """A name of the loss function that its author would recognize."""
-        function = self.forward or self.loss_fn
-        # The author knows the function by its own name, not as a partial.
-        while isinstance(function, functools.partial):
-            function = function.func
-        if function is None:
-            return f"{type(self.model).__name__}'s own loss"
-        name = str(getattr(function, "__name__", type(function).__name__))
-        return "the loss" if name == "<lambda>" else name
+_ONE_VALUE = "BatchNorm needs two values per channel"
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Compared:
     """Comparison of a whole batch with one way to split it."""
 
+    row: Comparison
     found: Mapping[str, float]  # relative differences beyond chance, by name
     off: Mapping[str, float]  # the same without numbers: gradients and module outputs only
-    errors: Mapping[str, float]  # relative error of each parameter's gradient, including chance
-    shown: Comparison  # the row of the report
     by_chance: bool  # whether a difference appeared that chance explains
-    buffers: Sequence[str]  # names of buffers that forwards change
-    attributes: Sequence[str]  # names of attributes and variables that forwards change
-    written: Sequence[str]  # leaves of the batch that the forward wrote to
+    state: Sequence[str]  # names of state that forwards change
     draws: HeldDraws  # record of held draws and of the lowest precision
-    unheld: Sequence[str]  # sources of draws that could not be held constant
 
 
 class _Examination:
@@ -90,26 +61,26 @@ class _Examination:
 
     def __init__(
         self,
-        subject: _Subject,
+        roots: Mapping[str, Any],
         batch: Any,
         layout: BatchLayout,
-        device: torch.device,
         loss_average: Any,
     ) -> None:
-        self.subject, self.batch, self.layout = subject, batch, layout
-        self.num_rows = layout.num_rows(batch)
+        self.batch, self.layout, self.num_rows = batch, layout, layout.num_rows(batch)
+        self.model, self.loss_fn, forward = roots[""], roots["loss_fn"], roots["forward"]
+        self.tops = [each for each in roots.values() if isinstance(each, nn.Module)]
         self.is_declared = means.is_declared(loss_average)
         self.convention = choose_convention(
-            subject.model, forward=subject.forward, loss_fn=subject.loss_fn, count=loss_average
+            self.model, forward=forward, loss_fn=self.loss_fn, count=loss_average
         )
-        roots, averages = subject.roots, self.averages_of(loss_average)
+        averages = self.averages_of(loss_average)
         self.computation = Computation(
-            modules=subject.tops(),
+            modules=self.tops,
             convention=self.convention,
             averages=averages,
             eval_averages=averages,
             layout=layout,
-            device=device,
+            device=resolve_device(None, self.model),
             roots=roots,
             reach=Reach(roots),
         )
@@ -121,31 +92,32 @@ class _Examination:
             if isinstance(top, nn.Module)
             for name in find_batchnorm(top)
         ]
+        # The author knows the function by its own name, not as a partial.
+        function = forward or self.loss_fn
+        while isinstance(function, functools.partial):
+            function = function.func
+        own = f"{type(self.model).__name__}'s own loss"
+        name = getattr(function, "__name__", type(function).__name__) if function else own
+        self.loss_name = "the loss" if name == "<lambda>" else str(name)
 
     def averages_of(self, value: Any) -> dict[str, Average]:
         """Return the averages that a value of ``loss_average`` means."""
         return means.read_average(
             value,
-            loss_fn=self.subject.loss_fn,
-            model=self.subject.model,
+            loss_fn=self.loss_fn,
+            model=self.model,
             targets=self.convention.targets,
             reads_model=self.convention.computes_loss_in_model,
             counts_items=self.convention.counts_items,
         )
 
-    def targets(self) -> Tensor | None:
-        """Return integer targets (classes or tokens), or None if the batch has none."""
-        with ignoring_errors():
-            # The caller's code might run here, and its errors are not findings.
-            found = self.convention.targets(self.batch)
-            is_plain = isinstance(found, Tensor) and not found.is_nested
-            return found if is_plain and not found.is_floating_point() else None
-        return None
-
     def can_tell(self) -> bool:
         """Return whether this batch would reveal that an assumed average is wrong."""
-        targets = self.targets()
-        if self.is_known or targets is None or targets.dim() < 2:
+        targets = None
+        with ignoring_errors():  # the caller's code might run here
+            targets = self.convention.targets(self.batch)
+        is_plain = isinstance(targets, Tensor) and not targets.is_nested
+        if self.is_known or not is_plain or targets.is_floating_point() or targets.dim() < 2:
             return True
         # If all rows have the same number of targets, a mean over targets is a mean over rows.
         counts = (targets != means.IGNORED).flatten(1).sum(1)
@@ -160,18 +132,18 @@ class _Examination:
         **conditions: Any,
     ) -> _Compared:
         """Compare under these conditions, with a different average if given."""
-        tried = self.computation
+        computation = self.computation
         if value is not None:
-            tried = replace(tried, averages=self.averages_of(value))
+            computation = replace(computation, averages=self.averages_of(value))
         given = Conditions(**{"batchnorm": True, "notes_state": True, **conditions})
-        with Bench(tried, given) as bench:
+        with Bench(computation, given) as bench:
             together, apart = cuts(self.layout, self.batch, sizes, rows)
             whole, parts = bench.read(together), bench.read(apart)
             errors = relative_errors(parts, whole)
             found, blind = bench.compare(together, whole, parts)
             worst = max(errors, key=lambda name: errors[name], default="")
             loss = whole.numbers[LOSS]
-            shown = Comparison(
+            row = Comparison(
                 microbatch_size=max(sizes),
                 num_microbatches=len(sizes),
                 error=errors.get(worst, 0.0),
@@ -179,176 +151,101 @@ class _Examination:
                 # Near 0 a relative error of the loss would be meaningless.
                 loss_error=abs(parts.numbers[LOSS] - loss) / max(0.05, abs(loss)),
             )
-            places = [place for place, _ in parts.state.values()]
             return _Compared(
+                row=row,
                 found=found,
                 # Gradients only: a loss can be reported incorrectly and still be trained correctly.
                 off={name: size for name, size in found.items() if name not in whole.numbers},
-                errors=errors,
-                shown=shown,
                 by_chance=not found and bool(blind),
-                buffers=[each.name for each in places if each.is_buffer],
-                attributes=[each.name.removeprefix("→") for each in places if not each.is_buffer],
-                written=sorted(whole.written),
+                state=[place.name.removeprefix("→") for place, _ in parts.state.values()],
                 draws=bench.draws,
-                unheld=sorted(self._named(bench.draws.unheld)),
             )
-
-    def _named(self, unheld: Iterable[str]) -> Iterator[str]:
-        """Yield sources of random draws, with the caller's generators by their paths."""
-        for name in unheld:
-            own = self.computation.reach.named_generators() if "your own" in name else {}
-            numbers = (path for path, each in own.items() if not isinstance(each, torch.Generator))
-            yield from numbers if own else (name,)
 
     # Causes
 
+    def tried(self, sizes: Sequence[int], **conditions: Any) -> _Compared | str:
+        """Compare under these conditions; return the error if this cut cannot run."""
+        try:
+            return self.compare(sizes, **conditions)
+        except Exception as error:
+            # These concern the batch or the model at any size.
+            is_told = isinstance(error, BatchError | LossError | RollbackError)
+            if is_told or classify(error) is not Failure.UNRELATED:
+                raise
+            return _ONE_VALUE if needs_two_rows(error) else describe_error(error)
+
     def gap(self, sizes: Sequence[int], **conditions: Any) -> Mapping[str, float]:
         """Return differing gradients under these conditions, or `{"": inf}` if parts fail."""
-        try:
-            return self.compare(sizes, **conditions).off
-        except Exception as error:
-            _refuse(error)
-            # A failure under this condition also shows that the condition matters.
-            return {"": math.inf}
+        found = self.tried(sizes, **conditions)
+        # A failure under this condition also shows that the condition matters.
+        return {"": math.inf} if isinstance(found, str) else found.off
 
-    def diagnose(self, seen: _Compared) -> tuple[list[Finding], Candidate | None]:
+    def diagnose(
+        self, sizes: Sequence[int], state: Sequence[str]
+    ) -> tuple[list[Finding], Candidate | None]:
         """Hold all suspects still, find the right average, then release one suspect at a time."""
-        sizes = balanced_sizes(self.num_rows, seen.shown.microbatch_size)
         # With everything else held still, the remaining difference comes from the loss.
         rest, causes, found = self.gap(sizes, **_STILL), list[Finding](), None
         if rest:
             found = self._average(sizes)
             if found is None:
-                weighted, found = self._weighted(sizes)
-                if weighted is None:
-                    return self._unexplained(sizes), None
-                causes = [weighted]
-            else:
-                shown = (
-                    f"with loss_average={found.code} nothing differs, on this batch and on a "
-                    "few of its rows; without it the relative error of a gradient is "
-                    f"{max(rest.values()):.1g}"
-                )
-                name, kind = [found.code], found.kind
-                causes = [finding("loss average", name, shown, kind=kind, taken=self.taken)]
+                return self._unexplained(sizes), None
+            shown = (
+                f"with loss_average={found.code} nothing differs, on this batch and on a few of "
+                f"its rows; without it the relative error of a gradient is {max(rest.values()):.1g}"
+            )
+            name, kind = [found.code], found.kind
+            causes = [finding("loss average", name, shown, kind=kind, taken=self.taken)]
         value = None if found is None else found.value
-        proven = []
+        # One at a time: with two loose, both causes could look innocent, or both guilty.
         for kind, names, loose in (
-            # One at a time: with two loose, both causes could look innocent, or both guilty.
+            ("state", state, "carries"),
             ("batchnorm", self.layers, "batchnorm"),
-            ("buffers", seen.buffers, "carries"),
-            ("attributes", seen.attributes, "carries"),
         ):
             error = self.gap(sizes, value=value, **{**_STILL, loose: True}) if names else {}
             if error:
                 shown = f"held still, nothing differs; else by {max(error.values()):.1g} of itself"
-                proven.append(finding(kind, names, shown))
-        return [*proven, *causes] or [finding("unknown")], found
+                causes.insert(0, finding(kind, names, shown))
+        return causes or [finding("unknown")], found
 
-    def _fits(self, tried: Candidate, sizes: Sequence[int]) -> bool:
+    def _fits(self, candidate: Candidate, sizes: Sequence[int]) -> bool:
         """Return whether an average makes this batch exact, and also some of its rows."""
         # On the whole batch alone an average might fit by chance, if all its counts are equal.
-        rows = telling_rows(self.layout, self.batch, self.num_rows)
-        few = {"sizes": [*map(len, rows)], "rows": [*rows[0], *rows[1]]}
+        few = telling_rows(self.layout, self.batch, self.num_rows)
+        cut: Mapping[str, Any] = {"sizes": [*map(len, few)], "rows": [*few[0], *few[1]]}
         with ignoring_errors():
-            given = ({"sizes": sizes}, few)
-            return not any(self.compare(**g, value=tried.value, **_STILL).found for g in given)
+            given: Sequence[Mapping[str, Any]] = ({"sizes": sizes}, cut)
+            return not any(self.compare(**g, value=candidate.value, **_STILL).found for g in given)
         return False
 
     def _average(self, sizes: Sequence[int]) -> Candidate | None:
         """Return the ``loss_average`` that makes the split exact, with one entry per loss."""
         with on_host():
             # On the host, because counts of a batch can be as large as the batch.
-            tried = list(candidates(self.batch, self.convention))
+            every = list(candidates(self.batch, self.convention))
         if self.losses:
             fitting: dict[str, Candidate] = {}
-            for each in tried:
+            for each in every:
                 value = dict.fromkeys(self.losses, each.value)
                 with ignoring_errors():
                     found = self.compare(sizes, value=value, **_STILL).found
                     fitting = {**dict.fromkeys(self.losses - found.keys(), each), **fitting}
-                if fitting.keys() == self.losses:
-                    break
             # Sorted, so that the code shown is the same in each run.
             fitting = dict(sorted(fitting.items()))
-            tried = [named(fitting)] if fitting.keys() == self.losses else []
-        return next((each for each in tried if self._fits(each, sizes)), None)
+            every = [named(fitting)] if fitting.keys() == self.losses else []
+        return next((each for each in every if self._fits(each, sizes)), None)
 
     def _unexplained(self, sizes: Sequence[int]) -> list[Finding]:
         """Return the innermost modules with equal inputs and different outputs, or the loss."""
-        modules = {
-            name or type(module).__name__
-            for top in self.computation.reached
-            for name, module in top.named_modules()
-        }
+        modules = {name for top in self.computation.reached for name, _ in top.named_modules()}
         off = self.gap(sizes, watches=True, **_STILL)
         # A module with different inputs is not where the difference starts.
-        guilty = [each for each in off if each in modules and f"the input of {each}" not in off]
+        guilty = [n for n in off if n and n in modules and f"the input of {n}" not in off]
         inner = [n for n in guilty if not any(o.startswith(f"{n}.") for o in guilty)]
-        model = type(self.subject.model).__name__
-        inner = [name for name in inner if name != model or len(inner) == 1]
         cause = finding("across rows", inner)
         if not inner:
-            cause = finding("compares rows", [self.subject.loss_name])
+            cause = finding("compares rows", [self.loss_name])
         return [cause, *([finding("batchnorm", self.layers)] if self.layers else [])]
-
-    def _weighted(self, sizes: Sequence[int]) -> tuple[Finding | None, Candidate | None]:
-        """Return the finding and candidate for a mean weighted by class or by unknown weights."""
-        few = telling_rows(self.layout, self.batch, self.num_rows, most=12)
-        rows = sorted([*few[0], *few[1]])
-        sums = replace(
-            self.computation, averages={name: Sum() for name in self.computation.averages}
-        )
-        vectors = []
-        with ignoring_errors(), Bench(sums, Conditions(**_STILL)) as bench:
-            for some in (rows, *([row] for row in rows)):
-                reading = bench.read(cuts(self.layout, self.batch, [len(some)], some)[0])
-                flat = [each.double().flatten() for _, each in sorted(reading.gradients.items())]
-                # The loss is one more entry, because gradients alone might be linearly dependent.
-                vectors.append(torch.cat([*flat, torch.tensor([reading.numbers[LOSS]])]))
-            eps = bench.rounding[1]
-        if len(vectors) <= len(rows) or len({each.shape for each in vectors}) > 1:
-            return None, None
-        whole, *alone = vectors
-        # If the batch's gradient is a weighted sum of the rows' gradients, least squares finds the
-        # weights.
-        columns = torch.stack(alone, 1)
-        # Normalized columns, because one row with a large gradient would dominate the others.
-        scales = columns.norm(dim=0).clamp(min=1e-30)
-        solved = torch.linalg.lstsq(columns / scales, whole[:, None], driver="gelsd").solution[:, 0]
-        # Reject solutions that do not explain the whole or are not a mean.
-        off = float((columns / scales @ solved - whole).norm() / whole.norm().clamp(min=1e-30))
-        weights, slack = (solved / scales).tolist(), 100 * math.sqrt(eps)
-        if off > slack or min(weights) < -slack / 100 or abs(sum(weights) - 1) > slack:
-            return None, None
-        name, targets, classes = self.subject.loss_name, self.targets(), dict[int, list[float]]()
-        if targets is not None and targets.shape == (self.num_rows,):
-            for label, weight in zip(targets[rows].tolist(), weights, strict=True):
-                classes.setdefault(label, []).append(weight)
-        are_equal = all(max(each) - min(each) <= slack * max(each) for each in classes.values())
-        if targets is None or not (0 < len(classes) < len(rows) and are_equal):
-            shown = ", ".join(f"{row}: {each:.3g}" for row, each in zip(rows, weights, strict=True))
-            return finding("loss average: by row", [name], weights=shown), None
-        # Only ratios are known, so the smallest weight is shown as 1.
-        least = min(each[0] for each in classes.values() if each[0] > 0)
-        table = {label: each[0] / least for label, each in sorted(classes.items())}
-        found = None
-        code = "… as a callable that sums the weights of a microbatch's targets"
-        # The weights of classes missing from the few rows are unknown.
-        if min(table) >= 0 and {*targets.tolist()} <= table.keys():
-            digits = max(4, round(-math.log10(eps)) - 2)
-            every = (table.get(label, 0.0) for label in range(max(table) + 1))
-            shown = ", ".join(f"{each:.{digits}g}" for each in every)
-            where = expression(self.batch, targets)
-            tried = Candidate(
-                code=f"lambda batch: torch.tensor([{shown}])[{where}].sum()",
-                kind="a mean over the class weights of its targets",
-            )
-            if self._fits(tried, sizes):
-                found, code = tried, tried.code
-        shown = ", ".join(f"class {label}: {each:.4g}" for label, each in table.items())
-        return finding("class weights", [name], weights=shown, code=code), found
 
     # The report
 
@@ -360,7 +257,7 @@ class _Examination:
             loss, changes = whole.numbers[LOSS], gaps(whole, again, ())
             parts = whole.numbers.keys() - {LOSS} - whole.told
             self.losses = set() if whole.has_total else parts
-            self.lowest = bench.draws.lowest
+            self.draws = bench.draws
             if not (math.isfinite(loss) and math.isfinite(whole.size)):
                 return finding("batch: infinite", loss=loss)
             # Any split also has gradient 0, which would pass as exact.
@@ -370,69 +267,56 @@ class _Examination:
                 return finding("non-deterministic", error=max(changes.values()))
         return None
 
-    def report(self, sizes: Sequence[int] | None, why: str) -> VerifyReport:
+    def report(self, sizes: Sequence[int] | None, notes: Sequence[Finding]) -> VerifyReport:
         """Compare at each size and explain the largest difference."""
         cause = self.why_incomparable()
         if cause is not None:
             return _unverifiable(cause, self.num_rows)
-        every, broken, comparisons = list[_Compared](), list[Finding](), list[Comparison]()
+        every, causes, comparisons = list[_Compared](), list[Finding](), list[Comparison]()
         for size in _cuts(self.num_rows, sizes):
             cut = balanced_sizes(self.num_rows, size)
-            try:
-                every.append(self.compare(cut))
-                comparisons.append(every[-1].shown)
-            except Exception as error:
-                _refuse(error)
-                failure = _ONE if needs_two_rows(error) else describe_error(error)
-                row = Comparison(microbatch_size=size, num_microbatches=len(cut), error=math.nan)
-                # Continue with other sizes, because a model might fail only on single rows.
-                comparisons.append(replace(row, failure=failure))
-                if not needs_two_rows(error):
-                    name = [self.subject.loss_name]
-                    broken.append(finding("fails on fewer rows", name, size=size, failure=failure))
-        first = every[0] if every else None
-        names = dict.fromkeys(name for each in every for name in each.errors)
-        errors = {name: max(each.errors.get(name, 0.0) for each in every) for name in names}
-        causes, found = list[Finding](), None
-        # All sizes failed, as BatchNorm does on a single row.
-        if first is None and self.layers:
-            causes = [finding("batchnorm", self.layers)]
-        off = [each for each in every if each.off]
+            compared = self.tried(cut)
+            if isinstance(compared, _Compared):
+                every.append(compared)
+                comparisons.append(compared.row)
+                continue
+            # Continue with other sizes, because a model might fail only on single rows.
+            row = Comparison(microbatch_size=size, num_microbatches=len(cut), error=math.nan)
+            comparisons.append(replace(row, failure=compared))
+            if not causes and compared != _ONE_VALUE:
+                name = [self.loss_name]
+                causes = [finding("fails on fewer rows", name, size=size, failure=compared)]
+        draws = every[0].draws if every else self.draws
+        off, found, status = [each for each in every if each.off], None, NOT_EXACT
         if off:
             # Where the difference is largest, each cause stands out best from rounding.
-            causes, found = self.diagnose(max(off, key=lambda each: each.shown.error))
-        causes = [*broken[:1], *causes]
-        is_random = False
-        if first is not None and first.draws.repeats and not causes:
-            shown = "microbatches draw from the same generator state as the whole batch"
-            causes = [finding("random: repeated", sorted(first.draws.drawn), shown)]
-        elif first is not None and first.unheld and not causes:
-            is_random = any(each.by_chance for each in every)
-            causes = [finding("random", first.unheld)] if is_random else []
-        lowest = self.lowest if first is None else first.draws.lowest
-        precision = str(lowest).removeprefix("torch.")
-        known = {name for each in every for name in each.found}
-        chance = (error for name, error in errors.items() if name not in known)
-        # Chance can exceed rounding, and must not be called a difference below.
-        tolerance = max([16 * torch.finfo(lowest).eps, *chance])
-        most = max(errors.values(), default=math.nan)
-        status = told.UNVERIFIABLE if is_random else told.NOT_EXACT
-        text = causes[0].text if causes else ""
-        if not causes:
-            status, text = told.EXACT, "splitting does not change the gradient (max relative error "
-            text += f"{most:.0e} in {precision})"
-        elif not is_random:
-            text += f" (relative error {most:.2g})" if most > tolerance else ""
-            text += f", and {len(causes) - 1} more below" if causes[1:] else ""
-        verdict = f"{status}: {text}"
+            worst = max(off, key=lambda each: each.row.error)
+            cut = balanced_sizes(self.num_rows, worst.row.microbatch_size)
+            more, found = self.diagnose(cut, worst.state)
+            causes += more
+        elif not (every or causes):
+            causes = [finding("batchnorm", self.layers)]
+        elif draws.repeats and not causes:
+            causes = [finding("random: repeated", sorted(draws.drawn))]
+        elif draws.unheld and not causes and any(each.by_chance for each in every):
+            causes, status = [finding("random", sorted(draws.unheld))], UNVERIFIABLE
+        most = max((each.row.error for each in off or every), default=math.nan)
+        precision = str(draws.lowest).removeprefix("torch.")
+        if causes:
+            more_text = f", and {len(causes) - 1} more below" if causes[1:] else ""
+            error = f" (relative error {most:.2g})" if off else ""
+            verdict = f"{status}: {causes[0].text}{error}{more_text}"
+        else:
+            status = EXACT
+            verdict = (
+                f"{status}: splitting does not change the gradient (max relative error "
+                f"{most:.0e} in {precision})"
+            )
         if found is not None and len(causes) == 1:
             verdict = (
                 f"exact with loss_average={found.code} ({found.kind}); as configured "
                 f"({self.taken}) the relative error is {most:.2g}"
             )
-        if torch.get_default_dtype() is torch.float64 and lowest is not torch.float64:
-            why = f"{why}; the model itself casts down to {precision}".lstrip("; ")
-        loss_errors = [each.loss_error for each in comparisons if each.loss_error > tolerance]
         sureness = "checked" if not causes and self.can_tell() else "unchecked"
         sureness = "declared" if self.is_declared else "read" if self.is_known else sureness
         return VerifyReport(
@@ -441,47 +325,31 @@ class _Examination:
             loss_average="" if found is None else found.code,
             loss_average_is=sureness if found is None else "wrong",
             causes=tuple(causes),
-            notes=tuple(self._notes(first, causes, max(loss_errors, default=0.0))),
+            notes=(*notes, *self._notes(every, causes)),
             comparisons=tuple(comparisons),
-            parameter_errors=errors,
             num_rows=self.num_rows,
             dtype=precision,
-            tolerance=tolerance,
-            method=why,
         )
 
-    def _notes(
-        self, seen: _Compared | None, causes: Sequence[Finding], loss_error: float
-    ) -> Iterator[Finding]:
+    def _notes(self, every: Sequence[_Compared], causes: Sequence[Finding]) -> Iterator[Finding]:
         """Yield findings that change no gradient."""
-        if seen is not None:
-            drawn = [*sorted(seen.draws.drawn), *seen.unheld]
-            for key, names in (
-                ("random: held", drawn),
-                ("input written", seen.written),
-                ("mode", [] if self.subject.model.training else [""]),
-                ("buffers: not read", seen.buffers),
-                ("attributes: not read", seen.attributes),
-            ):
-                noted = finding(key, filter(None, names))
-                if names and noted.kind not in {each.kind for each in causes}:
-                    yield noted
-        if loss_error and not causes:
-            yield finding("loss value", error=loss_error)
+        known = {each.kind for each in causes}
+        for each in every[:1]:
+            drawn = sorted(each.draws.drawn | each.draws.unheld)
+            for key, names in (("random: held", drawn), ("state: not read", each.state)):
+                if names and key.partition(":")[0] not in known:
+                    yield finding(key, names)
+        if not self.model.training:
+            yield finding("mode")
+        errors = [each.row.loss_error for each in every if LOSS in each.found]
+        if errors and not causes:
+            yield finding("loss value", error=max(errors))
         if not causes and not self.can_tell():
             yield finding("batch: even")
-        modules = [each for top in self.subject.tops() for each in top.named_modules()]
+        modules = [each for top in self.tops for each in top.named_modules()]
         parts = [name for name, each in modules if hasattr(vars(each).get("forward"), "nested")]
         if parts:
             yield finding("parts", parts)
-
-
-def _refuse(error: Exception) -> None:
-    """Re-raise errors that do not show whether fewer rows can run."""
-    # These errors concern the batch or the model at any size.
-    is_told = isinstance(error, BatchError | LossError | RollbackError)
-    if is_told or classify(error) is not Failure.UNRELATED:
-        raise error
 
 
 def _cuts(num_rows: int, sizes: Sequence[int] | None) -> list[int]:
@@ -509,8 +377,6 @@ def verify(
     modules: Iterable[nn.Module] = (),
     sizes: Iterable[int] | None = None,
     batch_layout: int | Mapping[str, Any] = 0,
-    device: torch.device | str | None = None,
-    dtype: torch.dtype | str = "auto",
 ) -> VerifyReport:
     """Check whether splitting this batch changes this model's gradient, and why.
 
@@ -518,8 +384,8 @@ def verify(
     dropout disabled, and in float64 if the model supports it. If they differ, experiments find the
     cause by holding one suspect still at a time.
 
-    Everything runs on the model itself, cast for this time. Afterwards model, batch, gradients and
-    random generators are restored.
+    Everything runs on the model itself, on its device, cast for this time. Afterwards model, batch,
+    gradients and random generators are restored.
 
     Args:
         model: the model, in the mode in which it is trained.
@@ -530,8 +396,6 @@ def verify(
         modules: as in `Microbatcher`.
         sizes: microbatch sizes in rows; by default half the batch, an uneven size and small sizes.
         batch_layout: as in `Microbatcher`.
-        device: as in `Microbatcher`.
-        dtype: dtype of the comparison. ``"auto"`` tries float64, then the model's own dtype.
 
     Returns:
         The report, with the verdict, causes and remedies.
@@ -556,35 +420,31 @@ def verify(
     """
     check_model(model)
     check_unwrapped(model)
-    subject = _Subject(model=model, modules=tuple(modules), loss_fn=loss_fn, forward=forward)
-    wanted_sizes = None if sizes is None else [read_count("sizes", size) for size in sizes]
-    wanted = None if dtype == "auto" else _read_dtype(dtype)
-    at, layout = resolve_device(device, model), BatchLayout(batch_layout)
+    more = {f"modules[{index}]": each for index, each in enumerate(modules)}
+    roots = {"": model, **more, "forward": forward, "loss_fn": loss_fn}
+    wanted = None if sizes is None else [read_count("sizes", size) for size in sizes]
+    layout, num_rows = BatchLayout(batch_layout), 0
 
-    def report_in(dtype: torch.dtype | None, why: str = "") -> VerifyReport:
-        with _in_precision(subject.roots, dtype):
+    def report_in(dtype: torch.dtype | None, *notes: Finding) -> VerifyReport:
+        with _in_precision(roots, dtype):
             rows = batch if dtype is None else _cast(batch, dtype)
-            return _Examination(subject, rows, layout, at, loss_average).report(wanted_sizes, why)
+            return _Examination(roots, rows, layout, loss_average).report(wanted, notes)
 
-    num_rows = 0
     try:
         num_rows = layout.num_rows(batch)
-        if isinstance(model, torch.jit.ScriptModule):
-            return _unverifiable(finding("scripted"), num_rows)
         if num_rows < 2:
             return _unverifiable(finding("batch: one row"), num_rows)
-        if ModuleIndex(subject.tops()).is_lazy:
+        if ModuleIndex([e for e in roots.values() if isinstance(e, nn.Module)]).is_lazy:
             return _unverifiable(finding("lazy"), num_rows)
         try:
             # In float64 a true difference exceeds rounding by nine digits.
-            return report_in(wanted or torch.float64)
+            return report_in(torch.float64)
         except Exception as error:
-            is_of_the_type = classify(error) is Failure.UNRELATED
-            if wanted is not None or not is_of_the_type or isinstance(error, BatchError):
+            if classify(error) is not Failure.UNRELATED or isinstance(error, BatchError):
                 raise
             # Some models, such as those with custom kernels, run in one dtype only.
-            said = describe_error(error).splitlines()[0]
-        return report_in(None, f"not in float64, because there the model fails ({said})")
+            failure = describe_error(error).splitlines()[0]
+        return report_in(None, finding("dtype", failure=failure))
     except (BatchError, RollbackError) as error:
         return _unverifiable(Finding(kind="batch", text=text_of(error)), num_rows)
     except torch.OutOfMemoryError as error:
@@ -613,19 +473,8 @@ def _in_precision(roots: Mapping[str, Any], dtype: torch.dtype | None) -> Iterat
 
 
 def _unverifiable(cause: Finding, num_rows: int) -> VerifyReport:
-    verdict = f"{told.UNVERIFIABLE}: {cause.text}"
-    return VerifyReport(
-        status=told.UNVERIFIABLE, verdict=verdict, causes=(cause,), num_rows=num_rows
-    )
-
-
-def _read_dtype(dtype: torch.dtype | str) -> torch.dtype:
-    found = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
-    if isinstance(found, torch.dtype) and found.is_floating_point:
-        return found
-    raise ValueError(
-        f"dtype={dtype!r} is not a floating point type; pass 'auto', or one such as torch.float64"
-    )
+    verdict = f"{UNVERIFIABLE}: {cause.text}"
+    return VerifyReport(status=UNVERIFIABLE, verdict=verdict, causes=(cause,), num_rows=num_rows)
 
 
 def _cast(batch: Any, dtype: torch.dtype) -> Any:

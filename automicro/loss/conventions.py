@@ -18,7 +18,6 @@ import operator
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor, nn
 
 from automicro.batch.reading import reading_of
@@ -51,7 +50,6 @@ class Output:
     outputs: Any = None  # of the model
     has_total: bool = False  # whether the total was returned with its parts, and not summed
     carry: Any = None  # state for the next batch
-    given: Mapping[Any, Any] | None = None  # the mapping that held the losses, if any
     # Numbers that a host logs as means over microbatches, by description, each with its weight; and
     # the names of those that are the loss itself.
     told: Mapping[str, tuple[float, float]] = dataclasses.field(default_factory=dict)
@@ -352,7 +350,7 @@ def _read_result(result: Any) -> Output:
         total = result.get("loss")
         if total is not None:
             losses.pop("loss", None)
-            return Output(total, losses, result, has_total=True, given=result)
+            return Output(total, losses, result, has_total=True)
         if losses and len(losses) == len(result):
             return _summed(losses, result)
         raise LossError(
@@ -389,30 +387,13 @@ def _no_loss_in(result: Any) -> str:
     )
 
 
-def _scalars(given: Mapping[Any, Any]) -> dict[str, Tensor]:
-    # Names may be other objects, but are shown and logged as text.
-    tensors = {str(name): each for name, each in given.items() if isinstance(each, Tensor)}
-    return {name: each for name, each in tensors.items() if each.dim() == 0}
-
-
 def _scalar_losses(given: Mapping[Any, Any]) -> dict[str, Tensor]:
-    return {name: each for name, each in _scalars(given).items() if each.is_floating_point()}
-
-
-def whole_numbers(result: Mapping[Any, Any]) -> list[str]:
-    """Return the names of counts in the result of a forward, which are not losses.
-
-    Example:
-        >>> import torch
-        >>> whole_numbers({"loss": torch.tensor(1.0), "right": torch.tensor(3), "size": 4})
-        ['right']
-    """
-    kinds = {name: each.dtype for name, each in _scalars(result).items()}
-    return [
-        name
-        for name, kind in kinds.items()
-        if not (kind.is_floating_point or kind.is_complex or kind is torch.bool)
-    ]
+    # Names may be other objects, but are shown and logged as text.
+    return {
+        str(name): each
+        for name, each in given.items()
+        if isinstance(each, Tensor) and each.dim() == 0 and each.is_floating_point()
+    }
 
 
 def _summed(losses: Mapping[str, Tensor], outputs: Any) -> Output:
@@ -436,8 +417,11 @@ def outputs_with_rows(outputs: Any) -> Any:
     if not isinstance(outputs, Mapping):
         return outputs
     # A cache would be the largest output, and no later batch would use it.
-    without = {*_scalars(outputs), "past_key_values"}
-    kept = {name: value for name, value in outputs.items() if str(name) not in without}
+    kept = {
+        name: value
+        for name, value in outputs.items()
+        if name != "past_key_values" and not (isinstance(value, Tensor) and value.dim() == 0)
+    }
     # A Hugging Face ModelOutput forbids removing keys from it.
     is_record = dataclasses.is_dataclass(outputs)
     kind: Any = type(outputs) if is_record else dict

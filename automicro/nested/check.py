@@ -101,7 +101,7 @@ class Check:
 
     def __init__(self, declared: LossAverage) -> None:
         self._declared = declared
-        self._forms: Forms | None = None
+        self._forms = Forms()
         self._known: Checked | None = None
 
     def __call__(self, call: Call) -> Checked:
@@ -111,7 +111,6 @@ class Check:
         known = self._known
         if known is not None and in_backward():
             return known  # a recomputation in the backward
-        self._forms = self._forms or Forms(call.layout)
         is_due = self._forms.is_due(call.batch)
         # Rows without a finite loss prove nothing, so the next call is checked, too.
         if known is not None and known.is_over and not is_due:

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from automicro.batch.layout import BatchLayout
+from automicro.batch.tensors import tensor_leaves
 from automicro.errors import SizeCacheWarning, describe_error, warn
 from automicro.memory.device import usable_bytes
 from automicro.options import read_flag
@@ -201,10 +202,9 @@ def describe_shapes(batch: Any, *, layout: BatchLayout | None = None) -> dict[st
     """
     # Lengths count as the cost of a row, which can differ in each batch. Rows that are not
     # collated, each with tensors of its own, are described together.
-    layout = BatchLayout() if layout is None else layout
-    row_dims = layout.row_dims(batch)
+    row_dims = (layout or BatchLayout()).row_dims(batch)
     found: dict[str, set[str]] = {}
-    for path, tensor in layout.leaves(batch):
+    for path, tensor in tensor_leaves(batch):
         has_rows = path in row_dims
         # A tensor that is not cut might belong to one of many rows: its number is not structure.
         name = path if has_rows else f"*.{_NUMBER.sub('*', path)}".replace("*.*", "*", 1)

@@ -177,16 +177,9 @@ def takes_part(feature: Feature) -> bool:
 class Features:
     """The features of one step. Each hook calls only the features that override it."""
 
-    def __init__(
-        self,
-        features: Iterable[Feature],
-        *,
-        given: Collection[Feature] = (),
-        has_metrics: bool = False,
-    ) -> None:
+    def __init__(self, features: Iterable[Feature], *, given: Collection[Feature] = ()) -> None:
         self._all, self._given = list(features), given
         self._attempt: Attempt | None = None
-        self.has_metrics = has_metrics
         self._parts, self._begin = self._having("parts"), self._having("begin")
         self._end, self._failed = self._having("end"), self._having("failed")
         self.before = self._having("before")

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from automicro.batch.device import on_device, on_host
-from automicro.batch.tensors import map_tensors
+from automicro.batch.tensors import map_tensors, tensor_leaves
 from automicro.compilation import captures_cuda_graphs, dynamic_rows, uncompiled
 from automicro.errors import (
     BatchError,
@@ -22,7 +22,7 @@ from automicro.errors import (
     warn,
 )
 from automicro.loss.averages import CutBatch
-from automicro.loss.conventions import Output, whole_numbers
+from automicro.loss.conventions import Output
 from automicro.loss.passes import Computation, extra_pass
 from automicro.loss.weights import BatchWeights
 from automicro.memory.oom import once_more
@@ -70,7 +70,6 @@ class Passes:
         self._scale = self._ranks.world_size if scales_for_ranks else 1
         self._has_warned_of_nothing = False
         self._has_looked_at_parts = False
-        self._has_looked_at_numbers = False
         self._row_dims: dict[str, int] = {}
         self._captures = captures_cuda_graphs(computation.modules)
         self._is_plain = autocast_dtype is None and not self._captures
@@ -184,7 +183,7 @@ class Passes:
 
     def tensors(self, batch: Any) -> list[Tensor]:
         """Return all tensors of a batch."""
-        return [tensor for _, tensor in self.layout.leaves(batch)]
+        return [tensor for _, tensor in tensor_leaves(batch)]
 
     def train(
         self,
@@ -213,9 +212,6 @@ class Passes:
             output = self._forward(train, inputs)
         if output.losses and not output.has_total and not self._has_looked_at_parts:
             self._warn_of_metrics_among(output.losses)
-        # Metrics receive the outputs and may count the numbers that the losses leave out.
-        if not (output.given is None or features.has_metrics or self._has_looked_at_numbers):
-            self._warn_of_whole_numbers(output.given)
         loss = check_loss(output.loss, may_be_zero=True)
         weight: Any = weights.of_all[index]
         parts = output.losses
@@ -282,19 +278,6 @@ class Passes:
             MetricWarning,
         )
 
-    def _warn_of_whole_numbers(self, given: Mapping[Any, Any]) -> None:
-        """Warn, the first time, of counts next to the loss, which are left out."""
-        self._has_looked_at_numbers = True
-        names = whole_numbers(given)
-        if names and not self._ranks.rank:
-            warn(
-                f"the forward returns whole numbers next to its loss "
-                f"({', '.join(map(repr, names))}), which `losses` of a result leaves out: values "
-                "there are averaged like the loss, and a count is not a mean. Return the mean over "
-                f"rows ({names[0]!r}: ….float().mean()), or let a metric count it (metrics=…)",
-                MetricWarning,
-            )
-
     def fill(self, microbatch: Any) -> Losses:
         """Run forward and backward with zero gradients, only for the collectives of other ranks."""
         output = self._forward(self._convention.train, map_tensors(microbatch, _cut_off))
@@ -324,8 +307,6 @@ class Passes:
         """Run the forward of one microbatch for evaluation."""
         output = self._forward(self._convention.evaluate, run.inputs)
         _call(features.forwarded, run)
-        if not (output.given is None or features.has_metrics or self._has_looked_at_numbers):
-            self._warn_of_whole_numbers(output.given)
         self._show(run, output, features)
         return output
 

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from automicro.batch.device import InputWatch, on_device
 from automicro.batch.layout import BatchLayout
+from automicro.batch.tensors import tensor_leaves
 from automicro.loss.averages import CutBatch, Weight
 from automicro.loss.conventions import Output
 from automicro.loss.passes import Computation, Mode
@@ -210,8 +211,7 @@ class _Work(Generic[T]):
             features.append(self._kept)
         self._features = NO_FEATURES
         if features:
-            has_metrics = metrics is not None
-            self._features = Features(features, given=engine.features, has_metrics=has_metrics)
+            self._features = Features(features, given=engine.features)
         self._gives_outputs = where is not False
         self._has_checked = self._has_checked_outputs = False
         self._number = 0  # of attempts
@@ -388,7 +388,7 @@ class TrainingWork(_Work[Losses]):
             for batch, cut in zip(self._step.raw, plan.cuts, strict=True):
                 if cut.is_split:
                     # The backward of the first microbatch would free the graph behind these inputs.
-                    check_history(passes.layout.leaves(batch))
+                    check_history(tensor_leaves(batch))
         self._weights = passes.weights(cuts, totals := plan.totals)
         if totals:
             passes.check_counts(self._weights, self._step.denominators)

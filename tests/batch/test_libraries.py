@@ -181,7 +181,7 @@ def triplet_loss(model: Any, batch: Any) -> Any:
 
 
 def test_a_list_of_anchors_positives_and_negatives_is_refused_until_it_is_declared() -> None:
-    with pytest.raises(BatchError, match=r"3 or 8 rows.*\{'': 'fields'\} for 8 rows.*DataLoader"):
+    with pytest.raises(BatchError, match=r"3 or 8 rows.*DataLoader.*\{'': 'fields'\} for 8 rows"):
         num_rows(triplets())
     compare(lambda: nn.Linear(6, 4).double(), triplets, triplet_loss, batch_layout={"": "fields"})
 
@@ -318,12 +318,11 @@ def test_a_list_of_graphs_is_a_list_of_rows() -> None:
 
 def test_a_batch_of_graphs_is_refused_by_name_and_cut_once_it_is_registered() -> None:
     batch = next(iter(GraphLoader(graphs(), batch_size=8)))
-    with pytest.raises(BatchError, match=r"DataBatch.*register_batch_type") as caught:
+    with pytest.raises(BatchError, match=r"DataBatch.*register_batch_type"):
         num_rows(batch)
-    code = str(caught.value).partition("Use ")[2].rstrip(".")
-    for text in (code, next(line for line in _recipes() if "register_batch_type(" in line)):
-        names = {"copy": copy, "torch_geometric": torch_geometric}
-        exec(text, {**names, "register_batch_type": register_batch_type})
+    text = next(line for line in _recipes() if "register_batch_type(" in line)
+    names = {"copy": copy, "torch_geometric": torch_geometric}
+    exec(text, {**names, "register_batch_type": register_batch_type})
 
     def loss(model: Any, batch: Any) -> Any:
         batch.x = batch.x / 2
@@ -359,8 +358,6 @@ class Callable8:
         (Callable8(), "'part' is of type Callable8, which is callable, but its 'x' has 8 rows"),
         ((n for n in range(8)), "generator.*read only once.*list"),
         (map(str, range(8)), "map.*read only once.*list"),
-        ({1, 2}, "set.*no order.*sorted list"),
-        (range(8), "range.*Make a list"),
         (collections.deque(range(8)), "deque.*Make a list"),
         (object(), r"object.*register_batch_type\(object, num_rows=lambda value: …"),
     ],
@@ -370,12 +367,6 @@ def test_what_cannot_be_cut_is_named_with_what_to_write(part: Any, message: str)
         num_rows({"x": torch.zeros(8), "part": part})
     layout = {"part": "shared"}
     assert num_rows({"x": torch.zeros(8), "part": part}, batch_layout=layout) == 8
-
-
-def test_a_table_is_named_with_what_to_write() -> None:
-    frame = type("DataFrame", (), {"__module__": "pandas.core.frame"})
-    with pytest.raises(BatchError, match=r"DataFrame.*dict of arrays"):
-        num_rows(frame())
 
 
 def test_an_attribute_with_rows_of_a_tensor_is_not_lost_without_a_word() -> None:
@@ -390,96 +381,7 @@ def test_an_attribute_with_rows_of_a_tensor_is_not_lost_without_a_word() -> None
         )
 
 
-class Scanned(Tensor):
-    """Images with metadata of each; only slicing the class itself cuts the metadata."""
-
-    scales: list[float]
-
-    def __getitem__(self, index: Any) -> Any:
-        found: Any = super().__getitem__(index)
-        if isinstance(index, slice):
-            found.scales = self.scales[index]
-        return found
-
-    def per_row(self) -> list[float]:
-        return self.scales
-
-
-class Located(Tensor):
-    """An image of a library that wraps all functions: they pass metadata on, indexing cuts it."""
-
-    _meta: dict[str, Any]
-
-    @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        found: Any = super().__torch_function__(func, types, args, kwargs or {})
-        source: Any = next((each for each in args if isinstance(each, cls) and vars(each)), None)
-        if source is None or not isinstance(found, cls):
-            return found
-        vars(found).update(vars(source))
-        if func is Tensor.__getitem__ and isinstance(args[1], slice | Tensor):
-            meta, rows = source._meta, torch.arange(len(source))[args[1]].tolist()
-            paths = [meta["paths"][row] for row in rows]
-            found._meta = {"paths": paths, "of": {"affine": meta["of"]["affine"][rows]}, "n": 3}
-        return found
-
-    def per_row(self) -> list[float]:
-        return [float(each) for each in self._meta["of"]["affine"]]
-
-
-class Forgetful(Located):
-    """An image whose slices always have the metadata of the first rows."""
-
-    def __getitem__(self, index: Any) -> Any:
-        found: Any = super().__getitem__(slice(0, len(range(*index.indices(8)))))
-        return torch.Tensor(self)[index].as_subclass(Forgetful).with_meta(found._meta)
-
-    def with_meta(self, meta: Any) -> Any:
-        self._meta = meta
-        return self
-
-
-def scanned(kind: type[Scanned | Located]) -> Any:
-    value: Any = torch.arange(16.0).reshape(8, 2).as_subclass(kind)
-    if kind is Scanned:
-        value.scales = [float(row) for row in range(1, 9)]
-    else:
-        affine = torch.arange(1.0, 9)
-        value._meta = {
-            "paths": [f"{row}.nii" for row in range(8)],
-            "of": {"affine": affine},
-            "n": 3,
-        }
-    return value
-
-
-def by_metadata(model: Any, batch: Any) -> Any:
-    per_row = torch.tensor(batch["image"].per_row())
-    image = batch["image"].as_subclass(Tensor)
-    return ((model(image).squeeze(1) - batch["y"]) * per_row).square().mean()
-
-
-@pytest.mark.parametrize("kind", [Scanned, Located])
-@pytest.mark.parametrize("size", [8, 3, 1])
-def test_metadata_of_a_tensor_is_cut_by_the_indexing_of_its_class(kind: Any, size: int) -> None:
-    batch = {"image": scanned(kind), "y": torch.arange(8.0)}
-    model = nn.Linear(2, 1)
-    by_metadata(model, batch).backward()
-    wanted = [each.grad for each in model.parameters()]
-    model.zero_grad()
-    # A check takes rows that are not neighbors, which only one of the classes can index.
-    probe = kind is Located
-    microbatcher = Microbatcher(model, forward=by_metadata, microbatch_size=size, probe=probe)
-    microbatcher.backward(batch)
-    for parameter, gradient in zip(model.parameters(), wanted, strict=True):
-        torch.testing.assert_close(parameter.grad, gradient)
-    assert batch["image"].per_row() == [float(row) for row in range(1, 9)]
-    assert microbatcher.loss_average_is == ("checked" if probe and size < 8 else "unchecked")
-
-
 def test_metadata_that_no_slice_cuts_is_refused_with_what_to_write() -> None:
-    with pytest.raises(BatchError, match=r"Forgetful.*8 rows.*'_meta\.paths'.*register_batch_type"):
-        split_batch({"image": scanned(Forgetful)}, 4)
     value: Any = torch.zeros(8, 2).as_subclass(Image)  # without its own indexing
     value.meta = {"spacing": [1.0, 2.0], "paths": [str(row) for row in range(8)]}
     with pytest.raises(BatchError, match=r"Image.*'meta\.paths'.*register_batch_type"):

@@ -16,7 +16,7 @@ from tensordict import TensorDict
 from transformers import BatchEncoding, BatchFeature
 
 from automicro.batch.joining import concat_rows
-from automicro.batch.layout import balanced_sizes, num_rows, split_batch
+from automicro.batch.layout import BatchLayout, balanced_sizes, split_batch
 from automicro.batch.tensors import tensor_leaves
 from tests.batch.structures import Text, numbers_of
 from tests.batch.training import Waves, forward, gradient, spoiling
@@ -131,17 +131,44 @@ def together(value: Any) -> torch.Tensor:
     return torch.cat(numbers_of(value))
 
 
+def columns(pieces: list[Any]) -> list[list[float]]:
+    """Return all numbers of the pieces, leaf by leaf."""
+    return [torch.cat(each).tolist() for each in zip(*map(numbers_of, pieces), strict=True)]
+
+
 @settings(max_examples=150, deadline=None)
-@given(make=batches, rows=st.integers(3, 9), size=st.integers(1, 9))
-def test_rows_are_counted_once_and_the_slices_make_the_batch(
-    make: Make, rows: int, size: int
+@given(make=batches, rows=st.integers(3, 9), size=st.integers(1, 9), data=st.data())
+def test_rows_are_counted_and_the_slices_make_the_batch_in_order(
+    make: Make, rows: int, size: int, data: st.DataObject
 ) -> None:
-    batch = make(rows)
-    assert num_rows(batch) == rows
-    pieces = split_batch(batch, size)
-    assert [type(piece) for piece in pieces] == [type(batch)] * len(balanced_sizes(rows, size))
+    batch, layout = make(rows), BatchLayout()
+    assert layout.num_rows(batch) == rows
+    pieces = layout.split(batch, balanced_sizes(rows, size))
+    assert {type(piece) for piece in pieces} == {type(batch)}
+    # Rows with tensors of their own, as in lists, are many leaves.
     found = torch.cat([together(piece) for piece in pieces])
     assert torch.equal(found.sort().values, together(batch).sort().values)
+    if len(numbers_of(pieces[0])) == len(numbers_of(batch)):
+        assert columns(pieces) == columns([batch])
+    chosen = data.draw(st.lists(st.integers(0, rows - 1), min_size=1, max_size=4))
+    taken = together(layout.take_rows(batch, chosen))
+    each = torch.cat([together(layout.take_rows(batch, [row])) for row in chosen])
+    assert torch.equal(taken.sort().values, each.sort().values)
+
+
+@settings(max_examples=300, deadline=None)
+@given(rows=st.integers(1, 500), size=st.integers(1, 600), floor=st.integers(1, 4))
+def test_sizes_are_balanced_the_fewest_and_not_under_the_floor(
+    rows: int, size: int, floor: int
+) -> None:
+    sizes = balanced_sizes(rows, size, min_rows=floor)
+    assert sum(sizes) == rows
+    assert min(sizes) >= min(floor, rows)
+    assert max(sizes) - min(sizes) <= 1
+    assert sizes == sorted(sizes, reverse=True)
+    assert (len(sizes) - 1) * size < rows
+    if size >= 2 * floor - 1:
+        assert max(sizes) <= size
 
 
 @settings(max_examples=150, deadline=None)

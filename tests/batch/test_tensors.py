@@ -6,7 +6,7 @@ from torch.nn.utils.rnn import pack_sequence
 
 from automicro import register_batch_type
 from automicro.batch.joining import concat_rows
-from automicro.batch.layout import BatchLayout, split_batch
+from automicro.batch.layout import split_batch
 from automicro.batch.tensors import map_tensors, tensor_leaves
 from automicro.errors import BatchError
 from tests.batch.structures import ROWS, STRUCTURES, Pair, assert_partition, sequences, x, y
@@ -15,7 +15,7 @@ from tests.batch.structures import ROWS, STRUCTURES, Pair, assert_partition, seq
 class TestMapping:
     def test_paths_lead_to_the_tensors(self):
         batch = {"a": x(), "b": (y(), [{"c": y()}]), "n": 1, "p": pack_sequence(sequences(), False)}
-        leaves = BatchLayout().leaves(batch)
+        leaves = tensor_leaves(batch)
         assert [path for path, _ in leaves] == ["a", "b.0", "b.1.0.c", "p.data"]
 
 

@@ -187,7 +187,6 @@ def test_a_list_of_rows_is_not_taken_for_inputs_and_targets(count: int) -> None:
         (np.zeros((4, 5)), 4, 5.0),
         ({"x": np.zeros((4, 5)), "y": torch.zeros(4)}, 4, 6.0),
         ([object(), object()], 2, 1.0),
-        ([Image(0.0)] * 3, 3, 12.0),
         ([Text("abc"), Text("a")], 2, 2.0),
         ([Text(torch.zeros(7)), Text(torch.zeros(1))], 2, 4.0),  # type: ignore[arg-type]
         (np.array(["ab", "cdef"], dtype=object), 2, 3.0),

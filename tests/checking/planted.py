@@ -172,7 +172,7 @@ PLANTED = {
         options={"forward": two_losses},
         loss_average="{'language': 'tokens', 'size': 'none'}",
     ),
-    "class weights": Planted(kind="class weights", names="by_class", options={"loss_fn": by_class}),
+    "class weights": Planted(kind="compares rows", names="by_class", options={"loss_fn": by_class}),
     "a contrastive loss": Planted(
         kind="compares rows", names="contrastive", options={"loss_fn": contrastive}
     ),
@@ -183,26 +183,24 @@ PLANTED = {
         model=lambda: nn.Sequential(nn.Identity(), nn.Identity(), Layered(Centred())),
     ),
     "state in a plain counter": Planted(
-        kind="attributes", names="middle.steps", model=layered(Annealed)
+        kind="state", names="middle.steps", model=layered(Annealed)
     ),
-    "state in a plain tensor": Planted(
-        kind="attributes", names="middle.mean", model=layered(Smoothed)
-    ),
+    "state in a plain tensor": Planted(kind="state", names="middle.mean", model=layered(Smoothed)),
     "spectral norm": Planted(
-        kind="buffers", names="_u", model=layered(lambda: spectral_norm(nn.Linear(8, 8)))
+        kind="state", names="_u", model=layered(lambda: spectral_norm(nn.Linear(8, 8)))
     ),
-    "a codebook": Planted(kind="buffers", names="middle.mean", model=layered(MyNorm)),
+    "a codebook": Planted(kind="state", names="middle.mean", model=layered(MyNorm)),
     "non-determinism": Planted(
         kind="non-deterministic", names="", options={"forward": state_outside()}, exit_code=3
     ),
     "a counter in a closure": Planted(
-        kind="attributes", names="calls", options={"forward": counting_in_a_closure()}
+        kind="state", names="calls", options={"forward": counting_in_a_closure()}
     ),
     "numpy's generator": Planted(
         kind="random", names="NumPy", model=layered(NumpyNoise), exit_code=3
     ),
     "a generator of its own": Planted(
-        kind="random", names="middle.generator", model=layered(OwnNoise), exit_code=3
+        kind="random", names="a generator of your own", model=layered(OwnNoise), exit_code=3
     ),
     "mixup": Planted(kind="across rows", names="middle", model=layered(Mixup)),
     "a written-out batch size": Planted(
@@ -286,12 +284,12 @@ CLEAN = {
             "loss_average": {"language": "tokens", "size": "none"},
         },
     ),
-    "an input changed in place": Clean(model=FirstInPlace, note="input written"),
+    "an input changed in place": Clean(model=FirstInPlace),
     "a module changed in place": Clean(model=layered(InPlace)),
     "all kinds of noise": Clean(model=layered(Noisy), note="random"),
     "Python's generator, once per batch": Clean(model=layered(LayerDrop), note="random"),
     "activation checkpointing with dropout": Clean(model=layered(Checkpointed), note="random"),
-    "a counter that nobody reads": Clean(model=layered(Counting), note="attributes"),
+    "a counter that nobody reads": Clean(model=layered(Counting), note="state"),
     "float32 only": Clean(model=layered(Single), batch=lambda: (x().float(), y()), dtype="float32"),
     "a captured teacher": Clean(
         model=Layered, batch=lambda: (x().float(), y()), options=distillation(), dtype="float32"

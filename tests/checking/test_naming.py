@@ -307,7 +307,7 @@ def test_a_batch_that_could_be_split_is_probed_although_it_fits(size: Any) -> No
     assert warnings_of(on(Mlp(), contrastive, microbatch_size=size, probe=False), (x(), y())) == []
 
 
-def test_out_of_memory_in_the_probe_changes_nothing(caplog: pytest.LogCaptureFixture) -> None:
+def test_out_of_memory_in_the_probe_changes_nothing() -> None:
     class NoRoom(Mlp):
         def forward(self, inputs: Tensor) -> Any:
             if is_extra_pass():
@@ -317,7 +317,6 @@ def test_out_of_memory_in_the_probe_changes_nothing(caplog: pytest.LogCaptureFix
     microbatcher = on(NoRoom(), contrastive, microbatch_size="auto")
     (message,) = warnings_of(microbatcher, *[(x(), y())] * 40)
     assert "there was not enough memory to check" in message
-    assert [each.levelname for each in caplog.records if "check" in each.message] == ["WARNING"]
     result = microbatcher.backward((x(), y()))
     assert result.loss_average_is == "unchecked"
     assert (result.num_microbatches, result.ooms) == (1, 0)

@@ -65,10 +65,6 @@ WRONG: dict[str, tuple[Callable[..., Any], str]] = {
         lambda net, x: {"a": net.linear(x), "b": net.table},
         r"'b' has the shape \(7, 3\) for 12 rows, and",
     ),
-    "numbered": (
-        lambda net, x: {"a": net.linear(x), "names": [f"row {n}" for n in range(len(x))]},
-        "the output 'names' of a row depends",
-    ),
     "layers": (
         lambda net, x: {"b": [net.linear(x)] * 2},
         r"'b.0' has the shape \(12, 3\) for 12 rows",

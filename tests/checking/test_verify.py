@@ -1,7 +1,7 @@
 """`automicro.verify`: it names planted causes, passes clean models and leaves no trace."""
 
-import json
 import random
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -18,7 +18,6 @@ from automicro.checking.reading import Reading, relative_errors
 from automicro.reach import captured_modules
 from tests.cases import MODELS, STRUCTURES, Case
 from tests.checking.models import (
-    WEIGHT,
     Annealed,
     Counting,
     Layered,
@@ -84,28 +83,28 @@ def test_what_the_exactness_tests_hold_exact_is_found_exact(case: Case) -> None:
 def test_several_causes_are_each_shown_by_an_experiment() -> None:
     model = Layered(nn.Sequential(nn.BatchNorm1d(8), Annealed()))
     report = verify(model, (x(), y()), loss_fn=summed)
-    assert kinds(report) == ["batchnorm", "attributes", "loss average"]
+    assert kinds(report) == ["batchnorm", "state", "loss average"]
     assert all(cause.evidence for cause in report.causes)
     assert report.loss_average == "'none'"
-    assert report.verdict.startswith("not exact: 1 BatchNorm layer")
+    assert report.verdict.startswith("not exact: BatchNorm averages")
 
 
 def test_a_cause_that_is_only_suspected_is_not_blamed() -> None:
     """The forward changes state too, but the difference is the loss's alone."""
     report = verify(Layered(Counting()), (x(), y()), loss_fn=summed)
     assert kinds(report) == ["loss average"]
-    assert [note.kind for note in report.notes] == ["attributes"]
+    assert [note.kind for note in report.notes] == ["state"]
 
 
 def test_causes_are_found_in_float32_too() -> None:
-    def by_class(logits: Tensor, targets: Tensor) -> Tensor:
-        return F.cross_entropy(logits, targets, WEIGHT.float())  # refuses logits in float64
+    def squares(outputs: Tensor, targets: Tensor) -> Tensor:
+        scores = outputs @ torch.ones(5, 1, dtype=torch.float32)  # refuses outputs in float64
+        return (scores.square() * (targets[:, None] > 1)).sum() / (targets > 1).sum()
 
-    report = verify(Layered(), single(), loss_fn=by_class)
+    report = verify(Layered(), single(), loss_fn=squares)
     assert report.dtype == "float32"
-    assert kinds(report) == ["class weights"]
-    assert "[1, 15, 5, 2.5, 10]" in report.loss_average
-    assert "not in float64" in report.method
+    assert "the model fails in float64" in report.notes[0].text
+    assert kinds(report) == ["compares rows"]
 
 
 def test_sizes_can_be_chosen_and_are_canonical() -> None:
@@ -145,14 +144,6 @@ def test_a_lazy_model_is_run_once_before_it_is_verified() -> None:
     assert "run one forward" in report.causes[0].remedy
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
-def test_a_scripted_model_cannot_be_verified() -> None:
-    report = verify(torch.jit.trace(nn.Linear(4, 3), torch.zeros(2, 4)), single(), loss_fn=LOSS)
-    assert kinds(report) == ["scripted"]
-    assert report.exit_code == 3
-    assert report.causes[0].remedy == "pass the model that it was created from"
-
-
 def test_failing_at_one_size_is_told_apart_from_being_inexact() -> None:
     def mean(model: nn.Module, batch: Any) -> Any:
         logits = model(batch[0]).squeeze()  # of one row, no rows are left
@@ -162,7 +153,7 @@ def test_failing_at_one_size_is_told_apart_from_being_inexact() -> None:
     assert kinds(report) == ["fails on fewer rows"]
     assert "fails with microbatches of at most 1 row(s): " in report.verdict
     assert ".squeeze() without a dimension" in report.causes[0].remedy
-    assert max(report.parameter_errors.values()) <= report.tolerance
+    assert "relative error" not in report.verdict
 
     def total(model: nn.Module, batch: Any) -> Any:
         return mean(model, batch) * len(batch[0])
@@ -170,18 +161,6 @@ def test_failing_at_one_size_is_told_apart_from_being_inexact() -> None:
     report = verify(Mlp(), (x(), y()), forward=total, sizes=[6, 1])
     assert kinds(report) == ["fails on fewer rows", "loss average"]
     assert report.loss_average == "'none'"
-
-
-def test_a_mean_with_weights_of_its_own_is_told_apart_from_a_comparison_of_rows() -> None:
-    def forward(model: nn.Module, batch: Any) -> Any:
-        each = F.cross_entropy(model(batch[0]), batch[1], reduction="none")
-        weight = batch[0][:, 0].exp()
-        return (each * weight).sum() / weight.sum()
-
-    report = verify(Mlp(), (x(), y()), forward=forward)
-    assert kinds(report) == ["loss average"]
-    assert "by row" in report.verdict
-    assert not report.loss_average
 
 
 def test_batchnorm_is_named_where_no_size_can_be_run() -> None:
@@ -193,16 +172,14 @@ def test_batchnorm_is_named_where_no_size_can_be_run() -> None:
 # The report
 
 
-def test_a_report_reads_as_text_and_as_json() -> None:
+def test_a_report_reads_as_text() -> None:
     report = PLANTED["BatchNorm"].report()
     text = str(report)
     assert text.splitlines()[0] == report.verdict
     assert "What to do: use GroupNorm" in text
-    assert "2 × 6" in text
-    values = json.loads(json.dumps(report.to_dict(), allow_nan=False))
-    assert values["exit_code"] == 1
-    assert values["causes"][0]["names"] == ["middle"]
-    assert values["comparisons"][0]["num_microbatches"] == 2
+    assert re.search(
+        r"2 × 6 rows: 0?[0-9.e+-]+ of the gradient of [a-z.]+, [0-9.e-]+ of the loss", text
+    )
 
 
 def test_the_worst_parameter_is_named() -> None:
@@ -212,8 +189,6 @@ def test_the_worst_parameter_is_named() -> None:
 
     report = verify(Layered(), (x(), y()), forward=forward)
     assert {each.worst for each in report.comparisons} == {"last.bias"}
-    wrong = [name for name, error in report.parameter_errors.items() if error > report.tolerance]
-    assert wrong == ["last.bias"]
     assert kinds(report) == ["compares rows"]
 
 
@@ -249,8 +224,6 @@ def test_a_bug_in_the_model_passes_through() -> None:
     [
         ({"sizes": [0]}, "at least 1"),
         ({"sizes": [11, 20]}, "leaves the batch of 11 rows whole"),
-        ({"dtype": "float46"}, "is not a floating point type"),
-        ({"dtype": torch.int64}, "is not a floating point type"),
         ({"loss_average": "rows"}, "'rows' is not known"),
     ],
 )
@@ -263,7 +236,7 @@ def test_a_batch_error_is_the_verdict_with_its_remedy() -> None:
     report = PLANTED["an ambiguous batch"].report()
     assert report.exit_code == 3
     assert "batch_layout=" in report.verdict
-    assert report.to_dict()["status"] == "cannot be verified"
+    assert report.status == "cannot be verified"
 
 
 # No trace

@@ -83,7 +83,8 @@ def test_what_interrupts_the_shaking_of_parameters_leaves_them_as_they_were() ->
         assert mode.raised_at == [fault.index for fault in plan]
         return mode.names
 
-    turns = [index for index, name in enumerate(interrupted([])) if "bitwise_xor_" in name]
+    # After the last operation on its noise, a parameter is multiplied by it.
+    turns = [index + 3 for index, name in enumerate(interrupted([])) if "bernoulli_" in name]
     assert len(turns) >= 8
     for index, after in itertools.product(turns[:8:3], (False, True)):
         interrupted([Fault(index, after, "interrupt")])
@@ -310,32 +311,3 @@ def test_numbers_beside_a_loss_that_are_means_are_not_named(dtype: torch.dtype, 
         x, y = batch(rows)
         given = [(x.to(dtype), y), (-x.to(dtype), y)]
         assert numbers_told(forward, *given, microbatch_size=16, eval_microbatch_size=7) == []
-
-
-def test_whole_numbers_beside_a_loss_are_said_to_be_left_out() -> None:
-    def forward(model: Any, batch: Any) -> Any:
-        logits = model(batch[0])
-        right = (logits.argmax(1) == batch[1]).sum()
-        return {"loss": F.cross_entropy(logits, batch[1]), "right": right, "rows": len(logits)}
-
-    (message,) = numbers_told(forward, batch(), batch(), microbatch_size=16)
-    assert r"whole numbers next to its loss ('right')" in message
-    assert "(metrics=…)" in message
-
-
-def test_whole_numbers_that_metrics_get_are_not_named() -> None:
-    class Right:
-        count = 0
-
-        def update(self, outputs: Any, _: Any) -> None:
-            self.count += int(outputs["right"])
-
-    def forward(model: Any, batch: Any) -> Any:
-        logits = model(batch[0])
-        right = (logits.argmax(1) == batch[1]).sum()
-        return {"loss": F.cross_entropy(logits, batch[1]), "right": right}
-
-    microbatcher = Microbatcher(net(), forward=forward, eval_microbatch_size=16)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", MetricWarning)
-        microbatcher.evaluate(batch(), metrics=Right())

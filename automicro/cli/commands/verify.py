@@ -23,6 +23,7 @@ def run(arguments: argparse.Namespace) -> int:
 
         with job.making():
             model, options = make_computation(recipe)
+            del options["device"]  # where the model is
             data = recipe.make("train_dataloader")
         with job.asking():
             batch = first_batch(data)
@@ -30,8 +31,7 @@ def run(arguments: argparse.Namespace) -> int:
                 report = verify(model, batch, **options)
         print(report)
         # YAML cannot hold a lambda.
-        if report.loss_average.startswith("lambda batch: "):
-            count = report.loss_average.removeprefix("lambda batch: ")
+        if (count := report.loss_average.removeprefix("lambda batch: ")) != report.loss_average:
             print(
                 "  in a config: loss_average: {call: pkgutil.resolve_name, args: {name: "
                 f"my_data.count}}}}, with `def count(batch): return {count}` in my_data.py"
