@@ -23,7 +23,7 @@ from torch.utils.checkpoint import CheckpointError
 
 from automicro.errors import RollbackError, add_note, describe_error, suggestion
 from automicro.memory.oom import Failure, classify
-from automicro.nested.slices import AsItStood, changed, computed_again
+from automicro.nested.slices import AsItStood, computed_again
 from automicro.ranks.interface import StrayedError
 from automicro.state.part import Replay
 from automicro.torch_private import (
@@ -376,6 +376,15 @@ def _showing(saved: _Saved | None) -> contextlib.AbstractContextManager[None]:
     return contextlib.nullcontext() if saved is None else saving(saved.add)
 
 
+def _inside(value: Any) -> Iterator[Any]:
+    """Yield everything inside tuples, lists and dictionaries."""
+    for each in value.values() if type(value) is dict else value:
+        if type(each) in (tuple, list, dict):
+            yield from _inside(each)
+        else:
+            yield each
+
+
 def _computed(
     block: Block,
     forward: Callable[..., Any],
@@ -384,8 +393,7 @@ def _computed(
     kwargs: dict[str, Any],
 ) -> Any:
     """Return the output of a block, which is computed again in the backward."""
-    given: list[Any] = []
-    changed((args, kwargs), given.append)
+    given = list(_inside((args, kwargs)))
     block.given += [
         (counter_of(each), version_of(each))
         for each in given
