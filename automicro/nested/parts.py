@@ -120,7 +120,7 @@ def _attach(model: nn.Module, name: str, options: Mapping[str, Any], parts: Size
             tail = LanguageTail(language_model, options)
             tail.attach()
             parts.own(tail, is_named=True)
-        parts.add(tail)
+        parts.give(TAIL, tail.split)
         return
     names = [TAIL, *filter(None, modules)] if language_model is not None else list(modules)[1:]
     hint = suggestion(name, names) or f"; there are {', '.join(names[:8])}"
@@ -181,15 +181,15 @@ class LanguageTail:
                 "its loss by itself; write head and loss as one function of hidden states and "
                 "targets, and give it a size with automicro.split"
             )
-        self._model = model
-        self._options = {**options}
-        self._by_tokens = self._options.pop("microbatch_unit", "rows") == "tokens"
+        given = dict(options)
+        self._model = cast(Any, model)
+        self._by_tokens = given.pop("microbatch_unit", "rows") == "tokens"
+        self._average = given.pop("loss_average", None)
         self._is_checked = False
-        self.splits: dict[str, NestedSplit] = {}
         self._earlier: Any = None
         self._forward: Callable[..., Any] = model.forward
-        get_head: Any = getattr(model, "get_output_embeddings", None)
-        self._split(is_sum=False, head=get_head())
+        self.split = NestedSplit(_nothing, modules=[self._model.get_output_embeddings()], **given)
+        self.split.name = TAIL
 
     @classmethod
     def of(cls, model: nn.Module) -> "LanguageTail | None":
@@ -205,7 +205,7 @@ class LanguageTail:
     @property
     def has_run(self) -> bool:
         """Whether it has been called."""
-        return any(each.has_run for each in self.splits.values())
+        return self.split.has_run
 
     def attach(self) -> None:
         """Replace the model's forward by this object, until `remove`."""
@@ -239,7 +239,7 @@ class LanguageTail:
         return _without_logits(self._apart(*args, **kwargs))
 
     def _apart(self, *args: Any, **kwargs: Any) -> Any:
-        model: Any = self._model
+        model = self._model
         head = model.get_output_embeddings()
         compute_loss = model.loss_function
         had_own = "_loss_function" in vars(model)
@@ -302,21 +302,12 @@ class LanguageTail:
         if self._by_tokens:
             # So a single row that is too long can be cut, too.
             hidden, targets = hidden.flatten(0, 1), targets.flatten(0, 1)
-        part = self._split(is_sum=is_sum, head=head).of(tail, [head])
+        average = self._average or ("none" if is_sum else "tokens")
         try:
-            return cast(Tensor, part(hidden, targets))
+            return cast(Tensor, self.split.of(tail, [head], average)(hidden, targets))
         finally:
             # Copies and files of the model must hold nothing of this call.
-            part.of(_nothing, [head])
-
-    def _split(self, *, is_sum: bool, head: nn.Module) -> NestedSplit:
-        name = f"{TAIL} (sum)" if is_sum else TAIL
-        if name not in self.splits:
-            average = {"loss_average": "none" if is_sum else "tokens"}
-            part = NestedSplit(_nothing, modules=[head], **{**average, **self._options})
-            part.name = name
-            self.splits[name] = part
-        return self.splits[name]
+            self.split.of(_nothing, [head], average)
 
     def _check(self, bound: Mapping[str, Any]) -> None:
         """Refuse a model that changes its logits between head and loss."""
@@ -324,7 +315,7 @@ class LanguageTail:
         batch = {name: value for name, value in bound.items() if value is not None}
         batch |= batch.pop("kwargs", {})
         rows = layout.take_rows(batch, list(range(min(2, layout.num_rows(batch)))))
-        model: Any = self._model
+        model = self._model
         head = model.get_output_embeddings()
         earlier, compute = vars(head).get("forward"), head.forward
         factor: list[Tensor] = []

@@ -332,6 +332,11 @@ def rows_of(output: Any, num_rows: int) -> list[Tensor]:
     if not leaves:
         refuse_outputs("", f"no tensor but {type(output).__name__}")
     for path, leaf in leaves:
+        if path and not leaf.dim():
+            raise UnsplittableModelError(
+                f"a part with a size of its own returns a number beside other values, as {path!r}; "
+                "let it return the loss alone, and divide a sum by its count outside"
+            )
         if leaf.shape[:1] != (num_rows,):
             refuse_outputs(path, f"a tensor of shape {tuple(leaf.shape)} for {num_rows} rows")
     return [leaf for _, leaf in leaves]
