@@ -21,21 +21,19 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointError
 
-from automicro.errors import RollbackError, add_note, describe_error, suggestion
+from automicro.errors import RollbackError, add_note, describe_error, suggestion, text_of
 from automicro.memory.oom import Failure, classify
 from automicro.nested.slices import AsItStood, computed_again
 from automicro.ranks.interface import StrayedError
 from automicro.state.part import Replay
 from automicro.torch_private import (
     call_of,
-    counter_of,
     ends_checkpoint,
     is_in_checkpoint,
     is_of_checkpoint,
     refuses_hooks,
     saving,
     tells_of_writing,
-    version_of,
 )
 from automicro.transaction.rng import RandomState
 from automicro.values import comes_from, is_owned, is_plain
@@ -217,9 +215,6 @@ class Block:
     left_out: str = ""  # the reason why it is no longer recomputed; empty if it is
     # By id, large buffers that its forward has written to.
     changing: dict[int, Tensor] = field(default_factory=dict)
-    # For each tensor argument in an attempt: an empty tensor with the same version counter, and the
-    # version.
-    given: list[tuple[Tensor, int]] = field(default_factory=list)
     turn: int = 0  # order of its last recomputation among those of all blocks; 0 before the first
     num_done: int = 0  # number of successful attempts in which it was recomputed
 
@@ -227,11 +222,6 @@ class Block:
     def replay(self) -> Replay:
         """The state that its forward reads in addition to its arguments, and might change."""
         return Replay({self.name: self.module}, large=self.changing)
-
-    @property
-    def is_undone(self) -> bool:
-        """Whether any of its arguments was changed after the call."""
-        return any(version_of(counter) != version for counter, version in self.given)
 
     def leave_out(self, why: str) -> LeftOutError:
         """Stop recomputing it, and return the error to raise."""
@@ -359,12 +349,11 @@ class _Run(AsItStood):
     def _explain(self, error: Exception) -> None:
         """Explain why a forward that succeeded failed when it was repeated."""
         block = self._block
-        if isinstance(error, RollbackError):
-            raise block.leave_out(f"changes what cannot be put back ({error})") from error
+        # The block might have caught the error by which torch ends the second run.
+        if isinstance(error, RollbackError) or is_of_checkpoint(error):
+            raise block.leave_out(f"{_OTHERWISE} ({describe_error(error)})") from error
         if isinstance(error, StrayedError) or classify(error) is not Failure.UNRELATED:
             return
-        if is_of_checkpoint(error):  # the block has caught the error that ends the second run
-            raise block.leave_out(f"{_OTHERWISE} ({describe_error(error)})") from error
         add_note(
             error,
             f"automicro: {block.name} was computed again in the backward; where it goes by what "
@@ -393,15 +382,8 @@ def _computed(
     kwargs: dict[str, Any],
 ) -> Any:
     """Return the output of a block, which is computed again in the backward."""
-    given = list(_inside((args, kwargs)))
-    block.given += [
-        (counter_of(each), version_of(each))
-        for each in given
-        if type(each) is Tensor and not each.is_inference()
-    ]
+    given = _inside((args, kwargs))
     objects = [each for each in given if not (isinstance(each, Tensor) or is_plain(each))]
-    # Otherwise this frame keeps inputs that the block itself would release.
-    del given
     try:
         return computed_again(forward, args, kwargs, _Run(block, random, objects))
     except RuntimeError as error:
@@ -439,52 +421,45 @@ class Recompute:
     @contextlib.contextmanager
     def applied(self) -> Iterator[None]:
         """Replace the calls of the blocks during forward and backward."""
-        begun, blocks = next(_turns), self.blocks
+        begun = next(_turns)
         with contextlib.ExitStack() as stack:
-            for block in blocks:
-                if not block.left_out:
-                    stack.enter_context(_replaced(block, self.random))
+            for block in self._active():
+                stack.enter_context(_replaced(block, self.random))
             try:
                 yield
                 # A failed attempt does not reach this, because it has not compared everything.
-                for block in blocks:
+                for block in self.blocks:
                     block.num_done += block.turn > begun
             except CheckpointError as error:
                 # Torch raises this after the second forward, without a name: it was the last block.
-                repeated = [block for block in blocks if block.turn > begun and not block.left_out]
+                repeated = [block for block in self._active() if block.turn > begun]
                 if not repeated:
                     raise
-                raise _leave_out_last(repeated, error) from error
+                last = max(repeated, key=lambda block: block.turn)
+                first = text_of(error).partition("\n")[0]
+                alike = [each for each in repeated if type(each.module) is type(last.module)]
+                raise _left_out(alike, f"{_OTHERWISE} ({first})") from error
             except RuntimeError as error:
-                undone = [block for block in blocks if block.is_undone and not block.left_out]
-                if not undone or not tells_of_writing(error):
+                if not (self._active() and tells_of_writing(error)):
                     raise
                 why = "is called with a tensor that is written to, by itself or afterwards"
-                errors = [block.leave_out(why) for block in undone]
-                raise errors[0] from error
-            finally:
-                for block in blocks:
-                    block.given.clear()
+                raise _left_out(self._active(), why) from error
+
+    def _active(self) -> list[Block]:
+        return [block for block in self.blocks if not block.left_out]
 
     def describe(self) -> str:
         """Return a description in half a sentence."""
-        names = [block.name for block in self.blocks if not block.left_out]
+        names = [block.name for block in self._active()]
         if not names:
             return "no block can be computed again in the backward"
         return f"{shown_blocks(names)} keep their input alone and compute again in the backward"
 
 
-def _leave_out_last(repeated: Sequence[Block], error: CheckpointError) -> LeftOutError:
-    last = max(repeated, key=lambda block: block.turn)
-    if "already unpacked" not in str(error):
-        return last.leave_out(_OTHERWISE)
-    why = (
-        "has an autograd.Function that asks for ctx.saved_tensors more than once in a backward; "
-        "take all of them at once, as in x, y = ctx.saved_tensors"
-    )
-    # Blocks of one class share that Function, and each would cost one more attempt.
-    alike = [block for block in repeated if type(block.module) is type(last.module)]
-    return next(iter([block.leave_out(why) for block in alike]))
+def _left_out(blocks: Sequence[Block], why: str) -> LeftOutError:
+    # Blocks of one class have one cause, and each would cost one more attempt.
+    errors = [block.leave_out(why) for block in blocks]
+    return errors[0]
 
 
 @contextlib.contextmanager
