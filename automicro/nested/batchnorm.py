@@ -29,7 +29,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
-from automicro.batch.device import on_host
+from automicro.batch.device import to_host
 from automicro.batch.tensors import tensor_leaves
 from automicro.batchnorm import sees_the_batch
 from automicro.errors import UnsplittableModelError, text_of
@@ -370,14 +370,6 @@ def _require_usual(name: str, layer: Any, x: Tensor) -> None:
         refuse_exact(name, f"{kind} does something else with the statistics than to normalise")
 
 
-def to_host(value: Tensor, *, waits: bool = False) -> Tensor:
-    """Copy a tensor to the host, into pinned memory if it comes from a CUDA device."""
-    with on_host():
-        pinned = value.device.type == "cuda"
-        held = torch.empty_like(value, device="cpu", requires_grad=False, pin_memory=pinned)
-        return held.copy_(value.detach(), non_blocking=pinned and not waits)
-
-
 def to_device(held: Tensor, device: torch.device) -> Tensor:
     """Copy a waiting tensor to a device."""
     if device.type != "cpu":
@@ -516,7 +508,8 @@ def _stage(
     return run
 
 
-_back_to_host = functools.partial(to_host, waits=True)
+def _back_to_host(gradient: Tensor) -> Tensor:
+    return to_host(gradient, waits=True)
 
 
 def _to(device: torch.device) -> Callable[[Tensor], Tensor]:

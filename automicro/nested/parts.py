@@ -13,7 +13,7 @@ from automicro.batch.tensors import map_tensors
 from automicro.errors import UnsplittableModelError, suggestion
 from automicro.loss.averages import IGNORED
 from automicro.loss.passes import extra_pass
-from automicro.modules import evaluation_mode
+from automicro.modules import evaluation_mode, replaced_forward
 from automicro.nested.slices import tolerance_of
 from automicro.nested.split import NestedSplit, split
 from automicro.options import check_choice
@@ -215,7 +215,10 @@ class LanguageTail:
 
     def remove(self) -> None:
         """Restore the model's forward."""
-        _put_back(self._model, self._earlier)
+        if self._earlier is None:
+            del self._model.forward
+        else:
+            self._model.forward = self._earlier
 
     @property
     def is_attached(self) -> bool:
@@ -241,9 +244,8 @@ class LanguageTail:
     def _apart(self, *args: Any, **kwargs: Any) -> Any:
         model = self._model
         head = model.get_output_embeddings()
-        compute_loss = model.loss_function
+        compute, compute_loss = head.forward, model.loss_function
         had_own = "_loss_function" in vars(model)
-        earlier = head.__dict__.get("forward")
         handed: list[torch.dtype] = []
 
         # The forward calls the head and then the loss function. If the head returns its input, the
@@ -257,18 +259,14 @@ class LanguageTail:
             given = {**bound.arguments, **bound.arguments.get("kwargs", {})}
             given = {name: given[name] for name in list(given)[1:] if name != "kwargs"}
             # From here on the slices call the head themselves, so it must be the real one.
-            _put_back(head, earlier)
-            try:
+            with replaced_forward(head, compute):
                 return self._loss(head, compute_loss, logits, handed[-1], given)
-            finally:
-                head.forward = hand_on
 
-        head.forward = hand_on
         model.loss_function = loss
         try:
-            return self._forward(*args, **kwargs)
+            with replaced_forward(head, hand_on):
+                return self._forward(*args, **kwargs)
         finally:
-            _put_back(head, earlier)
             # Setting the property `loss_function` created the attribute `_loss_function`.
             if had_own:
                 model.loss_function = compute_loss
@@ -317,8 +315,7 @@ class LanguageTail:
         rows = layout.take_rows(batch, list(range(min(2, layout.num_rows(batch)))))
         model = self._model
         head = model.get_output_embeddings()
-        earlier, compute = vars(head).get("forward"), head.forward
-        factor: list[Tensor] = []
+        compute, factor = head.forward, list[Tensor]()
 
         # The effect of such a change on small logits can be too small to show in a loss (as with a
         # soft cap), and grow in training.
@@ -329,15 +326,12 @@ class LanguageTail:
             return logits * factor[0].to(logits.dtype)
 
         losses = []
-        head.forward = enlarged
-        try:
-            with extra_pass(), torch.no_grad(), evaluation_mode([model]):
-                for forward in (self._forward, self._apart):
-                    # Clones, because a forward might write into its inputs.
-                    found = forward(**map_tensors(rows, torch.clone))
-                    losses.append(found["loss"] if isinstance(found, Mapping) else found[0])
-        finally:
-            _put_back(head, earlier)
+        large = replaced_forward(head, enlarged)
+        with extra_pass(), torch.no_grad(), evaluation_mode([model]), large:
+            for forward in (self._forward, self._apart):
+                # Clones, because a forward might write into its inputs.
+                found = forward(**map_tensors(rows, torch.clone))
+                losses.append(found["loss"] if isinstance(found, Mapping) else found[0])
         one, other = map(float, losses)
         if abs(one - other) > tolerance_of(losses[0]) * abs(one):
             raise UnsplittableModelError(
@@ -352,13 +346,6 @@ def _nothing(hidden: Tensor, targets: Tensor) -> Tensor:
     raise AssertionError
 
 
-def _put_back(module: Any, forward: Any) -> None:
-    if forward is None:
-        del module.forward
-    else:
-        module.forward = forward
-
-
 class MissingLogitsError(UnsplittableModelError, AttributeError):
     """Raised on access to logits that were not computed."""
 
@@ -369,22 +356,12 @@ class MissingLogits:
     def __repr__(self) -> str:
         return "MissingLogits()"
 
-    @classmethod
-    def _refuse(cls, *_: Any, **__: Any) -> NoReturn:
+    def __getattr__(self, name: str) -> NoReturn:
         raise MissingLogitsError(
             "the logits of a training forward are not there as a whole, for the tail of the model "
             f"has a size of its own (nested={{{TAIL!r}: …}}); compute what needs them in "
             "evaluation, where they are, or leave that size out"
         )
-
-    def __getattr__(self, name: str) -> Any:
-        self._refuse()
-
-    @classmethod
-    def __torch_function__(cls, *_: Any, **__: Any) -> Any:
-        cls._refuse()
-
-    __getitem__ = __iter__ = __len__ = __add__ = __mul__ = __truediv__ = __matmul__ = _refuse
 
 
 def _without_logits(output: Any) -> Any:

@@ -13,7 +13,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import nn
 
-from automicro.nested.parts import TAIL, LanguageTail, find_language_model
+from automicro.nested.parts import LanguageTail, find_language_model
 from automicro.options import check_choice
 from automicro.savers.offload import OFFLOAD, Offload
 from automicro.savers.recompute import (
@@ -147,7 +147,7 @@ class WhenTooLarge(Feature):
         )
         for saver in levels[-1].savers:  # the last level has all savers
             if isinstance(saver, NestedTail):
-                setup.parts.give(TAIL, saver.tail.split)
+                setup.parts.give(saver.tail.name, saver.tail.split)
         return levels
 
 

@@ -13,8 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from automicro.batch.device import on_host
-from automicro.memory.device import copies_overlap
+from automicro.batch.device import on_host, to_host
 from automicro.torch_private import FakeTensor, counter_of, refuses_hooks, version_of
 from automicro.torch_private_distributed import is_fsdp_module
 
@@ -115,16 +114,7 @@ class OffloadHooks:
         return stored
 
     def _copied(self, whole: Tensor, storage: torch.UntypedStorage) -> _Stored:
-        device = whole.device
-        # Pinned memory might run out. Then the copy is blocking, with the same result.
-        host = _pinned(whole.shape) if copies_overlap(device) else None
-        if host is not None:
-            host.copy_(whole, non_blocking=True)
-            return _Stored(host, storage, device)
-        with self._host():
-            host = torch.empty(whole.shape, dtype=torch.uint8, device="cpu")
-        host.copy_(whole)
-        return _Stored(host, storage, device)
+        return _Stored(to_host(whole, host=self._host), storage, whole.device)
 
     def unpack(self, packed: Any) -> Tensor:
         """Return the tensor for the backward, or raise an error if it was changed."""
@@ -154,13 +144,6 @@ class OffloadHooks:
     def __call__(self) -> AbstractContextManager[None]:
         """Return the context for forward and backward."""
         return torch.autograd.graph.saved_tensors_hooks(self.pack, self.unpack)
-
-
-def _pinned(shape: torch.Size) -> Tensor | None:
-    """Return bytes in pinned host memory, or None if there is no more of it."""
-    with contextlib.suppress(RuntimeError):
-        return torch.empty(shape, dtype=torch.uint8, device="cpu", pin_memory=True)
-    return None
 
 
 def _is_plain(tensor: Tensor) -> bool:

@@ -13,7 +13,7 @@ import logging
 import re
 import types
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,6 +23,7 @@ from torch.utils.checkpoint import CheckpointError
 
 from automicro.errors import RollbackError, add_note, describe_error, suggestion, text_of
 from automicro.memory.oom import Failure, classify
+from automicro.modules import ModuleIndex, replaced_forward
 from automicro.nested.slices import AsItStood, computed_again
 from automicro.ranks.interface import StrayedError
 from automicro.state.part import Replay
@@ -64,35 +65,35 @@ def repeated_blocks(
     # of modules for which ``but`` returns True.
     found: dict[str, nn.Module] = {}
     seen: set[int] = set()
-    waiting = [("", model)]
-    while waiting:
-        prefix, module = waiting.pop(0)
-        if id(module) in seen:
-            continue
-        seen.add(id(module))
-        children = {
-            f"{prefix}.{name}" if prefix else name: child for name, child in module.named_children()
-        }
-        row = {name: each for name, each in _row_of(module, children).items() if not but(each)}
-        found.update({name: child for name, child in row.items() if id(child) not in seen})
-        seen |= set(map(id, row.values()))
-        waiting.extend((name, child) for name, child in children.items() if name not in row)
+
+    def search(prefix: str, module: nn.Module) -> None:
+        blocks = _row_of(module)
+        for name, child in module.named_children():
+            if id(child) in seen:
+                continue
+            seen.add(id(child))
+            if id(child) in blocks and not but(child):
+                found[prefix + name] = child
+            else:
+                search(f"{prefix}{name}.", child)
+
+    search("", model)
     return found
 
 
-def _row_of(module: nn.Module, children: Mapping[str, nn.Module]) -> dict[str, nn.Module]:
-    """Return the repeated blocks among a module's children, by name."""
+def _row_of(module: nn.Module) -> set[int]:
+    """Return the ids of the repeated blocks among a module's children."""
     if not isinstance(module, nn.ModuleList | nn.Sequential | nn.ModuleDict):
-        return {}
+        return set()
     # Classes of the modules that torch.compile has wrapped.
-    kinds = {name: type(getattr(child, "_orig_mod", child)) for name, child in children.items()}
+    kinds = {each: type(getattr(each, "_orig_mod", each)) for each in module.children()}
     counts = Counter(kinds.values())
-    repeated = {
-        name: child
-        for name, child in children.items()
-        if counts[kinds[name]] > 1 and any(child.children()) and is_called(child)
-    }
-    return {} if not repeated or _are_stages(list(repeated.values())) else repeated
+    row = [
+        each
+        for each, kind in kinds.items()
+        if counts[kind] > 1 and any(each.children()) and is_called(each)
+    ]
+    return set() if not row or _are_stages(row) else set(map(id, row))
 
 
 def is_called(module: nn.Module) -> bool:
@@ -131,7 +132,7 @@ def named_blocks(modules: Sequence[nn.Module], patterns: Iterable[str]) -> dict[
     >>> list(named_blocks([model], ["encoder.*"]))
     ['encoder.0', 'encoder.1']
     """
-    names = _by_name(modules, nn.Module.named_modules)
+    names = _by_name(modules)
     matched: dict[str, nn.Module] = {}
     for pattern in patterns:
         fitting = {name: module for name, module in names.items() if _matches(name, pattern)}
@@ -154,26 +155,18 @@ def _matches(name: str, pattern: str) -> bool:
     return len(parts) == len(wanted) and all(map(fnmatch.fnmatchcase, parts, wanted))
 
 
-def _by_name(
-    modules: Sequence[nn.Module],
-    find: Callable[[nn.Module], Iterable[tuple[str, nn.Module]]],
-) -> dict[str, nn.Module]:
-    """Return modules found in several roots, by names without those of wrappers."""
-    found: dict[int, tuple[str, nn.Module]] = {}
-    for index, root in enumerate(modules):
-        start = f"modules[{index - 1}]." if index else ""
-        for name, module in find(root):
-            shown = _OF_WRAPPERS.sub("", name)
-            if shown and shown not in _OF_ROOTS:
-                found.setdefault(id(module), (start + shown, module))  # by its first name
-    return dict(found.values())
+def _by_name(modules: Sequence[nn.Module]) -> dict[str, nn.Module]:
+    """Return everything inside several roots, by names without those of wrappers."""
+    shown = ((_OF_WRAPPERS.sub("", name), each) for name, each in ModuleIndex(modules).owners)
+    return {name: each for name, each in shown if name and name not in _OF_ROOTS}
 
 
 def find_blocks(
     modules: Sequence[nn.Module], *, but: Callable[[nn.Module], bool] = lambda _: False
 ) -> dict[str, nn.Module]:
     """Return the repeated blocks of several modules by name; see `repeated_blocks`."""
-    return _by_name(modules, lambda root: repeated_blocks(root, but=but).items())
+    blocks = {id(e) for root in modules for e in repeated_blocks(root, but=but).values()}
+    return {name: each for name, each in _by_name(modules).items() if id(each) in blocks}
 
 
 def shown_blocks(names: Iterable[str]) -> str:
@@ -462,11 +455,10 @@ def _left_out(blocks: Sequence[Block], why: str) -> LeftOutError:
     return errors[0]
 
 
-@contextlib.contextmanager
-def _replaced(block: Block, random: Callable[[], RandomState]) -> Iterator[None]:
-    table = vars(block.module)
+def _replaced(
+    block: Block, random: Callable[[], RandomState]
+) -> contextlib.AbstractContextManager[None]:
     name = call_of(block.module)  # a compiled block is recomputed as a whole
-    before: Mapping[str, Any] = {name: table[name]} if name in table else {}
     forward = getattr(block.module, name)
 
     def run(*args: Any, **kwargs: Any) -> Any:
@@ -479,9 +471,5 @@ def _replaced(block: Block, random: Callable[[], RandomState]) -> Iterator[None]
             return forward(*args, **kwargs)
         return _computed(block, forward, random(), args, kwargs)
 
-    table[name] = _Plain(run, block.module, table.get(name))
-    try:
-        yield
-    finally:
-        del table[name]
-        table.update(before)
+    plain = _Plain(run, block.module, vars(block.module).get(name))
+    return replaced_forward(block.module, plain, name)

@@ -27,7 +27,7 @@ from automicro.loss.conventions import choose_convention
 from automicro.loss.passes import extra_pass
 from automicro.memory.timeline import BATCH, BUFFERS, GRADIENTS, OPTIMIZER, PARAMETERS, Owner, Trace
 from automicro.modules import evaluation_mode
-from automicro.nested.parts import TAIL, Nested
+from automicro.nested.parts import Nested
 from automicro.optimizer.reservation import StepMemory, predict_step_memory, undisturbed
 from automicro.options import PRECISIONS, check_loss
 from automicro.reach import captured_modules
@@ -110,7 +110,7 @@ class DryRun:
                 # restore.
                 saver.random = functools.partial(NothingDrawn, ())
             if isinstance(saver, NestedTail):
-                self._nested.give(TAIL, saver.tail.split)
+                self._nested.give(saver.tail.name, saver.tail.split)
             self._savers[saver.name] = saver
         return levels
 
