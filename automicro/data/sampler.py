@@ -400,13 +400,10 @@ class _Share:
                 left.append(half)
             self._last = left[rank]
             return
+        # One more row for each rank; there are fewer than ranks.
         self._even -= 1
-        places = range(len(plan) - rest - world_size, len(plan) - rest)
-        full = [plan.batch(place) for place in places]
-        # The smallest batches have the most unused budget.
-        smallest = sorted(range(world_size), key=lambda place: len(full[place]))
-        more = np.concatenate(left)  # one row for each of the smallest
-        self._last = np.append(full[rank], more[smallest.index(rank) :][:1])
+        full = plan.batch(len(plan) - rest - world_size + rank)
+        self._last = np.append(full, np.concatenate(left)[rank : rank + 1])
 
     @property
     def rounds(self) -> int:

@@ -79,10 +79,17 @@ class _Read:
         """Yield the tensors that do not belong to a group yet, also while groups are added."""
         return (each for each in self.leaves.items() if each[0] not in self.taken)
 
-    def add(self, group: Group) -> None:
-        """Add a group."""
-        self.groups.append(group)
+    def put(self, path: str, source: str, dim: int) -> Group:
+        """Add a tensor to the group of its mask or lengths, and return the group."""
+        padded, told = self.leaves[path].shape[dim], self.leaves[source]
+        same = (each for each in self.groups if (each.name, each.padded) == (source, padded))
+        group = next(same, None)
+        if group is None:
+            group = _group(source, told, padded, self.num_rows)
+            self.groups.append(group)
+        group.parts |= {path: dim} if told.dim() == 1 else {path: dim, source: 1}
         self.taken.update(group.parts)
+        return group
 
 
 class Padding:
@@ -133,7 +140,6 @@ class Padding:
         return read.groups
 
     def _add_declared(self, read: "_Read") -> None:
-        found = {group.name: group for group in read.groups}
         for path, meaning in self._declared.items():
             if meaning is None:
                 continue
@@ -144,36 +150,28 @@ class Padding:
                         f"padding names {each!r}, which is no tensor of the batch; it has "
                         f"{', '.join(map(repr, read.leaves))}"
                     )
-            tensor, told = read.leaves[path], read.leaves[source]
+            tensor = read.leaves[path]
             if not 1 <= dim < tensor.dim():
                 raise BatchError(
                     f"padding says that dimension {dim} of {path!r} is padded, whose shape is "
                     f"{tuple(tensor.shape)}; name a dimension after that of the rows, as in "
                     f"padding={{{path!r}: ({source!r}, 1)}}"
                 )
-            group = found.get(source)
-            if group is None or group.padded != tensor.shape[dim]:
-                group = found[source] = _group(source, told, tensor.shape[dim], read.num_rows)
-                read.groups.append(group)
-            group.parts[path] = dim
-            if told.dim() > 1:
-                group.parts[source] = 1
+            read.put(path, source, dim)
 
     def _read_masks(self, read: "_Read") -> None:
         for path, mask in read.free():
             if read.names[path] not in MASKS or mask.dim() != 2 or len(mask) != read.num_rows:
                 continue
-            group = _group(path, mask, mask.shape[1], read.num_rows)
+            group = read.put(path, path, 1)
             is_decoder = read.names[path].startswith("decoder")
             beside = _BESIDE_DECODER_MASK if is_decoder else _BESIDE_MASK
             for other, tensor in read.free():
-                if other == path or read.names[other] not in beside:
+                if read.names[other] not in beside:
                     continue
                 if tensor.dim() > 1 and tensor.shape[:2] == mask.shape:
-                    group.parts[other] = 1
+                    read.put(other, path, 1)
                     self._add_labels(group, tensor, read.names[other])
-            group.parts[path] = 1
-            read.add(group)
 
     def _read_labels(self, read: "_Read") -> None:
         """Read the labels of a decoder that creates its inputs from them."""
@@ -196,7 +194,8 @@ class Padding:
                 group.stops[:] = 0
                 self._add_labels(group, tensor, "labels")
                 group.parts = dict.fromkeys(own, 1)
-                read.add(group)
+                read.groups.append(group)
+                read.taken.update(own)
 
     def _add_labels(self, group: Group, tensor: Tensor, name: str) -> None:
         """Extend rows to their last label that counts, even if the mask marks it as padding."""
@@ -227,9 +226,7 @@ class Padding:
                 )
             for other in partners:
                 dim = self._padded_dim(other, read.leaves[other], path, int(lengths.max()))
-                group = _group(path, lengths, read.leaves[other].shape[dim], read.num_rows)
-                group.parts[other] = dim
-                read.add(group)
+                read.put(other, path, dim)
 
     def _padded_dim(self, path: str, tensor: Tensor, lengths: str, longest: int) -> int:
         if tensor.dim() == 2:

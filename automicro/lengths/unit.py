@@ -93,8 +93,8 @@ _COLD = 2
 # Steps after which the overhead is fitted.
 _ENOUGH = 8
 _MOST = 64
-# The least share of the variation in numbers of slices that padded costs leave unexplained.
-_APART = 0.01
+# Steps whose slices and padded costs are nearly proportional do not tell one from the other.
+_APART = 0.05
 
 
 @dataclass
@@ -108,39 +108,29 @@ class Overhead:
     50.0
     """
 
-    # A step takes ``seconds = slope · (overhead · slices + padded cost)``, by least squares over
-    # the measured steps. Before enough steps differ, it is the cost of an average row.
-    steps: int = 0
-    # Slices², slices · padded, padded², seconds · slices, seconds · padded.
-    sums: list[float] = field(default_factory=lambda: [0.0] * 5)
-    fitted: float | None = None
+    # Slices, padded cost and seconds of each measured step.
+    steps: list[list[float]] = field(default_factory=list)
 
     @property
     def wants_seconds(self) -> bool:
         """Whether more steps should be measured for it."""
-        return self.steps < _MOST
+        return len(self.steps) < _MOST
 
     def of(self, average: float) -> float:
-        """Return the overhead in the unit of costs."""
-        return average if self.fitted is None else self.fitted
+        """Return the overhead in the unit of costs: at first the cost of an average row."""
+        if len(self.steps) < _ENOUGH:
+            return average
+        table = np.array(self.steps[_COLD:])
+        sizes = np.linalg.norm(table, axis=0)
+        found, _, rank, _ = np.linalg.lstsq(table[:, :2] / sizes[:2], table[:, 2], rcond=_APART)
+        per_slice, per_cost = found / sizes[:2]
+        # Noise can make rows seem free; then the overhead is meaningless, too.
+        return max(0.0, float(per_slice / per_cost)) if rank == 2 and per_cost > 0 else average
 
     def record(self, *, seconds: float, slices: int, padded: float) -> None:
         """Learn from a step."""
-        self.steps += 1
-        if self.steps <= _COLD or self.steps > _MOST:
-            return
-        terms = slices**2, slices * padded, padded**2, seconds * slices, seconds * padded
-        self.sums = [total + term for total, term in zip(self.sums, terms, strict=True)]
-        if self.steps < _ENOUGH:
-            return
-        a, b, c, d, e = self.sums
-        determinant = a * c - b * b
-        if determinant <= _APART * a * c:
-            return  # all steps were alike
-        per_slice, per_cost = (c * d - b * e) / determinant, (a * e - b * d) / determinant
-        # Noise can make rows seem free; then the overhead is meaningless, too.
-        if per_cost > 0:
-            self.fitted = max(0.0, per_slice / per_cost)
+        if self.wants_seconds:
+            self.steps.append([slices, padded, seconds])
 
 
 Cost: TypeAlias = Callable[[Any], float | tuple[float, ...]]

@@ -66,24 +66,19 @@ class Checked:
     # The average of its loss; None if the part returns outputs.
     averages: Mapping[str, Average] | None = None
     is_told: bool = False  # whether the average was read from torch's own reduction
-    gives_count: bool = False  # whether the part returns ``(sum, count)``
     # Whether its gradients scale with the incoming gradient. Hooks that clamp gradients, and half
     # precision inside the part, depend on the size of the incoming gradient.
     is_proportional: bool = True
     is_over: bool = True  # whether rows were compared
 
-    def watch(self, call: Call, counts: list[Any] | None = None) -> Call:
+    def watch(self, call: Call) -> Call:
         """Return the call with a check that each slice reduces its loss as the checked rows did."""
-        if self.averages is None or not (self.is_told or self.gives_count):
+        if self.averages is None or not self.is_told:
             return call
-        compute, average = call.compute, self.averages[""]
+        average = self.averages[""]
 
         def watched(rows: Mapping[str, Any], tensors: Sequence[Tensor] | None) -> Any:
-            loss = compute(rows, tensors)
-            if counts is not None:
-                loss, count = loss
-                counts.append(count)
-                return loss
+            loss = call.compute(rows, tensors)
             if loss.requires_grad:
                 now = _told(loss, rows, call.layout.num_rows(rows))
                 if now is None or not _is_like(now, average):
@@ -150,8 +145,6 @@ def _dry(call: Call) -> Checked:
     still = call.standing.leaving_no_trace()
     with still, extra_pass(), uncheckpointed(), torch.no_grad():
         output = call.compute(call.layout.take_rows(call.batch, [0, 1]), ())
-    if is_counted(output):
-        return Checked(averages=_averages("none"), gives_count=True)
     return Checked(averages=_averages("samples") if is_loss(output) else None)
 
 
@@ -160,7 +153,7 @@ class _Part(Convention):
 
     def __init__(self, call: Call, declared: LossAverage) -> None:
         self._sliced, self._declared = call, declared
-        self._gives_loss, self._gives_count, self._is_proportional = False, False, True
+        self._gives_loss, self._has_read, self._is_proportional = False, False, True
         self._told: Average | None = None  # read from the last operation of its loss
         roots = call.standing.roots
         self.modules = [each for each in roots.values() if isinstance(each, nn.Module)]
@@ -189,8 +182,8 @@ class _Part(Convention):
         rows, inputs = marked(microbatch, real)
         aliases = aliases_of(self._sliced.parameters)
         loss = self._sliced.compute(rows, aliases)
-        loss = loss[0] if self._gives_count else loss
-        if loss.requires_grad:
+        if loss.requires_grad and not self._has_read:
+            self._has_read = True
             needing = set(self._sliced.inputs())
             wanted = [leaf for path, leaf in zip(real, inputs, strict=True) if path in needing]
             # If no input needs a gradient, the smallest parameter reveals the graph as well.
@@ -199,17 +192,9 @@ class _Part(Convention):
             self._told = _told(loss, microbatch, self._sliced.layout.num_rows(microbatch))
         return Output(loss.detach(), {}, None)
 
-    def evaluate(self, model: nn.Module, microbatch: Any) -> Output:
-        output = self._sliced.compute(microbatch, ())
-        if not self._gives_count:
-            return Output(output, {}, None)
-        loss, count = output
-        return Output(loss, {"its count": torch.as_tensor(count, dtype=torch.float64)}, None)
-
     def predict(self, model: nn.Module, microbatch: Any, **_: Any) -> Any:
         output = self._sliced.compute(microbatch, ())
-        self._gives_count = is_counted(output)
-        self._gives_loss = self._gives_count or is_loss(output)
+        self._gives_loss = is_loss(output)
         if not self._gives_loss:
             rows_of(output, self._sliced.layout.num_rows(microbatch))
         leaves = tensor_leaves(output)
@@ -220,8 +205,7 @@ class _Part(Convention):
 
     def compare(self, together: CutBatch, apart: CutBatch) -> Checked:
         """Compare outputs of some rows, or losses weighted by what they average over."""
-        conditions = Conditions(mode="predict", wants="outputs", notes_state=True)
-        with self._bench(conditions) as bench:
+        with self._bench(Conditions(mode="predict", wants="outputs")) as bench:
             whole = bench.read(together)
             if whole.written:
                 raise UnsplittableModelError(
@@ -230,43 +214,38 @@ class _Part(Convention):
                     "again; let it compute a new tensor: relu(x) and not relu_(x), nn.ReLU() and "
                     "not nn.ReLU(inplace=True) as its first layer"
                 )
-            if not self._gives_loss:
-                if self._is_hidden(bench, together, whole):
-                    warn(_HIDDEN, LossAverageWarning)
-                elif found := bench.compare(together, whole, bench.read(apart))[0]:
-                    refuse_outputs(next(iter(found)), "other values in slices than in the whole")
-                return Checked()
-            bench.conditions = Conditions()
-            bench.read(together)
-        is_given = is_declared(self._declared)
-        if self._gives_count and is_given:
-            raise LossAverageError(
-                f"a part gives a sum and its count, and loss_average={self._declared!r} says "
-                "that it gives a mean; leave loss_average out, or give the mean alone"
-            )
-        told = Sum() if self._gives_count else None if is_given else self._told
-        averages = _averages(self._declared) if told is None else {"": told}
-        with self._bench(replace(conditions, mode="eval", wants="numbers")) as bench:
-            whole = bench.read(together)
-            is_finite = math.isfinite(whole.numbers[LOSS])
-            if is_finite and self._is_hidden(bench, together, whole):
-                if told is None and not is_given:
-                    raise LossAverageError(f"{_HIDDEN}; {REMEDY}")
+            if self._gives_loss:
+                bench.conditions = Conditions()
+                return self._compare_losses(bench, together, apart)
+            if self._is_hidden(bench, together, whole):
                 warn(_HIDDEN, LossAverageWarning)
-            elif told is None and not is_given:
-                raise LossAverageError(
-                    "the loss of a part does not end in a mean or sum of torch's over its rows or "
-                    f"targets, so that it is not known how losses of slices add up; {REMEDY}"
-                )
-            elif is_finite and not self._fits(bench, together, apart, averages):
-                named = f" with loss_average={self._declared!r}" * is_given
-                raise LossAverageError(
-                    f"the losses of slices of a part do not add up to its loss{named}; {REMEDY}"
-                )
+            elif found := bench.compare(together, whole, bench.read(apart))[0]:
+                refuse_outputs(next(iter(found)), "other values in slices than in the whole")
+            return Checked()
+
+    def _compare_losses(self, bench: Bench, together: CutBatch, apart: CutBatch) -> Checked:
+        whole, is_given = bench.read(together), is_declared(self._declared)
+        told = None if is_given else self._told
+        averages = _averages(self._declared) if told is None else {"": told}
+        is_known = is_given or told is not None
+        is_finite = math.isfinite(whole.numbers[LOSS])
+        if is_finite and self._is_hidden(bench, together, whole):
+            if not is_known:
+                raise LossAverageError(f"{_HIDDEN}; {REMEDY}")
+            warn(_HIDDEN, LossAverageWarning)
+        elif not is_known:
+            raise LossAverageError(
+                "the loss of a part does not end in a mean or sum of torch's over its rows or "
+                f"targets, so that it is not known how losses of slices add up; {REMEDY}"
+            )
+        elif is_finite and not self._fits(bench, together, apart, averages):
+            named = f" with loss_average={self._declared!r}" * is_given
+            raise LossAverageError(
+                f"the losses of slices of a part do not add up to its loss{named}; {REMEDY}"
+            )
         return Checked(
             averages=averages,
-            is_told=told is not None and not self._gives_count,
-            gives_count=self._gives_count,
+            is_told=told is not None,
             is_proportional=self._is_proportional,
             is_over=is_finite,
         )
@@ -285,7 +264,7 @@ class _Part(Convention):
         averages: Mapping[str, Average],
     ) -> bool:
         """Whether the losses of slices add up with these weights."""
-        bench.computation = replace(bench.computation, eval_averages=averages)
+        bench.computation = replace(bench.computation, averages=averages)
         whole = bench.read(together)
         # An average that counts nothing would turn any loss into zero, and zeros always add up.
         is_there = math.isclose(whole.numbers[LOSS], whole.each[0], rel_tol=0.1)
@@ -323,17 +302,6 @@ def _averages(declared: LossAverage) -> Mapping[str, Average]:
 def is_loss(output: Any) -> bool:
     """Whether an output is a tensor without dimensions."""
     return isinstance(output, Tensor) and output.dim() == 0
-
-
-def is_counted(output: Any) -> bool:
-    """Whether an output is a pair of a sum and a count, of which the sum is a tensor.
-
-    >>> is_counted((torch.tensor(3.5), 7)), is_counted((torch.ones(2), 7))
-    (True, False)
-    """
-    if type(output) is not tuple or len(output) != 2 or not is_loss(output[0]):
-        return False
-    return isinstance(output[1], int | float) or is_loss(output[1])
 
 
 def _is_proportional(loss: Tensor, wanted: Sequence[Tensor]) -> bool:

@@ -13,7 +13,7 @@ from automicro.batch.tensors import map_tensors
 from automicro.errors import UnsplittableModelError, suggestion
 from automicro.loss.averages import IGNORED
 from automicro.loss.passes import extra_pass
-from automicro.modules import evaluation_mode
+from automicro.modules import evaluation_mode, replaced_forward
 from automicro.nested.slices import tolerance_of
 from automicro.nested.split import NestedSplit, split
 from automicro.options import check_choice
@@ -120,7 +120,7 @@ def _attach(model: nn.Module, name: str, options: Mapping[str, Any], parts: Size
             tail = LanguageTail(language_model, options)
             tail.attach()
             parts.own(tail, is_named=True)
-        parts.add(tail)
+        parts.give(TAIL, tail.split)
         return
     names = [TAIL, *filter(None, modules)] if language_model is not None else list(modules)[1:]
     hint = suggestion(name, names) or f"; there are {', '.join(names[:8])}"
@@ -181,15 +181,15 @@ class LanguageTail:
                 "its loss by itself; write head and loss as one function of hidden states and "
                 "targets, and give it a size with automicro.split"
             )
-        self._model = model
-        self._options = {**options}
-        self._by_tokens = self._options.pop("microbatch_unit", "rows") == "tokens"
+        given = dict(options)
+        self._model = cast(Any, model)
+        self._by_tokens = given.pop("microbatch_unit", "rows") == "tokens"
+        self._average = given.pop("loss_average", None)
         self._is_checked = False
-        self.splits: dict[str, NestedSplit] = {}
         self._earlier: Any = None
         self._forward: Callable[..., Any] = model.forward
-        get_head: Any = getattr(model, "get_output_embeddings", None)
-        self._split(is_sum=False, head=get_head())
+        self.split = NestedSplit(_nothing, modules=[self._model.get_output_embeddings()], **given)
+        self.split.name = TAIL
 
     @classmethod
     def of(cls, model: nn.Module) -> "LanguageTail | None":
@@ -205,7 +205,7 @@ class LanguageTail:
     @property
     def has_run(self) -> bool:
         """Whether it has been called."""
-        return any(each.has_run for each in self.splits.values())
+        return self.split.has_run
 
     def attach(self) -> None:
         """Replace the model's forward by this object, until `remove`."""
@@ -215,7 +215,10 @@ class LanguageTail:
 
     def remove(self) -> None:
         """Restore the model's forward."""
-        _put_back(self._model, self._earlier)
+        if self._earlier is None:
+            del self._model.forward
+        else:
+            self._model.forward = self._earlier
 
     @property
     def is_attached(self) -> bool:
@@ -239,11 +242,10 @@ class LanguageTail:
         return _without_logits(self._apart(*args, **kwargs))
 
     def _apart(self, *args: Any, **kwargs: Any) -> Any:
-        model: Any = self._model
+        model = self._model
         head = model.get_output_embeddings()
-        compute_loss = model.loss_function
+        compute, compute_loss = head.forward, model.loss_function
         had_own = "_loss_function" in vars(model)
-        earlier = head.__dict__.get("forward")
         handed: list[torch.dtype] = []
 
         # The forward calls the head and then the loss function. If the head returns its input, the
@@ -257,18 +259,14 @@ class LanguageTail:
             given = {**bound.arguments, **bound.arguments.get("kwargs", {})}
             given = {name: given[name] for name in list(given)[1:] if name != "kwargs"}
             # From here on the slices call the head themselves, so it must be the real one.
-            _put_back(head, earlier)
-            try:
+            with replaced_forward(head, compute):
                 return self._loss(head, compute_loss, logits, handed[-1], given)
-            finally:
-                head.forward = hand_on
 
-        head.forward = hand_on
         model.loss_function = loss
         try:
-            return self._forward(*args, **kwargs)
+            with replaced_forward(head, hand_on):
+                return self._forward(*args, **kwargs)
         finally:
-            _put_back(head, earlier)
             # Setting the property `loss_function` created the attribute `_loss_function`.
             if had_own:
                 model.loss_function = compute_loss
@@ -302,21 +300,12 @@ class LanguageTail:
         if self._by_tokens:
             # So a single row that is too long can be cut, too.
             hidden, targets = hidden.flatten(0, 1), targets.flatten(0, 1)
-        part = self._split(is_sum=is_sum, head=head).of(tail, [head])
+        average = self._average or ("none" if is_sum else "tokens")
         try:
-            return cast(Tensor, part(hidden, targets))
+            return cast(Tensor, self.split.of(tail, [head], average)(hidden, targets))
         finally:
             # Copies and files of the model must hold nothing of this call.
-            part.of(_nothing, [head])
-
-    def _split(self, *, is_sum: bool, head: nn.Module) -> NestedSplit:
-        name = f"{TAIL} (sum)" if is_sum else TAIL
-        if name not in self.splits:
-            average = {"loss_average": "none" if is_sum else "tokens"}
-            part = NestedSplit(_nothing, modules=[head], **{**average, **self._options})
-            part.name = name
-            self.splits[name] = part
-        return self.splits[name]
+            self.split.of(_nothing, [head], average)
 
     def _check(self, bound: Mapping[str, Any]) -> None:
         """Refuse a model that changes its logits between head and loss."""
@@ -324,10 +313,9 @@ class LanguageTail:
         batch = {name: value for name, value in bound.items() if value is not None}
         batch |= batch.pop("kwargs", {})
         rows = layout.take_rows(batch, list(range(min(2, layout.num_rows(batch)))))
-        model: Any = self._model
+        model = self._model
         head = model.get_output_embeddings()
-        earlier, compute = vars(head).get("forward"), head.forward
-        factor: list[Tensor] = []
+        compute, factor = head.forward, list[Tensor]()
 
         # The effect of such a change on small logits can be too small to show in a loss (as with a
         # soft cap), and grow in training.
@@ -338,15 +326,12 @@ class LanguageTail:
             return logits * factor[0].to(logits.dtype)
 
         losses = []
-        head.forward = enlarged
-        try:
-            with extra_pass(), torch.no_grad(), evaluation_mode([model]):
-                for forward in (self._forward, self._apart):
-                    # Clones, because a forward might write into its inputs.
-                    found = forward(**map_tensors(rows, torch.clone))
-                    losses.append(found["loss"] if isinstance(found, Mapping) else found[0])
-        finally:
-            _put_back(head, earlier)
+        large = replaced_forward(head, enlarged)
+        with extra_pass(), torch.no_grad(), evaluation_mode([model]), large:
+            for forward in (self._forward, self._apart):
+                # Clones, because a forward might write into its inputs.
+                found = forward(**map_tensors(rows, torch.clone))
+                losses.append(found["loss"] if isinstance(found, Mapping) else found[0])
         one, other = map(float, losses)
         if abs(one - other) > tolerance_of(losses[0]) * abs(one):
             raise UnsplittableModelError(
@@ -361,13 +346,6 @@ def _nothing(hidden: Tensor, targets: Tensor) -> Tensor:
     raise AssertionError
 
 
-def _put_back(module: Any, forward: Any) -> None:
-    if forward is None:
-        del module.forward
-    else:
-        module.forward = forward
-
-
 class MissingLogitsError(UnsplittableModelError, AttributeError):
     """Raised on access to logits that were not computed."""
 
@@ -378,22 +356,12 @@ class MissingLogits:
     def __repr__(self) -> str:
         return "MissingLogits()"
 
-    @classmethod
-    def _refuse(cls, *_: Any, **__: Any) -> NoReturn:
+    def __getattr__(self, name: str) -> NoReturn:
         raise MissingLogitsError(
             "the logits of a training forward are not there as a whole, for the tail of the model "
             f"has a size of its own (nested={{{TAIL!r}: …}}); compute what needs them in "
             "evaluation, where they are, or leave that size out"
         )
-
-    def __getattr__(self, name: str) -> Any:
-        self._refuse()
-
-    @classmethod
-    def __torch_function__(cls, *_: Any, **__: Any) -> Any:
-        cls._refuse()
-
-    __getitem__ = __iter__ = __len__ = __add__ = __mul__ = __truediv__ = __matmul__ = _refuse
 
 
 def _without_logits(output: Any) -> Any:

@@ -112,24 +112,7 @@ def storage_of(tensor: Tensor) -> int | None:
     return None
 
 
-@dataclass(frozen=True)
-class _Place:
-    """The position of a tensor among the arguments."""
-
-    index: int
-
-
-def changed(value: Any, change: Callable[[Any], Any]) -> Any:
-    """Return the same tuples, lists and dictionaries with each element changed.
-
-    >>> changed([1, (2, {"a": 3})], lambda each: each + 1)
-    [2, (3, {'a': 4})]
-    """
-    if type(value) is tuple or type(value) is list:
-        return type(value)([changed(each, change) for each in value])
-    if type(value) is dict:
-        return {key: changed(each, change) for key, each in value.items()}
-    return change(value)
+_ABSENT = torch.empty(0)  # stands for any tensor in the structure of arguments or outputs
 
 
 def computed_again(
@@ -137,24 +120,15 @@ def computed_again(
 ) -> Any:
     """Call a function so that only its arguments are kept, and call it again in the backward."""
     # Tensors among the arguments go to autograd, which keeps them and notices when they change.
-    tensors: list[Tensor] = []
-
-    def take_out(value: Any) -> Any:
-        if not isinstance(value, Tensor):
-            return value
-        tensors.append(value)
-        return _Place(len(tensors) - 1)
-
-    structure = changed((args, kwargs), take_out)
+    tensors = [leaf for _, leaf in tensor_leaves((args, kwargs))]
+    structure = map_tensors((args, kwargs), lambda _: _ABSENT)
     # The first run gets the original lists, so the caller sees changes to them.
     waiting = [(args, kwargs)]
     del args, kwargs
 
     def run(*tensors: Tensor) -> Any:
-        def put_in(value: Any) -> Any:
-            return tensors[value.index] if type(value) is _Place else value
-
-        args, kwargs = waiting.pop() if waiting else changed(structure, put_in)
+        given = iter(tensors)
+        args, kwargs = waiting.pop() if waiting else map_tensors(structure, lambda _: next(given))
         return function(*args, **kwargs)
 
     return checkpoint(
@@ -301,49 +275,40 @@ class Standing(AsItStood):
             )
 
 
-class _Sums(torch.autograd.Function):
-    """Placeholders for half precision parameters, whose gradients add up in float32 over slices."""
+class _StandIn(torch.autograd.Function):
+    """Another tensor in place of a parameter, whose gradient goes to that parameter."""
 
     @staticmethod
-    def forward(ctx: Any, *halves: Tensor) -> tuple[Tensor, ...]:
-        ctx.types = [each.dtype for each in halves]
-        # Zeros in place of missing gradients would take memory, and would count as gradients.
+    def forward(ctx: Any, original: Tensor, other: Tensor) -> Tensor:
+        ctx.dtype = original.dtype
+        # Zeros in place of a missing gradient would take memory, and would count as a gradient.
         ctx.set_materialize_grads(False)
-        # Gradients are added to the placeholders, whose values are never read: they need no memory.
-        return tuple(e.new_empty((), dtype=_wide(e.dtype)).expand(e.shape) for e in halves)
+        return other.detach()
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> Any:
-        return tuple(
-            None if each is None else each.to(dtype)
-            for each, dtype in zip(gradients, ctx.types, strict=True)
-        )
-
-
-class _OfSlice(torch.autograd.Function):
-    """The half precision parameters for one slice, whose gradients go to the placeholders."""
-
-    @staticmethod
-    def forward(ctx: Any, halves: Sequence[Tensor], *sums: Tensor) -> tuple[Tensor, ...]:
-        ctx.set_materialize_grads(False)
-        return tuple(each.detach() for each in halves)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor | None) -> Any:
-        return None, *(None if each is None else each.to(_wide(each.dtype)) for each in gradients)
+        (gradient,) = gradients
+        return None if gradient is None else gradient.to(ctx.dtype), None
 
 
 def summed(call: Call) -> Callable[[], Sequence[Tensor]]:
     """Return a function for the parameters of a slice: none if the parameters can stay in place."""
     parameters = call.parameters  # without a reference to the call, which holds the whole batch
-    halves = [each for each in parameters if _wide(each.dtype) is not each.dtype]
-    if not halves:
+    # The gradients of half precision parameters add up in float32, in tensors whose values are
+    # never read: these need no memory.
+    sums = {
+        id(each): apply(_StandIn, each, each.new_empty((), dtype=wide).expand(each.shape))
+        for each in parameters
+        if (wide := _wide(each.dtype)) is not each.dtype
+    }
+    if not sums:
         return tuple
-    sums = apply(_Sums, *halves)
 
     def of_slice() -> Sequence[Tensor]:
-        found = dict(zip(map(id, halves), apply(_OfSlice, halves, *sums), strict=True))
-        return [found.get(id(each), each) for each in parameters]
+        return [
+            apply(_StandIn, sums[id(each)], each) if id(each) in sums else each
+            for each in parameters
+        ]
 
     return of_slice
 
@@ -367,47 +332,36 @@ def rows_of(output: Any, num_rows: int) -> list[Tensor]:
     if not leaves:
         refuse_outputs("", f"no tensor but {type(output).__name__}")
     for path, leaf in leaves:
+        if path == "0" and not leaf.dim():
+            raise UnsplittableModelError(
+                f"a part with a size of its own returns a number beside other values, as {path!r}; "
+                "let it return the loss alone, and divide a sum by its count outside"
+            )
         if leaf.shape[:1] != (num_rows,):
             refuse_outputs(path, f"a tensor of shape {tuple(leaf.shape)} for {num_rows} rows")
     return [leaf for _, leaf in leaves]
 
 
-class Joined:
-    """The outputs of slices, joined into those of all rows."""
-
-    def __init__(self, num_rows: int) -> None:
-        self._missing = num_rows
-        self._shown: Any = None
-        self._slices: list[list[Tensor]] = []
-
-    def put(self, output: Any, size: int) -> None:
-        """Add the output of the next slice."""
-        leaves = rows_of(output, size)
-        if not self._slices:
-            # Empty tensors, because this only records the structure.
-            self._shown = map_tensors(output, lambda leaf: leaf.new_empty(0))
-        known = iter([leaf for _, leaf in tensor_leaves(self._shown)])  # compared by identity
-        rest = map_tensors(output, lambda leaf: next(known, leaf))
-        # Tensors without data have no values to compare.
-        if not (isinstance(leaves[0], FakeTensor) or same_values(self._shown, rest)):
-            what = "something that is another one for each slice (a number, a text, a None)"
-            refuse_outputs("", f"beside tensors {what}")
-        for first, leaf in zip(self._slices[0] if self._slices else (), leaves, strict=False):
-            if first.shape[1:] != leaf.shape[1:]:
-                raise BatchError(
-                    f"slices of a part give shapes {tuple(first.shape[1:])} and "
-                    f"{tuple(leaf.shape[1:])} behind the rows; pad to the whole batch's length"
-                )
-        self._slices.append(leaves)
-        self._missing -= size
-
-    def outputs(self) -> Any:
-        """Return the outputs of all rows, in the structure of the outputs of one slice."""
-        if self._missing:  # tensors without data: a few slices represent all
-            rest = [leaf.new_empty((self._missing, *leaf.shape[1:])) for leaf in self._slices[0]]
-            self._slices.append(rest)
-        found = map(torch.cat, zip(*self._slices, strict=True))
-        return map_tensors(self._shown, lambda _: next(found))
+def joined(outputs: Sequence[Any], sizes: Sequence[int], num_rows: int) -> Any:
+    """Return the outputs of all rows, in the structure of the outputs of one slice."""
+    slices = [rows_of(output, size) for output, size in zip(outputs, sizes, strict=True)]
+    shown = [map_tensors(output, lambda _: _ABSENT) for output in outputs]
+    # Tensors without data have no values to compare.
+    has_data = not isinstance(slices[0][0], FakeTensor)
+    if has_data and not all(same_values(shown[0], each) for each in shown[1:]):
+        what = "something that is another one for each slice (a number, a text, a None)"
+        refuse_outputs("", f"beside tensors {what}")
+    pairs = (pair for leaves in slices for pair in zip(slices[0], leaves, strict=True))
+    for first, leaf in pairs:
+        if first.shape[1:] != leaf.shape[1:]:
+            raise BatchError(
+                f"slices of a part give shapes {tuple(first.shape[1:])} and "
+                f"{tuple(leaf.shape[1:])} behind the rows; pad to the whole batch's length"
+            )
+    if missing := num_rows - sum(sizes):  # tensors without data: a few slices represent all
+        slices.append([leaf.new_empty((missing, *leaf.shape[1:])) for leaf in slices[0]])
+    found = map(torch.cat, zip(*slices, strict=True))
+    return map_tensors(shown[0], lambda _: next(found))
 
 
 def refuse_outputs(path: str, what: str) -> NoReturn:
@@ -576,13 +530,8 @@ def split_loss(call: Call, averages: Mapping[str, Average], *, recompute: bool) 
 
 def split_outputs(call: Call) -> Any:
     """Return the outputs of a part for all rows, computed slice by slice."""
-    cut, joined = call.cut(call.batch, call.sizes()), Joined(call.num_rows)
-    sizes = iter(cut.sizes)
-    for output in call.run(cut, _how(call)):
-        joined.put(output, next(sizes))
-        # Otherwise it stays in memory during the next slice.
-        del output
-    return joined.outputs()
+    cut = call.cut(call.batch, call.sizes())
+    return joined(list(call.run(cut, _how(call))), cut.sizes, call.num_rows)
 
 
 def _how(call: Call) -> Callable[[int, Any], Any]:

@@ -53,7 +53,7 @@ from automicro.torch_private import (
 )
 from automicro.transaction.leaves import leaves_of
 from automicro.transaction.rng import NothingDrawn, RandomState, devices_of
-from automicro.values import children, walk
+from automicro.values import children, same_objects, walk
 
 logger = logging.getLogger("automicro.attempts")
 
@@ -112,8 +112,7 @@ class NestedSplit:
             policy.
         batch_split_factor: number of slices of a microbatch, instead of a size.
         loss_average: the average that a tail's loss is, as for `Microbatcher`; ``"auto"`` detects
-            it if the loss ends in a mean or sum of torch's. A tail can also return
-            ``(sum, count)``, and the model divides the sum by the count.
+            it if the loss ends in a mean or sum of torch's.
         batch_layout: the dimensions of rows in the arguments, by name; see `split_batch`.
         batchnorm: handling of BatchNorm, which gets a slice instead of the microbatch: ``"warn"``;
             or ``"exact"``, which passes all slices from one BatchNorm to the next, so that
@@ -240,11 +239,13 @@ class NestedSplit:
             policy.load_state_dict(state[str(key)])
         self._policies, self._fixed = policies, {}
 
-    def of(self, part: Callable[..., Any], modules: Sequence[nn.Module]) -> "NestedSplit":
+    def of(
+        self, part: Callable[..., Any], modules: Sequence[nn.Module], average: LossAverage
+    ) -> "NestedSplit":
         """Use the same sizes for a new function that computes the same with these modules."""
         self._part = part
-        if [*map(id, modules)] != [*map(id, self._modules)]:
-            self._modules, self._about = list(modules), None
+        if not same_objects(modules, self._modules) or average is not self._declared:
+            self._modules, self._about, self._declared = list(modules), None, average
             self._checks.clear()
         return self
 
@@ -348,12 +349,9 @@ class NestedSplit:
                     refuse_exact(self.name, "it gives a loss, which is there before they have")
                 # A gradient in fp16 might underflow before the loss scale is applied.
                 recompute = _is_half(call) or not checked.is_proportional
-                counts: list[Any] | None = [] if checked.gives_count else None
-                call = checked.watch(call, counts)
-                loss = split_loss(call, checked.averages, recompute=recompute)
-                self._note_backward(call, loss)
-                return loss if counts is None else (loss, sum(counts))
-            if sizer.begin() >= num_rows:
+                outputs = split_loss(checked.watch(call), checked.averages, recompute=recompute)
+                self._note_backward(call, outputs)
+            elif sizer.begin() >= num_rows:
                 outputs = self._in_one_piece(call)
             else:
                 outputs = split_outputs(call) if stages is None else split_at_norms(call, stages)

@@ -73,6 +73,16 @@ class RememberedSize:
             raise ValueError(f"{self} cannot have been measured: give values of a batch that ran")
 
     @property
+    def is_cut(self) -> bool:
+        """Whether the batch had several microbatches."""
+        return bool(self.microbatch_size < self.key["rows"])
+
+    @property
+    def elements(self) -> float:
+        """The elements of the largest microbatch."""
+        return self.microbatch_size * (self.cost_per_row or 1.0)
+
+    @property
     def file(self) -> str:
         """The name of its file."""
         return file_of(self.key)

@@ -1,7 +1,6 @@
 """Reads the sizes of earlier runs when a run starts, and writes its own for later runs."""
 
 import contextlib
-import logging
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -28,8 +27,6 @@ from automicro.step.plan import ROWS, Finished, ReadBatch
 from automicro.step.setup import Setup
 from automicro.torch_private import is_compiled, is_uninitialized
 from automicro.version import __version__
-
-logger = logging.getLogger(__name__)
 
 # If lengths vary, so do sizes: a remembered size is only replaced by one larger by this share.
 CHANGE = 0.05
@@ -71,9 +68,7 @@ class Recollection:
         self._has_asked = False
         self._cache: SizeCache | None = None  # None if nothing is remembered
         self._key: RunKey
-        # As in the file: elements of the largest microbatch, elements of a row, and whether the
-        # batch was cut.
-        self._elements, self._row_cost, self._has_cut = 0.0, 1.0, False
+        self._known: RememberedSize | None = None  # as in its file
 
     def look_up(
         self, batch: ReadBatch | None, policy: Policy, *, is_new: bool, ranks: Ranks
@@ -87,39 +82,28 @@ class Recollection:
             if ranks.rank == 0 and batch is not None:
                 with self._going_on():
                     found = self._recall(batch, policy.levels)
-        size, cost, level = found if ranks.is_alone else ranks.from_first(found)
+        size, cost, level = ranks.from_first(found)
         self._has_asked = True
         at = {"level": int(level)} if level else {}
-        if not (size and is_new and policy.suggest(int(size), cost or None, **at)):
-            return None
-        logger.info(
-            "starting from %d rows per microbatch%s, which an earlier run found; "
-            '"automicro cache" lists what is remembered',
-            int(size),
-            f", {policy.levels[int(level)]}" if level else "",
-        )
-        return int(size)
+        is_used = size and is_new and policy.suggest(int(size), cost or None, **at)
+        return int(size) if is_used else None
 
     def _recall(self, batch: ReadBatch, levels: Sequence[str]) -> list[float]:
         """Return the remembered rows, cost of a row, and level; zeros if they are of no use."""
         shapes = describe_shapes(batch.batch, layout=self._setup.carrying.layout)
         self._key = describe_run(self._setup, shapes, rows=batch.num_rows, phase=self._phase)
         self._cache = SizeCache()
-        found = self._cache.find(self._key)
-        if found is None:
-            return [0.0, 0.0, 0.0]
-        size, self._row_cost = found.microbatch_size, found.cost_per_row or 1.0
-        self._elements, self._has_cut = size * self._row_cost, size < batch.num_rows
+        found = self._known = self._cache.find(self._key)
         # The whole batch is tried first anyway, and longer rows might fit as well.
-        is_whole = found.level == levels[0] and not self._has_cut
-        if is_whole or found.level not in levels:
+        if found is None or found.level not in levels:
             return [0.0, 0.0, 0.0]
-        return [float(size), found.cost_per_row or 0.0, float(levels.index(found.level))]
+        if found.level == levels[0] and not found.is_cut:
+            return [0.0, 0.0, 0.0]
+        at = levels.index(found.level)
+        return [float(found.microbatch_size), found.cost_per_row or 0.0, float(at)]
 
     def take_down(self, finished: Finished[Any]) -> None:
         """Remember the size of a step if it is new information."""
-        # The size to remember is the largest that fitted, in elements, until a size of no more
-        # elements fails.
         plan, measured = finished.plan, finished.measured
         if self._cache is None or not finished.is_committed or not finished.cuts:
             return
@@ -127,27 +111,17 @@ class Recollection:
         # Batches of another number of rows, such as the last one of an epoch, have another key.
         if plan.is_measuring or plan.unit != ROWS or widest.num_rows != self._key["rows"]:
             return
-        cost, is_cut = widest.row_cost or 1.0, widest.is_split
-        if is_cut < self._has_cut:
-            return  # a batch that was not cut shows less than one that was
-        failed = min(finished.failed_sizes, default=math.inf) * cost
-        if is_cut > self._has_cut or failed <= self._elements:
-            self._elements = 0.0
-        # If lengths vary, each batch would otherwise be slightly larger.
-        slack = 0.0 if cost == self._row_cost else CHANGE
-        if widest.largest * cost <= self._elements * (1 + slack):
-            return
-        self._elements, self._row_cost, self._has_cut = widest.largest * cost, cost, is_cut
         with self._going_on():
-            self._cache.remember(
-                RememberedSize(
-                    key=self._key,
-                    microbatch_size=widest.largest,
-                    cost_per_row=widest.row_cost or None,
-                    peak_bytes=None if measured is None else measured.peak_bytes,
-                    level=finished.level_name,
-                )
+            size = RememberedSize(
+                key=self._key,
+                microbatch_size=widest.largest,
+                cost_per_row=widest.row_cost or None,
+                peak_bytes=None if measured is None else measured.peak_bytes,
+                level=finished.level_name,
             )
+            if self._known is None or _replaces(size, self._known, finished.failed_sizes):
+                self._known = size
+                self._cache.remember(size)
 
     @contextlib.contextmanager
     def _going_on(self) -> Iterator[None]:
@@ -162,6 +136,17 @@ class Recollection:
                 "finds them by itself, and remember_sizes=False says nothing of it",
                 SizeCacheWarning,
             )
+
+
+def _replaces(size: RememberedSize, known: RememberedSize, failed: Sequence[int]) -> bool:
+    """Whether a size says more: the largest counts until one of no more elements fails."""
+    if size.is_cut != known.is_cut:
+        return size.is_cut  # a batch that was not cut shows less than one that was
+    if min(failed, default=math.inf) * (size.cost_per_row or 1.0) <= known.elements:
+        return True
+    # If lengths vary, each batch would otherwise be slightly larger.
+    slack = 0.0 if size.cost_per_row == known.cost_per_row else CHANGE
+    return size.elements > known.elements * (1 + slack)
 
 
 _NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")

@@ -96,11 +96,6 @@ class Level:
         """The names of all savers, or `PLAIN`."""
         return " + ".join(saver.name for saver in self.savers) or PLAIN
 
-    @property
-    def tails(self) -> list[LanguageTail]:
-        """The tails of language models that run in slices."""
-        return [saver.tail for saver in self.savers if isinstance(saver, NestedTail)]
-
     def describe(self) -> str:
         """Return a description in one sentence."""
         return ", and ".join(saver.describe() for saver in self.savers) or "everything is kept"
@@ -150,8 +145,9 @@ class WhenTooLarge(Feature):
         levels = make_levels(
             self._savers, setup.modules, setup.device, generators=setup.reach.generators
         )
-        for tail in levels[-1].tails:  # the last level has all savers
-            setup.parts.add(tail)
+        for saver in levels[-1].savers:  # the last level has all savers
+            if isinstance(saver, NestedTail):
+                setup.parts.give(saver.tail.name, saver.tail.split)
         return levels
 
 

@@ -53,13 +53,6 @@ class _Attached(Protocol):
         """Restore the module's own forward."""
 
 
-class Source(Protocol):
-    """A source of parts, by name, that replace no module's forward."""
-
-    @property
-    def splits(self) -> Mapping[str, SizedPart]: ...
-
-
 def attached_to(module: Any) -> Any:
     """Return the part that replaces a module's forward, or None."""
     return getattr(getattr(module, "__dict__", {}).get("forward"), "nested", None)
@@ -85,7 +78,6 @@ class SizedParts:
     def __init__(self, modules: Sequence[nn.Module]) -> None:
         self._modules = modules
         self._given: dict[str, SizedPart] = {}
-        self._sources: list[Source] = []
         self._own: list[_Attached] = []
         self._unseen: list[_Attached] = []
         self._attached: tuple[int, Mapping[str, SizedPart]] | None = None
@@ -94,10 +86,7 @@ class SizedParts:
     def give(self, name: str, part: SizedPart) -> None:
         """Add a part that replaces no module's forward."""
         self._given[name] = part
-
-    def add(self, source: Source) -> None:
-        """Add the parts that a source gives, now and later."""
-        self._sources.append(source)
+        self._attached = None
 
     def own(self, part: _Attached, *, is_named: bool = False) -> None:
         """Register an attached part that `remove` removes."""
@@ -129,10 +118,7 @@ class SizedParts:
                 if (part := attached_to(module)) is not None
             }
             self._attached = _attachments, self._given | attached
-        if not self._sources:
-            return self._attached[1]
-        further = {name: part for each in self._sources for name, part in each.splits.items()}
-        return {**further, **self._attached[1]}
+        return self._attached[1]
 
     def notice_step(self) -> None:
         """Warn, after a few steps, of parts that no step has called: their sizes have no effect."""

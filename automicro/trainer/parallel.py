@@ -10,6 +10,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from automicro.modules import is_parallel, runs_collectives
 from automicro.options import check_choice, unwrapped
+from automicro.savers.recompute import repeated_blocks
 from automicro.torch_private import is_compiled
 from automicro.torch_private_distributed import is_fsdp_module
 from automicro.trainer.processes import Process, copy_from_first
@@ -109,40 +110,16 @@ def find_blocks(model: nn.Module) -> list[nn.Module]:
     >>> find_blocks(model) == layers
     True
     """
-    # Blocks are members of a ModuleList or Sequential with children, parameters, and a class that
-    # occurs there more than once. A block is gathered and freed as a whole, so blocks inside a
-    # block are not sought. One that shares parameters (tied weights) is left to the whole model.
-    found: dict[int, nn.Module] = {}
-    inside: set[int] = set()
-    for module in model.modules():  # outer modules come before inner ones
-        if id(module) not in inside:
-            blocks = [each for each in _repeated(module) if id(each) not in inside]
-            found.update((id(block), block) for block in blocks)
-            inside |= {id(each) for block in blocks for each in block.modules()}
-    owners = _owners(model)
-    # A block that shares a parameter has fewer of its owners than the model.
-    return [each for each in found.values() if _owners(each).items() <= owners.items()]
+    # A block is gathered and freed as a whole, so blocks inside a block are not sought. One that
+    # shares parameters (tied weights) is left to the whole model: it has fewer of their owners.
+    blocks, owners = repeated_blocks(model).values(), _owners(model)
+    return [each for each in blocks if _owners(each) and _owners(each).items() <= owners.items()]
 
 
 def _owners(module: nn.Module) -> dict[int, int]:
     """Count the modules that own each parameter, by its id."""
     each = (one for owner in module.modules() for one in owner.parameters(recurse=False))
     return dict(Counter(map(id, each)))
-
-
-def _repeated(module: nn.Module) -> Iterator[nn.Module]:
-    if not isinstance(module, nn.ModuleList | nn.Sequential):
-        return
-    members = [
-        each
-        for each in module
-        if next(each.parameters(), None) is not None
-        and next(each.children(), None) is not None
-        # Containers have no forward, so FSDP could not gather them.
-        and not isinstance(each, nn.ModuleList | nn.ModuleDict)
-    ]
-    classes = Counter(map(type, members))
-    yield from (each for each in members if classes[type(each)] > 1)
 
 
 def splits_layers(modules: Sequence[nn.Module]) -> bool:

@@ -186,7 +186,7 @@ def assert_same(some: list[Tensor], others: list[Tensor], share: float = 1e-10) 
         torch.testing.assert_close(one, other, rtol=share, atol=share * size)
 
 
-@pytest.mark.parametrize("size", [1, 2, 3, 5])
+@pytest.mark.parametrize("size", [1, 3])
 @pytest.mark.parametrize("name", BODIES)
 def test_all_is_as_of_the_whole_batch(name: str, size: int) -> None:
     whole = net(name)
@@ -323,7 +323,7 @@ def test_the_device_holds_one_slice_of_one_stage() -> None:
     assert peaks[1] < peaks[0] / 3
 
 
-@pytest.mark.parametrize("limit", ["900KiB", "500KiB", "320KiB", "310KiB", "300KiB"])
+@pytest.mark.parametrize("limit", ["900KiB", "320KiB", "300KiB"])
 def test_memory_that_runs_out_leaves_no_trace_and_ends_in_smaller_slices(limit: str) -> None:
     whole, sliced = wide(), wide()
     wanted = found(whole, images(64), labels(64))

@@ -112,11 +112,10 @@ class Heavy(nn.Module):
         return self.down(torch.tanh(self.up(x)))
 
 
-@pytest.mark.parametrize("limit", ["700KiB", "1MiB", "2MiB", "4MiB"])
-@pytest.mark.parametrize("dropout", [0.0, 0.5])
-def test_only_where_the_part_cannot_shrink_does_the_microbatch(limit: str, dropout: float) -> None:
+@pytest.mark.parametrize("limit", ["700KiB", "2MiB"])
+def test_only_where_the_part_cannot_shrink_does_the_microbatch(limit: str) -> None:
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(16, 16), nn.Dropout(dropout), Heavy(1024))
+    model = nn.Sequential(nn.Linear(16, 16), nn.Dropout(0.5), Heavy(1024))
     batch = torch.randn(64, 16), torch.randn(64, 2)
     other = twin(model)
     plain = Microbatcher(other, loss_fn=nn.MSELoss(), memory_limit=limit)

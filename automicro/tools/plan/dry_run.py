@@ -110,7 +110,7 @@ class DryRun:
                 # restore.
                 saver.random = functools.partial(NothingDrawn, ())
             if isinstance(saver, NestedTail):
-                self._nested.add(saver.tail)
+                self._nested.give(saver.tail.name, saver.tail.split)
             self._savers[saver.name] = saver
         return levels
 
