@@ -22,21 +22,27 @@ class AppendFile:
         path.parent.mkdir(parents=True, exist_ok=True)
         self._raw = open(path, "ab", buffering=0)  # noqa: SIM115
         self._end = os.fstat(self._raw.fileno()).st_size  # end of the last complete record
+        self._is_torn = False
 
     def write(self, record: bytes) -> int:
         """Append a record. If that fails, the file is left unchanged."""
         self.cut(self._end)
+        # Set before the first byte, because Ctrl-C might come at any line.
+        self._is_torn = True
         rest = memoryview(record)
         while rest:
             # An unbuffered write might write only a part if the disk is nearly full.
             rest = rest[self._raw.write(rest) :]
         self._end += len(record)
+        self._is_torn = False
         return len(record)
 
     def cut(self, length: int) -> None:
         """Truncate the file to a length in bytes."""
-        self._raw.truncate(length)
-        self._end = length
+        # Devices such as /dev/null cannot be truncated.
+        if self._is_torn or length < self._end:
+            self._raw.truncate(length)
+            self._end, self._is_torn = length, False
 
     def flush(self) -> None:
         """Do nothing, because nothing is buffered."""
