@@ -20,7 +20,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from automicro.errors import BatchError, LossError
+from automicro.errors import BatchError, LossError, removed
 from automicro.nested.split import split
 from automicro.policy.policy import Policy
 from automicro.step.parts import attached_to
@@ -134,6 +134,7 @@ def _encode(name: str, encoder: nn.Module, given: Any) -> Tensor:
     )
 
 
+@removed(gathers="Leave it out: the rows of all ranks are compared")
 class InfoNCE(nn.Module):
     """A loss in which each anchor must find its own positive among those of all rows and ranks.
 

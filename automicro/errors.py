@@ -44,17 +44,20 @@ facts that automicro itself needs are stored by `remember` and read by `facts_of
 
 import contextlib
 import difflib
+import functools
 import sys
 import traceback
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 if TYPE_CHECKING:
     import torch
+
+T = TypeVar("T")
 
 
 def text_of(error: BaseException) -> str:
@@ -107,6 +110,33 @@ def suggestion(name: object, known: Iterable[object]) -> str:
     """
     near = nearest(name, known)
     return "" if near is None else f" (did you mean {near!r}?)"
+
+
+def removed(**instead: str) -> Callable[[type[T]], type[T]]:
+    """Let a constructor answer arguments that it no longer takes with what to do instead.
+
+    >>> @removed(step="Use one per batch")
+    ... class Schedule: ...
+    >>> Schedule(step=1)
+    Traceback (most recent call last):
+    ...
+    TypeError: Schedule has no argument step. Use one per batch
+    """
+
+    def decorate(cls: type[T]) -> type[T]:
+        construct = cls.__init__
+
+        # `functools.wraps` keeps the constructor's own signature for help() and configs.
+        @functools.wraps(construct)
+        def answering(self: T, *args: Any, **kwargs: Any) -> None:
+            for name in instead.keys() & kwargs.keys():
+                raise TypeError(f"{type(self).__name__} has no argument {name}. {instead[name]}")
+            construct(self, *args, **kwargs)
+
+        cls.__init__ = answering  # type: ignore[assignment, method-assign]
+        return cls
+
+    return decorate
 
 
 def add_note(error: BaseException, note: str) -> None:

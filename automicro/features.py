@@ -237,6 +237,10 @@ WORDS = {
 """Each word that says something makes a feature; those of one feature make it together."""
 
 
+# Hosts have options for these, which add to a user's feature; others switch something on.
+_BESIDE_OPTIONS = ("RankReduction", "Repeatable", "StepState", "StrictDivisible")
+
+
 def with_features(words: Mapping[str, Any]) -> dict[str, Any]:
     """Convert options for features, among arguments of `Microbatcher`, into ``features``.
 
@@ -259,6 +263,12 @@ def with_features(words: Mapping[str, Any]) -> dict[str, Any]:
     # All options of one feature together create one instance of it.
     for feature in dict.fromkeys(wanted):
         named = {name: word for name, word in WORDS.items() if word.feature == feature}
+        if last_of(feature, features) is not None and feature not in _BESIDE_OPTIONS:
+            given_twice = " and ".join(name for name in named if name in words)
+            raise ValueError(
+                f"{given_twice} and features=[{feature}(…)] are both given, and one would replace "
+                f"the other. Leave out the option, and give all of it in {feature}(…)"
+            )
         given = {
             word.argument: words.get(name, word.default)
             for name, word in named.items()

@@ -453,22 +453,12 @@ def uncheckpointed() -> Iterator[None]:
 
 
 def can_record_memory(device: torch.device) -> bool:
-    """Return whether the device's allocator can record its contents and history."""
+    """Return whether the device's allocator can record its contents."""
     memory = torch.cuda.memory
-    names = ("_record_memory_history", "_dump_snapshot")
-    if device.type != "cuda" or not all(hasattr(memory, name) for name in names):
+    if device.type != "cuda" or not hasattr(memory, "_dump_snapshot"):
         return False
     # cudaMallocAsync and pluggable allocators raise when asked.
     return memory.get_allocator_backend() == "native"
-
-
-def record_memory_history(max_entries: int | None) -> None:
-    """Make CUDA's allocator record its last ``max_entries`` actions; None stops that."""
-    if max_entries is None:
-        torch.cuda.memory._record_memory_history(None)
-    else:
-        # C++ frames take much longer to read and name none of the user's code.
-        torch.cuda.memory._record_memory_history(stacks="python", max_entries=max_entries)
 
 
 def dump_memory_snapshot(path: str) -> None:

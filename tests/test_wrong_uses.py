@@ -33,7 +33,7 @@ from automicro import (
     split_batch,
     verify,
 )
-from automicro.features import Carry, with_features
+from automicro.features import Carry, MicrobatchUnit, with_features
 from tests.config_jobs import build_trainer, job
 
 TABLE = Path(__file__).with_name("messages.md")
@@ -109,6 +109,10 @@ PRIMITIVE: dict[str, Callable[[], object]] = {
     "a word for a feature": lambda: Microbatcher(model(), nested={"0": 2}),  # type: ignore[call-arg]
     "an unknown argument": lambda: Microbatcher(model(), microbatchsize=4),  # type: ignore[call-arg]
     "a feature's class": lambda: backward(features=[Carry]),
+    "a word and its feature": lambda: backward(
+        microbatch_unit="tokens", features=[MicrobatchUnit("tokens")]
+    ),
+    "an argument that is gone": lambda: Halving(grow=False),  # type: ignore[call-arg]
     "carry without forward": lambda: backward(carry_layout=1),
     "forward without carry": lambda: Microbatcher(
         model(),

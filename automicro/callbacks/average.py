@@ -7,16 +7,19 @@ import torch
 from torch import Tensor, nn
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
+from automicro.errors import removed
 from automicro.events.callback import Callback
 from automicro.events.run import Run
 from automicro.memory.budget import active_budget
 from automicro.sharding import is_sharded, local
+from automicro.showing import short
 from automicro.torch_private import is_uninitialized
-from automicro.units import Duration, Unit, read_duration
-
-_DECAY = 0.999
+from automicro.units import Duration, read_duration
 
 
+@removed(
+    half_life="Pass decay=0.5 ** (1 / n), for a half-life of n updates",
+)
 class ExponentialMovingAverage(Callback):
     """Keeps an exponential moving average (EMA) of the model's weights.
 
@@ -37,9 +40,8 @@ class ExponentialMovingAverage(Callback):
     so it takes their size once more.
 
     Args:
-        decay: share of the average that each update keeps. Defaults to 0.999, without a half-life.
-        half_life: amount of training after which weights count half; replaces ``decay``. Can be in
-            epochs only if the interval is in epochs.
+        decay: share of the average that each update keeps. For weights that count half after
+            ``n`` updates, ``0.5 ** (1 / n)``.
         update_interval: how often to update the average.
         evaluate: whether evaluations use the average.
 
@@ -47,61 +49,32 @@ class ExponentialMovingAverage(Callback):
         TypeError, ValueError: an argument is invalid.
 
     Example:
-        >>> average = ExponentialMovingAverage(half_life="100ba", update_interval="10ba")
-        >>> round(average.decay_after(10), 4)
-        0.933
+        >>> average = ExponentialMovingAverage(decay=0.99, update_interval="10ba")
         >>> average.average_state_dict()
         Traceback (most recent call last):
         ...
-        RuntimeError: there is no average yet; it begins with fit()
+        RuntimeError: there is no average yet. It begins with fit()
     """
 
     def __init__(
         self,
         *,
-        decay: float | None = None,
-        half_life: str | Duration | None = None,
+        decay: float = 0.999,
         update_interval: str | Duration = "1ba",
         evaluate: bool = True,
     ) -> None:
-        if decay is not None and half_life is not None:
+        if not 0 <= decay < 1:
             raise ValueError(
-                f"decay={decay} and half_life={str(half_life)!r} say the same thing; pass one"
+                f"decay={decay} must be at least 0 and below 1. Pass a number such as 0.999"
             )
-        if decay is not None and not 0 <= decay < 1:
-            raise ValueError(
-                f"decay={decay} must be at least 0 and below 1; pass a number such as {_DECAY}"
-            )
+        self._decay = float(decay)
         self._interval = read_duration("update_interval", update_interval)
-        self._half_life = None if half_life is None else read_duration("half_life", half_life)
-        # Within an epoch the count of epochs stands still, so the average would not age.
-        if self._half_life is not None and Unit.EPOCHS is self._half_life.unit is not (
-            self._interval.unit
-        ):
-            raise ValueError(
-                f"half_life='{self._half_life}' counts whole epochs, so updates every "
-                f"'{self._interval}' inside of one would change nothing; say the half-life in "
-                "batches, or update_interval in epochs"
-            )
-        self._decay = _DECAY if decay is None else float(decay)
         self._evaluate = evaluate
         self._model: nn.Module | None = None
         self._average: dict[str, Tensor] | None = None
         self._is_placed = True  # False for an average that was loaded but not yet copied
         self._updated_at = 0  # in the interval's unit
-        self._aged_at = 0  # in the half-life's unit
         self._set_aside: list[tuple[Tensor, Tensor]] = []  # tensors and their training weights
-
-    def decay_after(self, amount: int) -> float:
-        """Return the share of the average that an update keeps.
-
-        Args:
-            amount: amount of training since the last update, in the unit of the half-life.
-        """
-        if self._half_life is None:
-            return self._decay
-        decay: float = 0.5 ** (amount / self._half_life.value)
-        return decay
 
     def average_state_dict(self) -> dict[str, Any]:
         """Return a state dict of the model with averages instead of weights, to save or load.
@@ -112,7 +85,7 @@ class ExponentialMovingAverage(Callback):
             RuntimeError: there is no average yet.
         """
         if self._average is None or self._model is None:
-            raise RuntimeError("there is no average yet; it begins with fit()")
+            raise RuntimeError("there is no average yet. It begins with fit()")
         # keep_vars, because averages are looked up by the identity of parameters: hooks might
         # rename entries of a state dict.
         state: dict[str, Any] = self._model.state_dict(keep_vars=True)
@@ -142,7 +115,8 @@ class ExponentialMovingAverage(Callback):
             # The simulated device of this fit is a new one, and the average takes memory on it as
             # well.
             budget.track(self._average)  # from an earlier fit
-        if self._average is None and not any(map(is_uninitialized, _tensors(run.model))):
+        tensors = (*run.model.parameters(), *run.model.buffers())
+        if self._average is None and not any(map(is_uninitialized, tensors)):
             self._begin(run)
 
     def _restore_at(self, *_: Any, **__: Any) -> None:
@@ -173,7 +147,6 @@ class ExponentialMovingAverage(Callback):
         return {
             "average": None if self._average is None else dict(self._average),
             "updated_at": self._updated_at,
-            "aged_at": self._aged_at,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -181,13 +154,12 @@ class ExponentialMovingAverage(Callback):
         self._average = None if state["average"] is None else dict(state["average"])
         self._is_placed = False
         self._updated_at = state["updated_at"]
-        self._aged_at = state["aged_at"]
 
     def _adopt(self, run: Run) -> None:
         """Bind the average to the run's model, and copy a loaded average to the model's device."""
         if self._model is not None and self._model is not run.model:
             raise ValueError(
-                "this ExponentialMovingAverage averages the weights of another model; make a new "
+                "this ExponentialMovingAverage averages the weights of another model. Make a new "
                 "one for each model"
             )
         self._model = run.model
@@ -208,30 +180,21 @@ class ExponentialMovingAverage(Callback):
             name: tensor.detach().to(dtype=_dtype_for(tensor), copy=True)
             for name, tensor in _averaged(run.model).items()
         }
-        self._note_progress(run)
+        self._updated_at = run.state.done(self._interval.unit)
 
     def _update_if_due(self, run: Run, *_: Any, **__: Any) -> None:
         """Update the average if an interval has passed."""
+        done, every = run.state.done(self._interval.unit), self._interval.value
         if self._average is None:
             self._begin(run)
-        elif self._passed(run) > self._updated_at // self._interval.value:
-            unit = None if self._half_life is None else self._half_life.unit
-            amount = 1 if unit is None else run.state.done(unit) - self._aged_at
-            self._update(self._average, run.model, self.decay_after(amount))
-            self._note_progress(run)
+        elif done // every > self._updated_at // every:
+            self._update(self._average, run.model)
+            self._updated_at = done
 
     batch_end = epoch_end = _update_if_due
 
-    def _passed(self, run: Run) -> int:
-        return run.state.done(self._interval.unit) // self._interval.value
-
-    def _note_progress(self, run: Run) -> None:
-        self._updated_at = run.state.done(self._interval.unit)
-        if self._half_life is not None:
-            self._aged_at = run.state.done(self._half_life.unit)
-
     @torch.no_grad()
-    def _update(self, averages: dict[str, Tensor], model: nn.Module, decay: float) -> None:
+    def _update(self, averages: dict[str, Tensor], model: nn.Module) -> None:
         tensors = _averaged(model)
         _require_same_names(averages, tensors)
         by_type: dict[tuple[torch.dtype, torch.device], list[str]] = {}
@@ -241,9 +204,9 @@ class ExponentialMovingAverage(Callback):
             if averages[name].dtype == tensor.dtype:
                 by_type.setdefault((tensor.dtype, tensor.device), []).append(name)
             else:
-                averages[name].lerp_(tensor.to(averages[name].dtype), 1 - decay)
+                averages[name].lerp_(tensor.to(averages[name].dtype), 1 - self._decay)
         # Torch's function is fused on devices that support it.
-        update = get_ema_multi_avg_fn(decay)  # type: ignore[no-untyped-call]
+        update = get_ema_multi_avg_fn(self._decay)  # type: ignore[no-untyped-call]
         for names in by_type.values():
             update([averages[name] for name in names], [tensors[name] for name in names], 0)
 
@@ -251,10 +214,6 @@ class ExponentialMovingAverage(Callback):
 @torch.no_grad()
 def _write_shard(parameter: Tensor, value: Tensor) -> None:
     local(parameter).copy_(local(value))
-
-
-def _tensors(model: nn.Module) -> list[Tensor]:
-    return [*model.parameters(), *model.buffers()]
 
 
 def _averaged(model: nn.Module) -> dict[str, Tensor]:
@@ -276,10 +235,8 @@ def _dtype_for(tensor: Tensor) -> torch.dtype:
 def _require_same_names(averages: Mapping[str, Tensor], tensors: Mapping[str, Tensor]) -> None:
     here = {name: each.shape for name, each in tensors.items()}
     there = {name: each.shape for name, each in averages.items()}
-    differing = sorted(name for name in here | there if here.get(name) != there.get(name))
-    if differing:
+    if differing := sorted(name for name in here | there if here.get(name) != there.get(name)):
         raise ValueError(
-            "the average is of a model with other weights: they differ in "
-            f"{', '.join(differing[:5])}{' …' if len(differing) > 5 else ''}; continue with the "
-            "model of the checkpoint, or with a new ExponentialMovingAverage"
+            f"the average is of a model with other weights: they differ in {short(differing)}. "
+            "Continue with the model of the checkpoint, or with a new ExponentialMovingAverage"
         )

@@ -1,6 +1,5 @@
 """Freezing of parameters for a part of training."""
 
-import difflib
 import logging
 from collections.abc import Mapping
 from fnmatch import fnmatchcase
@@ -8,6 +7,7 @@ from typing import Any
 
 from torch import nn
 
+from automicro.errors import suggestion
 from automicro.events.callback import Callback
 from automicro.events.run import LoopState, Run
 from automicro.units import Duration, read_duration
@@ -57,7 +57,7 @@ class FreezeSchedule(Callback):
         self._from = _read("frozen_from", frozen_from)
         if not self._until and not self._from:
             raise ValueError(
-                "there is nothing to freeze; pass patterns with durations, such as "
+                "there is nothing to freeze. Pass patterns with durations, such as "
                 "{'encoder.*': '100ba'}"
             )
         self._now: tuple[nn.Module, list[bool]] | None = None
@@ -80,13 +80,17 @@ class FreezeSchedule(Callback):
         if run.world_size > 1:
             raise ValueError(
                 f"{type(self).__name__} changes which parameters take gradients, and "
-                f"{run.world_size} ranks have agreed on them when the model was wrapped; freeze "
-                "them with requires_grad_(False) before the Trainer is made, for the whole run, "
-                "or train in one process"
+                f"{run.world_size} ranks agreed on them when the model was wrapped. Freeze them "
+                "with requires_grad_(False) before the Trainer is made, or train in one process"
             )
         parameters = _parameters(run.model)
         for pattern in (*self._until, *self._from):
-            _require_match(pattern, list(parameters))
+            if not any(_matches(name, [pattern]) for name in parameters):
+                raise ValueError(
+                    f"no parameter matches {pattern!r}{suggestion(pattern, parameters)}. There are "
+                    f"{len(parameters)}, such as {next(iter(parameters), None)}, and those of a "
+                    "module are 'module.*'"
+                )
         if run.optimizer is not None:
             known = {id(p) for group in run.optimizer.param_groups for p in group["params"]}
             for name in parameters:
@@ -94,8 +98,8 @@ class FreezeSchedule(Callback):
                 # another one would silently have no effect.
                 if _matches(name, self._until) and id(parameters[name]) not in known:
                     raise ValueError(
-                        f"{name!r} is to be unfrozen, and the optimizer does not have it; build "
-                        "the optimizer with all parameters, also those that are frozen at first"
+                        f"{name!r} is to be unfrozen, and the optimizer does not have it. Build "
+                        "the optimizer with all parameters, including those frozen at first"
                     )
         self._now = None
         self._apply(run)
@@ -139,7 +143,7 @@ def _read(name: str, schedule: Mapping[str, str | Duration] | None) -> dict[str,
         return {}
     if not isinstance(schedule, Mapping):
         raise TypeError(
-            f"{name} is {schedule!r} and no mapping; pass patterns with durations, such as "
+            f"{name} is {schedule!r} and not a mapping. Pass patterns with durations, such as "
             "{'encoder.*': '100ba'}"
         )
     return {
@@ -159,13 +163,3 @@ def _parameters(model: nn.Module) -> dict[str, nn.Parameter]:
 
 def _matches(name: str, patterns: Any) -> bool:
     return any(fnmatchcase(name, pattern) for pattern in patterns)
-
-
-def _require_match(pattern: str, names: list[str]) -> None:
-    if any(fnmatchcase(name, pattern) for name in names):
-        return
-    near = difflib.get_close_matches(pattern, names, n=3, cutoff=0.3) or names[:3]
-    raise ValueError(
-        f"no parameter matches {pattern!r}; there are {len(names)}, such as {', '.join(near)}, and "
-        "those of a module are 'module.*'"
-    )

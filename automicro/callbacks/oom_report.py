@@ -4,7 +4,7 @@ import contextlib
 import json
 import os
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
 from automicro.batch.tensors import tensor_leaves
-from automicro.errors import AutomicroWarning, describe_error, warn
+from automicro.errors import AutomicroWarning, describe_error, removed, warn
 from automicro.events.callback import Callback
 from automicro.events.run import Run
 from automicro.files import write_whole
@@ -28,12 +28,14 @@ from automicro.torch_private import (
     dump_memory_snapshot,
     is_compiled,
     is_uninitialized,
-    record_memory_history,
     tell_no_more,
     tell_of_shortage,
 )
 
 
+@removed(
+    history="Call torch.cuda.memory._record_memory_history() before training",
+)
 class OutOfMemoryReport(Callback):
     """Writes a report of each out-of-memory error, recovered from or not.
 
@@ -53,53 +55,29 @@ class OutOfMemoryReport(Callback):
 
     Args:
         folder: folder for the files; created if necessary.
-        max_reports: maximum number of reports of a run, including before it was resumed.
-        snapshot: whether to save snapshots, if available.
-        history: number of earlier allocations and releases in a snapshot; 0 for none. Recording
-            them costs microseconds each.
+        max_reports: maximum number of reports in the folder, those of earlier runs included.
+        snapshot: whether to save snapshots, if available. After
+            ``torch.cuda.memory._record_memory_history()`` they show what was allocated where.
 
     Raises:
         TypeError, ValueError: an argument is invalid.
 
     Example:
         >>> report = OutOfMemoryReport("runs/1/oom", max_reports=5)
-        >>> report.written
-        0
     """
 
     def __init__(
-        self,
-        folder: str | os.PathLike[str],
-        *,
-        max_reports: int = 20,
-        snapshot: bool = True,
-        history: int = 0,
+        self, folder: str | os.PathLike[str], *, max_reports: int = 20, snapshot: bool = True
     ) -> None:
         self._folder = Path(folder)
         self._max_reports = read_count("max_reports", max_reports)
         self._snapshot = snapshot
-        self._history = read_count("history", history, least=0)
-        self._written = 0
+        self._left = self._max_reports - len(list(self._folder.glob("oom-*.json")))
         self._batch: Any = None
         self._taken: Path | None = None  # snapshot of this attempt's last refused request
         self._why_not: Exception | None = None
         self._forward: _Forward | None = None  # in an attempt after a failed one
         self._last: tuple[Path, dict[str, Any]] | None = None  # report of the failed attempt
-
-    @property
-    def written(self) -> int:
-        """Number of reports written in this run."""
-        return self._written
-
-    def fit_start(self, run: Run) -> None:
-        """Start recording allocations, if requested."""
-        if self._history and can_record_memory(run.device):
-            record_memory_history(self._history)
-
-    def fit_end(self, run: Run) -> None:
-        """Stop recording allocations."""
-        if self._history and can_record_memory(run.device):
-            record_memory_history(None)
 
     def batch_start(self, run: Run, batch: Any) -> None:
         """Keep the batch, to describe it in a report."""
@@ -124,7 +102,6 @@ class OutOfMemoryReport(Callback):
         # One forward is enough, because all microbatches of an attempt are alike.
         if microbatch.attempt.number > 1 and microbatch.index == 0 and self._last is not None:
             self._forward = _Forward(run, microbatch.attempt)
-            self._forward.begin()
 
     def forward_end(self, run: Run, microbatch: Microbatch) -> None:
         """Stop measuring."""
@@ -135,42 +112,53 @@ class OutOfMemoryReport(Callback):
         """Cancel the snapshot, and drop one from which a library recovered by itself."""
         tell_no_more(self._take_snapshot)
         self._drop_snapshot()
-        if self._forward is not None and self._last is not None:
-            # The report is rewritten, because modules were not measured in the attempt that it
-            # describes.
-            path, report = self._last
-            self._forward.add_to(report)
-            with _saying(lambda: path):
-                _write(path, report)
+        # The report is rewritten, because modules were not measured in the attempt that it
+        # describes.
+        self._rewrite(self._forward)
         self._forward = self._last = None
 
     def oom(self, run: Run, failure: OutOfMemory) -> None:
         """Write a report. `resize` adds the next size later, if there is one."""
-        path, self._last = self._folder, None
         tell_no_more(self._take_snapshot)
-        if self._forward is not None:
-            self._forward.end()
+        forward, self._forward, self._last = self._forward, None, None
+        if forward is not None:
+            forward.end()
         try:
-            if self._written < self._max_reports:
-                # No failure to write a report may end the run.
-                with _saying(lambda: path):
-                    path = self._next_path()
-                    report = describe_failure(run, failure, self._batch)
-                    if self._forward is not None:
-                        self._forward.add_to(report)
-                        report["inside"] = self._forward.inside
-                    _write(path, report)
-                    self._last = path, report
-                    failure.reports.append(str(path))
-                    path = path.with_suffix(".pickle")
-                    # Before this report is counted, so that the last one gets its snapshot, too.
-                    if self._takes_snapshots(run):
-                        self._keep_snapshot(path)
+            if self._left > 0:
+                self._report(run, failure, forward)
         # Also after Ctrl-C, so that no snapshot is left behind.
         finally:
-            self._written += self._last is not None
             self._drop_snapshot()
-            self._forward = None
+
+    def _report(self, run: Run, failure: OutOfMemory, forward: "_Forward | None") -> None:
+        path = self._next_path()
+        with _saying(path):
+            report = describe_failure(run, failure, self._batch)
+            if forward is not None:
+                forward.add_to(report)
+                report["inside"] = forward.inside
+            _write(path, report)
+            self._last = path, report
+            failure.reports.append(str(path))
+            picture = path.with_suffix(".pickle")
+            with _saying(picture):
+                if self._takes_snapshots(run):
+                    self._keep_snapshot(picture)
+            self._left -= 1
+
+    def resize(self, run: Run, resize: Resize) -> None:
+        """Add the next size to the report."""
+        if self._last is not None:
+            self._last[1]["microbatch_size"]["after"] = resize.after
+            self._rewrite()
+
+    def _rewrite(self, forward: "_Forward | None" = None) -> None:
+        if self._last is not None:
+            path, report = self._last
+            with _saying(path):
+                if forward is not None:
+                    forward.add_to(report)
+                _write(path, report)
 
     def _keep_snapshot(self, path: Path) -> None:
         if self._why_not is not None:
@@ -181,8 +169,7 @@ class OutOfMemoryReport(Callback):
             self._taken.replace(path)
 
     def _takes_snapshots(self, run: Run) -> bool:
-        has_room = self._written < self._max_reports
-        return self._snapshot and has_room and can_record_memory(run.device)
+        return self._snapshot and self._left > 0 and can_record_memory(run.device)
 
     def _take_snapshot(self) -> None:
         """Take a snapshot. Called by the allocator, which an exception must not reach."""
@@ -190,9 +177,8 @@ class OutOfMemoryReport(Callback):
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
             # The name has the process id, because several processes might share a folder.
-            taken = self._folder / f"snapshot-{os.getpid()}.part"
-            self._taken = taken
-            dump_memory_snapshot(str(taken))
+            self._taken = self._folder / f"snapshot-{os.getpid()}.part"
+            dump_memory_snapshot(str(self._taken))
         except Exception as error:  # reported when the report is written
             self._why_not = error
 
@@ -203,27 +189,10 @@ class OutOfMemoryReport(Callback):
                 self._taken.unlink(missing_ok=True)
             self._taken = None
 
-    def resize(self, run: Run, resize: Resize) -> None:
-        """Add the next size to the report."""
-        if self._last is not None:
-            path, report = self._last
-            report["microbatch_size"]["after"] = resize.after
-            with _saying(lambda: path):
-                _write(path, report)
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the number of reports written."""
-        return {"written": self._written}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore the number of reports written."""
-        self._written = state["written"]
-
     def _next_path(self) -> Path:
-        # Reports of earlier runs are kept, so numbers continue after theirs.
-        number = self._written + 1
+        number = self._max_reports - self._left + 1
         while (path := self._folder / f"oom-{number:04d}.json").exists():
-            number += 1  # taken by an earlier run
+            number += 1  # some were removed
         return path
 
 
@@ -233,12 +202,14 @@ def _write(path: Path, report: Mapping[str, Any]) -> None:
     write_whole(path, lambda file: file.write(text))
 
 
+_WHERE = ("epoch", "epoch_batch", "batch", "samples", "tokens")
+
+
 def describe_failure(run: Run, failure: OutOfMemory, batch: Any) -> dict[str, Any]:
     """Describe an out-of-memory failure as plain values for JSON."""
     attempt, state = failure.attempt, run.state
-    is_training = attempt.phase == "train"
     device = OccupiedDevice(run.device, run.modules, run.optimizer)
-    residents = device.measure(training=is_training)
+    residents = device.measure(training=attempt.phase == "train")
     sizes = [
         each.nbytes
         for module in run.modules
@@ -258,11 +229,7 @@ def describe_failure(run: Run, failure: OutOfMemory, batch: Any) -> dict[str, An
         "message": failure.message,
         "where": {
             "phase": attempt.phase,
-            "epoch": state.epoch,
-            "epoch_batch": state.epoch_batch,
-            "batch": state.batch,
-            "samples": state.samples,
-            "tokens": state.tokens,
+            **{name: getattr(state, name) for name in _WHERE},
         },
         "attempt": attempt.number,
         "microbatch_size": {"before": attempt.microbatch_size, "after": None},
@@ -300,11 +267,8 @@ def _device_memory(device: torch.device) -> dict[str, int] | None:
     # Third-party backends might have all of these functions, some or none.
     except (AttributeError, NotImplementedError, RuntimeError):
         return None
-    return {
-        "total_bytes": int(total_bytes),
-        "free_bytes": int(free_bytes),
-        "reserved_bytes": int(reserved_bytes),
-    }
+    found = {"total": total_bytes, "free": free_bytes, "reserved": reserved_bytes}
+    return {f"{name}_bytes": int(number) for name, number in found.items()}
 
 
 class _Forward:
@@ -319,24 +283,20 @@ class _Forward:
         self._rows = attempt.microbatch_size
         root = type(run.model).__name__
         self._names = {id(part): name or root for name, part in run.model.named_modules()}
-        # A hook would break the graph of a compiled model, or cause a recompilation.
-        self._looks = not any(map(is_compiled, run.model.modules()))
         self._open: list[int] = []  # ids of modules that are running
         self._bytes = 0  # allocated at the last hook
         self._held: Counter[str] = Counter()
         self._handles: list[Any] = []
+        # A hook would break the graph of a compiled model, or cause a recompilation.
+        is_plain = not any(map(is_compiled, run.model.modules()))
+        if is_plain and allocated_bytes(self._device) is not None:
+            self._handles.append(register_module_forward_pre_hook(self._enter))
+            self._handles.append(register_module_forward_hook(self._leave))
 
     @property
     def inside(self) -> list[str]:
         """Modules in which the forward failed, outermost first; empty if it succeeded."""
         return [self._names[module] for module in self._open]
-
-    def begin(self) -> None:
-        if self._looks and allocated_bytes(self._device) is not None:
-            self._handles = [
-                register_module_forward_pre_hook(self._enter),
-                register_module_forward_hook(self._leave),
-            ]
 
     def end(self) -> None:
         for handle in self._handles:
@@ -389,12 +349,12 @@ def _describe_batch(batch: Any) -> list[dict[str, Any]]:
 
 
 @contextlib.contextmanager
-def _saying(path: Callable[[], Path]) -> Iterator[None]:
+def _saying(path: Path) -> Iterator[None]:
     try:
         yield
     except Exception as error:
         warn(
-            f"the report {path()} could not be written ({describe_error(error)}), and the run "
-            "goes on without it; make room, or name another folder in OutOfMemoryReport(folder)",
+            f"the report {path} could not be written ({describe_error(error)}), and the run goes "
+            "on without it. Make room, or name another folder in OutOfMemoryReport(folder)",
             AutomicroWarning,
         )

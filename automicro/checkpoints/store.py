@@ -14,7 +14,13 @@ from automicro.checkpoints.peers import ALONE, Peers, exchange, from_first, toge
 from automicro.checkpoints.reading import FoundCheckpoint, find_newest, load_checkpoint
 from automicro.checkpoints.state import Share
 from automicro.checkpoints.writing import list_checkpoints, number_of, write_checkpoint
-from automicro.errors import CheckpointError, CheckpointWarning, DamagedCheckpointError, warn
+from automicro.errors import (
+    CheckpointError,
+    CheckpointWarning,
+    DamagedCheckpointError,
+    removed,
+    warn,
+)
 from automicro.options import check_choice, read_count
 from automicro.units import read_duration
 
@@ -22,6 +28,9 @@ MODES = ("min", "max")
 RESUME = ("auto", "never")
 
 
+@removed(
+    asynchronous="Leave it out: checkpoints are written before training continues",
+)
 @dataclass(frozen=True, kw_only=True)
 class CheckpointConfig:
     """Where and how often checkpoints are saved, which are kept, and whether a run resumes.

@@ -98,8 +98,6 @@ class LoopState:
             if batches are accumulated.
         samples: number of rows trained on.
         most_rows: rows of the largest optimization batch, over all devices.
-        most_loaded: number of batches that the data loader gave for that largest batch.
-        num_smaller: number of optimization batches with fewer rows, such as the last of an epoch.
         tokens: number of tokens in these rows, or None if they cannot be counted.
         data_seconds: duration of the data in these rows (of speech, for example), or None if it is
             not counted.
@@ -117,8 +115,6 @@ class LoopState:
     loader_batches: int = 0
     samples: int = 0
     most_rows: int = 0
-    most_loaded: int = 1
-    num_smaller: int = 0
     tokens: int | None = None
     data_seconds: float | None = None
     skipped: int = 0
@@ -131,12 +127,7 @@ class LoopState:
         """Count the rows of an optimization batch."""
         self.samples += rows
         self.loader_batches += loaded
-        if rows > self.most_rows:
-            # All previous batches were smaller than this one.
-            self.num_smaller = self.batch - 1
-            self.most_rows, self.most_loaded = rows, max(loaded, 1)
-        elif rows < self.most_rows:
-            self.num_smaller += 1
+        self.most_rows = max(self.most_rows, rows)
 
     def done(self, unit: Unit) -> int:
         """Return how much of training is done, in a unit.
@@ -207,22 +198,19 @@ class Window:
 
 @dataclass(frozen=True, kw_only=True)
 class GlobalBatch:
-    """Size of the optimization batches.
+    """Size of the optimization batches: the average, and that of the largest.
 
     >>> state = LoopState()
     >>> for state.batch, rows in enumerate((64, 64, 16), start=1):
     ...     state.count_rows(rows, loaded=2)
-    >>> str(GlobalBatch.of(state))
-    '64 = 32 rows per device × 1 device × 2 accumulated; 1 of 3 had fewer, 48 on average'
+    >>> print(GlobalBatch.of(state))
+    64 rows; on average 24 rows per device × 1 device × 2 accumulated = 48 rows
     """
 
     rows_per_device: float
     num_devices: int
     accumulation: float
     most_rows: int | None = None
-    most_loaded: int = 1
-    num_batches: int = 0
-    num_smaller: int = 0
     tokens_per_device: float | None = None
     seconds_per_device: float | None = None
 
@@ -238,9 +226,6 @@ class GlobalBatch:
             num_devices=num_devices,
             accumulation=state.loader_batches / max(state.batch, 1),
             most_rows=state.most_rows or None,
-            most_loaded=state.most_loaded,
-            num_batches=state.batch,
-            num_smaller=state.num_smaller,
         )
 
     @property
@@ -258,11 +243,11 @@ class GlobalBatch:
         '32 rows, 6.7 min per device × 8 devices × 2 accumulated = 512 rows, 1.8 h'
         """
         shares = self.num_devices * self.accumulation
+        whole = self._amounts(shares)
         if shares == 1:
-            return self._amounts(1.0)
+            return whole
         devices = f"{self.num_devices} device{'' if self.num_devices == 1 else 's'}"
         accumulated = f"{_average(self.accumulation)} accumulated"
-        whole = self._amounts(shares)
         return f"{self._amounts(1.0)} per device × {devices} × {accumulated} = {whole}"
 
     def _amounts(self, shares: float) -> str:
@@ -274,51 +259,10 @@ class GlobalBatch:
             parts.append(describe_hours(self.seconds_per_device * shares))
         return ", ".join(parts)
 
-    @property
-    def brief(self) -> str:
-        """Short form for a crowded line: rows, devices, accumulation.
-
-        >>> GlobalBatch(rows_per_device=64, num_devices=1, accumulation=1, most_rows=64).brief
-        '64'
-        >>> GlobalBatch(
-        ...     rows_per_device=32, num_devices=2, accumulation=2, most_rows=128, most_loaded=2
-        ... ).brief
-        '128 = 32 × 2 × 2'
-        """
-        if self.most_rows is None:
-            return f"{_average(self.rows)} on average"
-        factors = self._factors()
-        if factors is None:
-            return f"{self.most_rows:,}"
-        return f"{self.most_rows:,} = {' × '.join(f'{each:,}' for each in factors)}"
-
-    def _factors(self) -> tuple[int, int, int] | None:
-        """Rows, devices and accumulation of the largest batch, or None if uninformative."""
-        assert self.most_rows is not None
-        shares = self.num_devices * self.most_loaded
-        # Ranks might have had unequal parts of the batch, so the product would be wrong.
-        if shares == 1 or self.most_rows % shares:
-            return None
-        return self.most_rows // shares, self.num_devices, self.most_loaded
-
     def __str__(self) -> str:
-        if self.most_rows is None:
-            return f"{_average(self.rows)} on average"
-        devices = f"{self.num_devices} device{'' if self.num_devices == 1 else 's'}"
-        factors = self._factors()
-        if factors is not None:
-            text = f"{self.most_rows:,} = {factors[0]:,} rows per device × {devices} × "
-            text += f"{factors[2]} accumulated"
-        else:
-            text = f"{self.most_rows:,} row{'' if self.most_rows == 1 else 's'}"
-            if self.num_devices > 1:
-                text += f" on {devices}"
-            if self.most_loaded > 1:
-                text += f", {self.most_loaded} batches accumulated"
-        if self.num_smaller:
-            text += f"; {self.num_smaller:,} of {self.num_batches:,} had fewer, "
-            text += f"{_average(self.rows)} on average"
-        return text
+        if self.most_rows is None or math.isclose(self.rows, self.most_rows):
+            return self.average
+        return f"{self.most_rows:,} rows; on average {self.average}"
 
 
 def _average(number: float) -> str:

@@ -1,100 +1,83 @@
 """Logger of JSON lines, to a file that is truncated when a run resumes."""
 
-import contextlib
 import json
-import math
-import mmap
 import os
 import time
 from collections.abc import Mapping
-from io import FileIO
 from pathlib import Path
 from typing import Any
 
-from automicro.loggers.logger import RESERVED_NAMES, not_started
+from automicro.loggers.logger import RESERVED_NAMES
 
 
 class AppendFile:
     """File that appends each record completely or not at all.
 
     Nothing is buffered, so a written record survives the death of the process (but not a power
-    failure, because nothing is synced to disk). If a write fails halfway, because the disk is full
-    or Ctrl-C was pressed, it is undone, so that later records do not follow half of one.
+    failure, because nothing is synced to disk). What a failed write has left, because the disk is
+    full or Ctrl-C was pressed, is cut off before the next record and when the file is closed.
     """
 
-    def __init__(self, path: Path, *, is_new: bool = False) -> None:
+    def __init__(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
-        self._raw = FileIO(path, "x" if is_new else "a+")
-        self._torn_at: int | None = None
+        self._raw = open(path, "ab", buffering=0)  # noqa: SIM115
+        self._end = os.fstat(self._raw.fileno()).st_size  # end of the last complete record
+        self._is_torn = False
 
     def write(self, record: bytes) -> int:
         """Append a record. If that fails, the file is left unchanged."""
-        if self._torn_at is not None:
-            self.cut(self._torn_at)
-        end = self._raw.seek(0, os.SEEK_END)
+        self.cut(self._end)
         # Set before the first byte, because Ctrl-C might come at any line.
-        self._torn_at = end
-        try:
-            rest = memoryview(record)
-            while rest:
-                # An unbuffered write might write only a part if the disk is nearly full.
-                rest = rest[self._raw.write(rest) :]
-        except BaseException:
-            # If this fails too, it is repeated before the next record.
-            with contextlib.suppress(OSError):
-                self.cut(end)
-            raise
-        self._torn_at = None
+        self._is_torn = True
+        rest = memoryview(record)
+        while rest:
+            # An unbuffered write might write only a part if the disk is nearly full.
+            rest = rest[self._raw.write(rest) :]
+        self._end += len(record)
+        self._is_torn = False
         return len(record)
 
     def cut(self, length: int) -> None:
         """Truncate the file to a length in bytes."""
-        self._raw.truncate(length)
-        self._torn_at = None
-
-    def fileno(self) -> int:
-        """Return the file descriptor."""
-        return self._raw.fileno()
+        # Devices such as /dev/null cannot be truncated.
+        if self._is_torn or length < self._end:
+            self._raw.truncate(length)
+            self._end, self._is_torn = length, False
 
     def flush(self) -> None:
         """Do nothing, because nothing is buffered."""
 
     def close(self) -> None:
         """Close the file. Closing twice does nothing."""
-        self._raw.close()
+        if not self._raw.closed:
+            self.cut(self._end)
+            self._raw.close()
 
 
 _HEAD = b'{"step":'  # start of each line
 
 
-def _kept_bytes(file: AppendFile, path: Path, resume_step: int | None) -> int:
+def _kept_bytes(path: Path, resume_step: int | None) -> int:
     """Return the length of the lines that a run resumed after a step will not log again."""
-    # Mapped and read from its end, because a log might be large and only a few lines are needed.
-    with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
-        # A file shorter than its head had its first write torn.
-        if not _HEAD.startswith(content[: len(_HEAD)]):
-            raise ValueError(
-                f"{str(path)!r} begins with {content[: len(_HEAD)]!r} and not with {_HEAD!r}, so "
-                "another program wrote it; it is left as it is: log to another path"
-            )
-        # A last line without a line break was torn by a kill.
-        end = content.rfind(b"\n") + 1
-        while end and resume_step is not None:
-            start = content.rfind(b"\n", 0, end - 1) + 1
-            line = content[start:end]
-            try:
-                step = int(json.loads(line)["step"])
-            except (ValueError, KeyError, TypeError) as error:
-                raise ValueError(
-                    f"{str(path)!r} holds the line {line[:80]!r}, which has no step, so it cannot "
-                    f"be cut after step {resume_step}; it is left as it is: remove the line, or "
-                    "log to another path"
-                ) from error
-            # Steps ascend, so all lines before this one are kept.
-            if step <= resume_step:
-                break
-            end = start
-        return end
+    content = path.read_bytes()
+    # A file shorter than its head had its first write torn.
+    if not _HEAD.startswith(content[: len(_HEAD)]):
+        raise ValueError(
+            f"{str(path)!r} begins with {content[: len(_HEAD)]!r} and not with {_HEAD!r}, so "
+            "another program wrote it. Log to another path"
+        )
+    # A last line without a line break was torn by a kill.
+    lines = content[: content.rfind(b"\n") + 1].splitlines(keepends=True)
+    try:
+        # Steps ascend, so all lines before the first one kept are kept, too.
+        while lines and resume_step is not None and json.loads(lines[-1])["step"] > resume_step:
+            lines.pop()
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(
+            f"{str(path)!r} holds the line {lines[-1][:80]!r} without a step, so it cannot be cut "
+            f"after step {resume_step}. Remove the line, or log to another path"
+        ) from error
+    return sum(map(len, lines))
 
 
 class FileLogger:
@@ -110,14 +93,14 @@ class FileLogger:
     @property
     def _opened(self) -> AppendFile:
         if self._file is None:
-            raise not_started(self)
+            raise RuntimeError(f"{self!r} is not open. Call start({{}}) before log(…)")
         return self._file
 
     def close(self) -> None:
         """Close the file."""
-        if self._file is not None:
-            self._file.close()
-            self._file = None
+        file, self._file = self._file, None
+        if file is not None:
+            file.close()
 
 
 class JSONLinesLogger(FileLogger):
@@ -154,14 +137,10 @@ class JSONLinesLogger(FileLogger):
             ValueError: the file was written by another program.
         """
         self.close()
-        file = AppendFile(self._path)
-        try:
-            if os.fstat(file.fileno()).st_size:
-                file.cut(_kept_bytes(file, self._path, resume_step))
-        except BaseException:
-            file.close()
-            raise
-        self._file = file
+        # Checked before the file is opened, so that a file of another program is never changed.
+        kept = _kept_bytes(self._path, resume_step) if self._path.exists() else 0
+        self._file = AppendFile(self._path)
+        self._file.cut(kept)
         self._write({"run": run}, resume_step or 0)
 
     def log(self, values: Mapping[str, float], *, step: int) -> None:
@@ -171,11 +150,10 @@ class JSONLinesLogger(FileLogger):
             OSError: the line cannot be written; the file is left unchanged.
             ValueError: a value has the name of another field of the line.
         """
-        taken = sorted(RESERVED_NAMES & values.keys())
-        if taken:
+        if taken := sorted(RESERVED_NAMES & values.keys()):
             raise ValueError(
-                f"a value cannot be called {taken[0]!r}, which has a meaning of its own in a line "
-                f"of {self!r}: give it a name such as 'my/{taken[0]}'"
+                f"a value cannot be called {taken[0]!r}, which has another meaning in each line. "
+                f"Give it a name such as 'my/{taken[0]}'"
             )
         self._write(values, step)
 
@@ -187,21 +165,9 @@ class JSONLinesLogger(FileLogger):
 
 
 def json_values(value: Any) -> Any:
-    """Return a value in which anything that JSON lacks is text, including keys.
+    """Return a value in which anything that JSON lacks is text.
 
     >>> json_values({"lr": (0.1, float("nan")), 3: Path("data")})
     {'lr': [0.1, 'NaN'], '3': 'data'}
     """
-    if value is None or isinstance(value, str | bool | int):
-        return value
-    if isinstance(value, Mapping):
-        return {str(key): json_values(each) for key, each in value.items()}
-    if isinstance(value, list | tuple | set | frozenset):
-        return [json_values(each) for each in value]
-    if not isinstance(value, float):
-        return str(value)
-    if math.isnan(value):
-        return "NaN"
-    if math.isinf(value):
-        return "Infinity" if value > 0 else "-Infinity"
-    return value
+    return json.loads(json.dumps(value, default=str), parse_constant=str)

@@ -1,6 +1,5 @@
 """Interface of loggers, the values that they accept, and a group that never fails."""
 
-import math
 import numbers
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
@@ -60,18 +59,13 @@ RESERVED_NAMES = frozenset({"run", "step", "time"})
 """Names of a line's other fields, which no value can have."""
 
 
-def not_started(logger: object) -> RuntimeError:
-    """Return the error of a logger that is not open."""
-    return RuntimeError(f"{logger!r} is not open: call start({{}}) before log(…)")
-
-
 def _number(value: object) -> float | None:
     """Return a Python number, or None if the value is not a single number."""
     if isinstance(value, Tensor | np.ndarray):
-        has_value = not (isinstance(value, Tensor) and value.is_meta)
-        if math.prod(value.shape) != 1 or not has_value:
+        try:
+            value = value.item()
+        except (RuntimeError, ValueError):  # several elements, or none
             return None
-        value = value.item()
     # Booleans too, because JSON and CSV would write True as a word.
     if isinstance(value, numbers.Integral | np.bool_):
         return int(value)
@@ -187,9 +181,9 @@ class LoggerGroup:
         plain = {name: value for name, value in found.items() if value is not None}
         refused = [name for name in values if name not in plain and name not in self._refused]
         messages: list[str | None] = [
-            f"{name!r} is not logged, here and later in this run: a name is one line of text, "
-            f"other than {', '.join(sorted(RESERVED_NAMES))}, and its value one number (this is a "
-            f"{type(values[name]).__name__}); log one number under a name such as 'my/value'"
+            f"{name!r} is not logged in this run: a name is one line of text, other than "
+            f"{', '.join(sorted(RESERVED_NAMES))}, and its value one number (this is a "
+            f"{type(values[name]).__name__}). Log one number under a name such as 'my/value'"
             for name in refused
         ]
         self._refused.update(refused)
@@ -229,22 +223,15 @@ def _tell(messages: Iterable[str | None]) -> None:
             warn(message, LoggerWarning)
 
 
-_METHODS = ("start", "log", "close")
-
-
 def _checked(loggers: Iterable[Logger]) -> list[Logger]:
-    remedy = "pass a list of loggers, such as loggers=[JSONLinesLogger('log.jsonl')]"
+    remedy = "Pass a list of loggers, such as loggers=[JSONLinesLogger('log.jsonl')]"
     if isinstance(loggers, Logger) or not isinstance(loggers, Iterable):
-        raise TypeError(f"loggers is {loggers!r} and not a list; {remedy}")
-    each = list(loggers)
-    for index, logger in enumerate(each):
-        if isinstance(logger, type):
+        raise TypeError(f"loggers is {loggers!r} and not a list. {remedy}")
+    listed = list(loggers)
+    for each in listed:
+        if isinstance(each, type) or not isinstance(each, Logger):
             raise TypeError(
-                f"loggers[{index}] is the class {logger.__name__}; say {logger.__name__}(…)"
+                f"loggers holds {each!r}, which is not an object with the methods start, log and "
+                f"close. {remedy}"
             )
-        if missing := [name for name in _METHODS if not callable(getattr(logger, name, None))]:
-            raise TypeError(
-                f"loggers[{index}] is {logger!r}, which has no {' and no '.join(missing)}; give an "
-                f"object with the methods {', '.join(_METHODS)} of automicro.loggers.Logger"
-            )
-    return each
+    return listed

@@ -1,6 +1,5 @@
 """Loggers for TensorBoard, W&B and MLflow."""
 
-import abc
 import importlib.util
 import io
 import json
@@ -9,15 +8,15 @@ import re
 import socket
 import time
 import uuid
+from collections import defaultdict
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
+from automicro.errors import describe_error
 from automicro.files import write_whole
 from automicro.loggers.lines import AppendFile, FileLogger, json_values
-from automicro.loggers.logger import not_started
 
-_PREFIX = "events.out.tfevents."
 _RGBA = 4  # TensorBoard's number for this color space
 
 
@@ -64,7 +63,9 @@ class TensorBoardLogger(FileLogger):
         from torch.utils.tensorboard.summary import text
 
         self.close()
-        self._file = AppendFile(_next_path(self._path), is_new=True)
+        # Readers sort files by name, and two starts might be within a second.
+        name = f"events.out.tfevents.{time.time_ns()}.{socket.gethostname()}.{os.getpid()}"
+        self._file = AppendFile(self._path / name)
         self._write(file_version="brain.Event:2")
         if resume_step is not None:
             # Readers then ignore this and later steps in earlier files. Files are not truncated,
@@ -126,174 +127,36 @@ def _require(package: str, logger: str) -> None:
         )
 
 
-def _next_path(folder: Path) -> Path:
-    """Return a path that sorts after all existing event files, because readers sort them."""
-    files = folder.glob(f"{_PREFIX}*")
-    taken = [path.name.removeprefix(_PREFIX).partition(".")[0] for path in files]
-    last = max((int(each) for each in taken if each.isdecimal()), default=0)
-    # Otherwise two starts within a second, or a clock set back, would mix up the order.
-    seconds = max(int(time.time()), last + 1)
-    return folder / f"{_PREFIX}{seconds:010d}.{socket.gethostname()}.{os.getpid()}"
+class _ServerLogger:
+    """Base of loggers whose folder names a run on a server, so that a resume continues it."""
 
-
-class GivenOnce:
-    """File that records which values a server has received, so that it gets each only once.
-
-    A file can be truncated when a run resumes from an older checkpoint, but a server keeps its
-    values. Repeated steps are therefore skipped up to the point where the earlier process died.
-
-    Example:
-        >>> import tempfile
-        >>> path = Path(tempfile.mkdtemp()) / "run.json"
-        >>> given = GivenOnce(path)
-        >>> given.begin(resume_step=None)
-        >>> given.name_run("1f2e")
-        >>> given.take({"train/loss": 0.5}, step=8)
-        {'train/loss': 0.5}
-        >>> again = GivenOnce(path)  # the process died, and another continues from step 4
-        >>> again.begin(resume_step=4)
-        '1f2e'
-        >>> again.take({"train/loss": 0.7}, step=7)
-        {}
-        >>> again.take({"train/loss": 0.5, "eval/loss": 0.6}, step=8)
-        {'eval/loss': 0.6}
-    """
-
-    def __init__(self, path: Path, *, is_slow: bool = False) -> None:
-        self._path = path
-        self._is_slow = is_slow
-        self._run: str | None = None
-        self._step = -1
-        self._names: set[str] = set()  # received at this step
-
-    def begin(self, *, resume_step: int | None) -> str | None:
-        """Start a new run, or return the name of the run to continue."""
-        self._run, self._step, self._names = None, -1, set()
-        if resume_step is not None and self._path.exists():
-            self._read()
-        elif resume_step is None:
-            self._path.unlink(missing_ok=True)
-        return self._run
-
-    def name_run(self, name: str) -> None:
-        """Record the name of the run."""
-        self._run = name
-        self._write()
-
-    def take(self, values: Mapping[str, float], *, step: int) -> dict[str, float]:
-        """Record values, and return the new ones."""
-        # An earlier process got past the checkpoint, and sent these steps already.
-        if step < self._step:
-            return {}
-        # At its last step, the process might have died between two values.
-        known = self._names if step == self._step else set()
-        new = {name: value for name, value in values.items() if name not in known}
-        if new:
-            self._step, self._names = step, known | new.keys()
-            self._write()
-        return new
-
-    def finish(self) -> None:
-        """Record that the server has written all values."""
-        self._write(is_finished=True)
-
-    def _read(self) -> None:
-        try:
-            content = json.loads(self._path.read_text(encoding="utf-8"))
-            self._run, step, names = content["run"], int(content["step"]), set(content["names"])
-            # A slow server might lack the last steps, so its own count decides.
-            if content["is_finished"] or not self._is_slow:
-                self._step, self._names = step, names
-        except (ValueError, KeyError, TypeError) as error:
-            raise ValueError(
-                f"{str(self._path)!r} does not say which run to go on with; it is left as it is: "
-                "remove it to begin another run, or use another folder"
-            ) from error
-
-    def _write(self, *, is_finished: bool = False) -> None:
-        content = {
-            "run": self._run,
-            "step": self._step,
-            "names": sorted(self._names),
-            "is_finished": is_finished,
-        }
-        self._path.parent.mkdir(parents=True, exist_ok=True)
-        text = json.dumps(content).encode()
-        # Half a file would look like that of another program, and no run could continue.
-        write_whole(self._path, lambda file: file.write(text))
-
-
-def flat(run: Mapping[str, object], before: str = "") -> dict[str, object]:
-    """Return nested settings as one level, because servers list and compare them that way.
-
-    >>> flat({"seed": 0, "config": {"model": {"call": "MyModel"}}})
-    {'seed': 0, 'config.model.call': 'MyModel'}
-    """
-    found: dict[str, object] = {}
-    for name, value in run.items():
-        if isinstance(value, Mapping) and value:
-            found |= flat(value, f"{before}{name}.")
-        else:
-            found[f"{before}{name}"] = value
-    return found
-
-
-class _ServerLogger(abc.ABC):
-    """Base of loggers that continue the same run on a server; a file in the folder names it."""
-
-    _note: ClassVar[str]
-    """The file in the folder that says it."""
-    _is_slow: ClassVar[bool] = False
+    _note = ""  # name of the file that names the run
 
     def __init__(self, folder: str | Path) -> None:
         self._folder = Path(folder)
-        self._given = GivenOnce(self._folder / self._note, is_slow=self._is_slow)
-        self._there: Any = None  # the run, while it is open
+        self._run: Any = None  # while it is open
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({str(self._folder)!r})"
 
-    def start(self, run: Mapping[str, Any], *, resume_step: int | None = None) -> None:
-        """Start a run, or continue the run that the folder names.
+    def _named(self, resume_step: int | None) -> tuple[str | None, int]:
+        """Return the run to continue and the last step that it surely has, or None and -1."""
+        path = self._folder / self._note
+        if resume_step is None or not path.exists():
+            return None, -1
+        try:
+            saved = json.loads(path.read_text(encoding="utf-8"))
+            return str(saved["run"]), int(saved["step"])
+        except (ValueError, KeyError, TypeError) as error:
+            raise ValueError(
+                f"{str(path)!r} does not name the run to continue ({describe_error(error)}). "
+                "Remove it to begin another run, or use another folder"
+            ) from error
 
-        Raises:
-            Exception: an error of the server or its client.
-        """
-        self.close()
+    def _name(self, run: str, *, step: int = -1) -> None:
         self._folder.mkdir(parents=True, exist_ok=True)
-        self._there = self._begin(run, self._given.begin(resume_step=resume_step))
-
-    def log(self, values: Mapping[str, float], *, step: int) -> None:
-        """Send the values that the server does not have yet.
-
-        Raises:
-            OSError: the folder is not writable.
-            Exception: an error of the server or its client.
-        """
-        if self._there is None:
-            raise not_started(self)
-        if new := self._given.take(values, step=step):
-            self._give(self._there, new, step)
-
-    def close(self) -> None:
-        """Send remaining values, and end the run."""
-        if self._there is not None:
-            # Cleared first, so that a failure does not end the run twice.
-            there, self._there = self._there, None
-            self._end(there)
-
-    @abc.abstractmethod
-    def _begin(self, run: Mapping[str, Any], name: str | None) -> Any:
-        """Open the named run or a new one; the result is passed to the other two methods."""
-
-    @abc.abstractmethod
-    def _give(self, there: Any, values: Mapping[str, float], step: int) -> None: ...
-
-    @abc.abstractmethod
-    def _end(self, there: Any) -> None: ...
-
-
-_OWN = ("config", "dir", "id", "resume")
+        text = json.dumps({"run": run, "step": step}).encode()
+        write_whole(self._folder / self._note, lambda file: file.write(text))
 
 
 class WandbLogger(_ServerLogger):
@@ -325,7 +188,7 @@ class WandbLogger(_ServerLogger):
         >>> logger = WandbLogger("runs/first", project="digits", mode="offline", tags=["cpu"])
     """
 
-    _note, _is_slow = "wandb.json", True
+    _note = "wandb.json"
 
     def __init__(
         self,
@@ -337,34 +200,52 @@ class WandbLogger(_ServerLogger):
         **options: Any,
     ) -> None:
         _require("wandb", "WandbLogger")
-        taken = [each for each in _OWN if each in options]
-        if taken:
+        if taken := {"config", "dir", "id", "resume"} & options.keys():
             raise TypeError(
-                f"WandbLogger sets {taken[0]!r} itself: leave it out. The folder decides which run "
-                "goes on, and what is run becomes the config"
+                f"WandbLogger sets {min(taken)!r} itself. Leave it out: the folder names the run "
+                "to continue, and the description of the run becomes the config"
             )
         super().__init__(folder)
         self._options = {"project": project, "name": name, "mode": mode, **options}
+        self._step = self._newest = -1  # last step that W&B surely has; last step sent
 
-    def _begin(self, run: Mapping[str, Any], name: str | None) -> Any:
+    def start(self, run: Mapping[str, Any], *, resume_step: int | None = None) -> None:
+        """Start a run, or continue the run that the folder names.
+
+        Raises:
+            Exception: an error of W&B.
+        """
         import wandb
 
-        if name is None:
-            # Chosen here and recorded before the server knows it, so that a kill in between does
-            # not create a second run.
-            name = uuid.uuid4().hex[:12]
-            self._given.name_run(name)
-        return wandb.init(
+        self.close()
+        name, self._step = self._named(resume_step)
+        if self._step == resume_step:  # an evaluation after this step might follow
+            self._step -= 1
+        # Chosen here and recorded before the server knows it, so that a kill in between does not
+        # create a second run.
+        name = name or uuid.uuid4().hex[:12]
+        self._name(name, step=self._step)
+        self._run = wandb.init(
             dir=str(self._folder), id=name, resume="allow", config=json_values(run), **self._options
         )
 
-    def _give(self, there: Any, values: Mapping[str, float], step: int) -> None:
-        if step >= there.step:  # W&B already has the earlier steps of a continued run
-            there.log(values, step=step)
+    def log(self, values: Mapping[str, float], *, step: int) -> None:
+        """Send the values of a step that W&B does not have yet.
 
-    def _end(self, there: Any) -> None:
-        there.finish()
-        self._given.finish()
+        Raises:
+            Exception: an error of W&B.
+        """
+        # W&B has the steps up to an orderly end, and online it counts them itself.
+        if step > self._step and step >= self._run.step:
+            self._run.log(values, step=step)
+            self._newest = step
+
+    def close(self) -> None:
+        """Send remaining values, and end the run."""
+        run, self._run = self._run, None
+        if run is not None:
+            run.finish()
+            self._name(run.id, step=max(self._step, self._newest))
 
 
 _MOST_PARAMETERS = 100  # per call
@@ -408,31 +289,62 @@ class MLflowLogger(_ServerLogger):
         _require("mlflow", "MLflowLogger")
         super().__init__(folder)
         self._experiment = experiment
-        self._name = name
+        self._run_name = name
         self._tracking_uri = tracking_uri
+        self._steps: defaultdict[str, int] = defaultdict(lambda: -1)  # last step of each metric
 
-    def _begin(self, run: Mapping[str, Any], name: str | None) -> tuple[Any, str]:
+    def start(self, run: Mapping[str, Any], *, resume_step: int | None = None) -> None:
+        """Start a run, or continue the run that the folder names.
+
+        Raises:
+            Exception: an error of MLflow.
+        """
         from mlflow import MlflowClient
+        from mlflow.tracking import is_tracking_uri_set
 
-        client = MlflowClient(self._where())
+        self.close()
+        where, is_set = self._tracking_uri, is_tracking_uri_set()  # type: ignore[no-untyped-call]
+        if where is None and not is_set:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            where = f"sqlite:///{self._folder.resolve()}/mlflow.db"
+        client = MlflowClient(where)
+        name, _ = self._named(resume_step)
+        self._steps.clear()
         if name is None:
-            return client, self._create(client, run)
-        # The run is marked as ended or killed.
-        client.update_run(name, status="RUNNING")
-        return client, name
+            name = self._create(client, run)
+        else:
+            # The run is marked as ended or killed.
+            client.update_run(name, status="RUNNING")
+            for metric in client.get_run(name).data.metrics:
+                history = client.get_metric_history(name, metric)
+                self._steps[metric] = max(each.step for each in history)
+        self._run = client, name
 
-    def _give(self, there: tuple[Any, str], values: Mapping[str, float], step: int) -> None:
+    def log(self, values: Mapping[str, float], *, step: int) -> None:
+        """Send the values that MLflow does not have yet.
+
+        Raises:
+            Exception: an error of MLflow.
+        """
         from mlflow.entities import Metric
 
-        (client, run_id), now = there, int(time.time() * 1000)
-        metrics = [
-            Metric(_NOT_IN_NAMES.sub("_", name), value, now, step) for name, value in values.items()
+        (client, name), now = self._run, int(time.time() * 1000)
+        named = {_NOT_IN_NAMES.sub("_", each): value for each, value in values.items()}
+        # A step is sent only once, because MLflow would keep both values.
+        new = [
+            Metric(each, value, now, step)
+            for each, value in named.items()
+            if step > self._steps[each]
         ]
-        client.log_batch(run_id, metrics=metrics)
+        client.log_batch(name, metrics=new)
+        self._steps.update({each.key: step for each in new})
 
-    def _end(self, there: tuple[Any, str]) -> None:
-        client, run_id = there
-        client.set_terminated(run_id, "FINISHED")
+    def close(self) -> None:
+        """End the run."""
+        run, self._run = self._run, None
+        if run is not None:
+            client, name = run
+            client.set_terminated(name, "FINISHED")
 
     def _create(self, client: Any, run: Mapping[str, Any]) -> str:
         from mlflow.entities import Param
@@ -440,24 +352,31 @@ class MLflowLogger(_ServerLogger):
         experiment = client.get_experiment_by_name(self._experiment)
         where = experiment.experiment_id if experiment else None
         made = client.create_run(
-            where or client.create_experiment(self._experiment), run_name=self._name
+            where or client.create_experiment(self._experiment), run_name=self._run_name
         )
-        run_id: str = made.info.run_id
+        name: str = made.info.run_id
         # Before anything is logged, so that the run is found again if the process is killed.
-        self._given.name_run(run_id)
+        self._name(name)
         parameters = [
-            Param(_NOT_IN_NAMES.sub("_", name), str(value)[:_MOST_LETTERS])
-            for name, value in flat(json_values(run)).items()
+            Param(_NOT_IN_NAMES.sub("_", each), str(value)[:_MOST_LETTERS])
+            for each, value in flat(json_values(run)).items()
         ]
         # The server limits the parameters per call.
         for first in range(0, len(parameters), _MOST_PARAMETERS):
-            client.log_batch(run_id, params=parameters[first : first + _MOST_PARAMETERS])
-        return run_id
+            client.log_batch(name, params=parameters[first : first + _MOST_PARAMETERS])
+        return name
 
-    def _where(self) -> str | None:
-        from mlflow.tracking import is_tracking_uri_set
 
-        is_set: bool = is_tracking_uri_set()  # type: ignore[no-untyped-call]
-        if self._tracking_uri is not None or is_set:
-            return self._tracking_uri
-        return f"sqlite:///{self._folder.resolve()}/mlflow.db"
+def flat(run: Mapping[str, object], before: str = "") -> dict[str, object]:
+    """Return nested settings as one level, because MLflow lists and compares them that way.
+
+    >>> flat({"seed": 0, "config": {"model": {"call": "MyModel"}}})
+    {'seed': 0, 'config.model.call': 'MyModel'}
+    """
+    found: dict[str, object] = {}
+    for name, value in run.items():
+        if isinstance(value, Mapping) and value:
+            found |= flat(value, f"{before}{name}.")
+        else:
+            found[f"{before}{name}"] = value
+    return found

@@ -15,6 +15,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
+from automicro.errors import removed
 from automicro.policy.policy import (
     Outcome,
     Policy,
@@ -182,6 +183,7 @@ class Learned:
     pressure: Pressure = field(default_factory=Pressure)
 
 
+@removed(grow="Pass refine=False for sizes that only shrink")
 class Halving(Policy):
     """Try the whole batch first and halve it until it fits, then find the fewest microbatches.
 

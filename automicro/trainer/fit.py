@@ -278,7 +278,6 @@ class Fit:
                 self._run,
                 trained.result,
                 num_batches=self._num_batches,
-                num_devices=context.ranks.world_size,
                 speed=speed,
                 learning_rate=rates.pop() if len(rates) == 1 else None,
                 time_left=self._time_left,

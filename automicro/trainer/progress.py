@@ -297,7 +297,6 @@ def batch_status(
     result: StepResult,
     *,
     num_batches: int | None,
-    num_devices: int,
     speed: Speed,
     learning_rate: float | None,
     time_left: TimeLeft,
@@ -323,7 +322,7 @@ def batch_status(
         words.append(f"peak memory {format_bytes(peak)}")
     if learning_rate is not None:
         words.append(f"lr {learning_rate:.3g}")
-    words.append(f"global batch {GlobalBatch.of(state, num_devices).brief}")
+    words.append(f"global batch {state.most_rows:,}")
     share = _share_done(state, max_duration, num_batches)
     return StatusLine(where=where, words=words, share=share, seconds_left=time_left.at(share))
 

@@ -141,7 +141,6 @@ class FitSummary:
             "tokens": _count(self.tokens),
             "data": "" if self.data_seconds is None else describe_hours(self.data_seconds),
             "global batch": str(self.global_batch),
-            "average batch": "" if self.data_seconds is None else self.global_batch.average,
             "rehearsed": self.rehearsed or "",
             "train loss (last batch)": describe_number(self.train_loss),
             "loss average": _SURE.get(self.loss_average_is, self.loss_average_is),

@@ -55,14 +55,14 @@ def test_the_average_is_what_the_formula_says() -> None:
     assert average.average_state_dict()["1.num_batches_tracked"] == 6
 
 
-def test_a_half_life_and_an_interval_are_a_decay() -> None:
+def test_weights_are_averaged_once_in_an_interval() -> None:
     model = make_model()
     start = copy_of(model)
-    weights, average = Weights(), ExponentialMovingAverage(half_life="64sp", update_interval="2ba")
+    weights, average = Weights(), ExponentialMovingAverage(decay=0.7, update_interval="2ba")
     trainer_with(weights, average, model=model, max_duration="8ba").fit()
     assert_close(
         average.average_state_dict(),
-        directly(start, weights.steps[1::2], 0.5 ** (32 / 64)),
+        directly(start, weights.steps[1::2], 0.7),
     )
 
 
@@ -70,7 +70,7 @@ def test_an_interval_in_epochs_ends_with_the_epoch() -> None:
     model = make_model()
     start = copy_of(model)
     weights = Weights()
-    average = ExponentialMovingAverage(half_life="1ep", update_interval="1ep")
+    average = ExponentialMovingAverage(decay=0.5, update_interval="1ep")
     trainer_with(weights, average, model=model, max_duration="2ep").fit()
     assert_close(average.average_state_dict(), directly(start, weights.steps[3::4], 0.5))
 
@@ -162,7 +162,7 @@ def test_the_average_is_kept_in_float32_for_weights_of_half_precision() -> None:
 
 def test_it_goes_on_from_its_state() -> None:
     model = make_model()
-    whole = ExponentialMovingAverage(half_life="8ba")
+    whole = ExponentialMovingAverage(decay=0.9)
     state: dict[str, Any] = {}
 
     class Interrupt(Callback):
@@ -173,7 +173,7 @@ def test_it_goes_on_from_its_state() -> None:
 
     weights = Weights()
     trainer_with(whole, Interrupt(), weights, model=model, max_duration="4ba").fit()
-    resumed = ExponentialMovingAverage(half_life="8ba")
+    resumed = ExponentialMovingAverage(decay=0.9)
     resumed.load_state_dict(state)
     again = make_model()
     again.load_state_dict(weights.steps[3])
@@ -187,12 +187,12 @@ def test_it_goes_on_from_its_state() -> None:
 
 def test_the_average_of_another_model_is_refused() -> None:
     average = ExponentialMovingAverage()
-    average.load_state_dict({"average": {"w": torch.ones(1)}, "updated_at": 1, "aged_at": 0})
-    with pytest.raises(ValueError, match="a model with other weights: they differ in 0"):
+    average.load_state_dict({"average": {"w": torch.ones(1)}, "updated_at": 1})
+    with pytest.raises(ValueError, match=r"a model with other weights: they differ in .*0\.weight"):
         trainer_with(average).fit()
     used = ExponentialMovingAverage()
     trainer_with(used).fit()
-    with pytest.raises(ValueError, match="another model; make a new one"):
+    with pytest.raises(ValueError, match=r"another model\. Make a new one"):
         trainer_with(used).fit()
 
 
@@ -210,10 +210,8 @@ def test_tied_weights_are_averaged_once() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"decay": 0.9, "half_life": "1ba"}, "say the same thing"),
         ({"decay": 1.0}, "below 1"),
-        ({"half_life": "1ep"}, "counts whole epochs"),
-        ({"half_life": "5"}, "half_life='5'"),
+        ({"update_interval": "5"}, "update_interval='5'"),
     ],
 )
 def test_senseless_arguments_are_refused(options: dict[str, Any], message: str) -> None:

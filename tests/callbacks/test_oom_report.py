@@ -98,19 +98,13 @@ def test_a_report_that_was_not_written_is_not_named(tmp_path: Path) -> None:
     assert "oom-" not in str(raised.value)
 
 
-def test_there_are_at_most_so_many_reports_in_a_run(tmp_path: Path) -> None:
-    report = OutOfMemoryReport(tmp_path, max_reports=1)
-    run_out_of_memory(report)
-    assert len(reports(tmp_path)) == 1
-    resumed = OutOfMemoryReport(tmp_path, max_reports=2)
-    resumed.load_state_dict(report.state_dict())
-    run_out_of_memory(resumed)
-    assert [path.name for path in sorted(tmp_path.iterdir())] == ["oom-0001.json", "oom-0002.json"]
-
-
-def test_reports_of_an_earlier_run_stay(tmp_path: Path) -> None:
+def test_a_folder_takes_at_most_so_many_reports_and_those_of_earlier_runs_stay(
+    tmp_path: Path,
+) -> None:
     (tmp_path / "oom-0001.json").write_text("earlier")
-    run_out_of_memory(OutOfMemoryReport(tmp_path, max_reports=1))
+    for _ in range(2):
+        run_out_of_memory(OutOfMemoryReport(tmp_path, max_reports=2))
+    assert [path.name for path in sorted(tmp_path.iterdir())] == ["oom-0001.json", "oom-0002.json"]
     assert (tmp_path / "oom-0001.json").read_text() == "earlier"
     assert json.loads((tmp_path / "oom-0002.json").read_text())["attempt"] == 1
 

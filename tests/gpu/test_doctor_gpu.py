@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from automicro.tools.doctor import diagnose
-from automicro.torch_private import can_record_memory, dump_memory_snapshot, record_memory_history
+from automicro.torch_private import can_record_memory, dump_memory_snapshot
 from tests.gpu.device import DEVICE, GPU, MIB, room
 from tests.tools.doctor.test_doctor import PLANTED, names_the_culprit
 
@@ -26,13 +26,13 @@ def test_the_planted_culprit_is_named_in_a_snapshot_of_cuda(name: str, tmp_path:
     mib, kind, _ = PLANTED[name]
     # Growing memory reaches any limit, and small segments take some of it.
     with room((2 if kind == "growth" else 1) * mib * MIB), device:
-        record_memory_history(200_000)
+        torch.cuda.memory._record_memory_history(stacks="python", max_entries=200_000)
         try:
             main = importlib.import_module(f"tests.tools.doctor.failures.{name}").main
             with pytest.raises(torch.OutOfMemoryError):
                 main()
             dump_memory_snapshot(str(path))
         finally:
-            record_memory_history(None)
+            torch.cuda.memory._record_memory_history(None)
     diagnosis = diagnose(path)
     assert names_the_culprit(name, diagnosis), str(diagnosis)

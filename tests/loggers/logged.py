@@ -24,6 +24,9 @@ class Disk(FileIO):
 
     room: ClassVar[int | None] = None
 
+    def __init__(self, path: Path, mode: str, *, buffering: int) -> None:
+        super().__init__(path, mode.removesuffix("b"))
+
     def write(self, data: Any) -> int:
         if Disk.room is None:
             return super().write(data)

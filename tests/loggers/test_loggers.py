@@ -243,13 +243,10 @@ def test_without_loggers_nothing_is_even_looked_at() -> None:
 @pytest.mark.parametrize(
     ("loggers", "message"),
     [
-        (JSONLinesLogger("a"), r"loggers is JSONLinesLogger\(.*\) and not a list; pass a list"),
-        ([JSONLinesLogger], r"loggers\[0\] is the class JSONLinesLogger; say JSONLinesLogger\(…\)"),
-        (
-            [JSONLinesLogger("a"), "csv"],
-            r"loggers\[1\] is 'csv', which has no start and no log and no close; give",
-        ),
-        (3, "loggers is 3 and not a list; pass a list of loggers"),
+        (JSONLinesLogger("a"), r"loggers is JSONLinesLogger\(.*\) and not a list. Pass a list"),
+        ([JSONLinesLogger], "loggers holds <class '.*JSONLinesLogger'>, which is not an object"),
+        ([JSONLinesLogger("a"), "csv"], "loggers holds 'csv', which is not an object with the met"),
+        (3, "loggers is 3 and not a list. Pass a list of loggers"),
     ],
     ids=str,
 )

@@ -18,7 +18,6 @@ from pytest_mock import MockerFixture
 
 from automicro.loggers import LoggerGroup, MLflowLogger, WandbLogger
 from automicro.loggers.logger import Logger
-from automicro.loggers.servers import GivenOnce
 from tests.processes import KILLED, end, start
 
 Rows = list[tuple[int, str, float]]
@@ -240,23 +239,16 @@ def test_without_the_package_the_logger_says_what_to_install(
 
 @pytest.mark.parametrize("name", ["id", "resume", "dir", "config"])
 def test_what_the_wandb_logger_sets_itself_is_refused(name: str) -> None:
-    with pytest.raises(TypeError, match=f"sets '{name}' itself: leave it out"):
+    with pytest.raises(TypeError, match=f"sets '{name}' itself. Leave it out"):
         WandbLogger("runs/one", **{name: "x"})
-
-
-@pytest.mark.parametrize("logger", [WandbLogger("a"), MLflowLogger("b")], ids=repr)
-def test_one_that_is_not_open_says_so(logger: Any) -> None:
-    logger.close()
-    with pytest.raises(RuntimeError, match=r"is not open: call start\(\{\}\) before log"):
-        logger.log({"train/loss": 0.5}, step=1)
 
 
 @pytest.mark.parametrize("content", ["", "[]", '{"run": "1f2e"}', '{"step": null}'])
 def test_a_file_that_names_no_run_is_left_as_it_is(content: str, tmp_path: Path) -> None:
-    path = tmp_path / "run.json"
+    path = tmp_path / "wandb.json"
     path.write_text(content, encoding="utf-8")
-    with pytest.raises(ValueError, match="does not say which run to go on with; it is left"):
-        GivenOnce(path).begin(resume_step=3)
+    with pytest.raises(ValueError, match="does not name the run to continue"):
+        WandbLogger(tmp_path).start({}, resume_step=3)
     assert path.read_text(encoding="utf-8") == content
 
 

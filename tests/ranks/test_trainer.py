@@ -113,7 +113,7 @@ def test_several_processes_with_a_bare_model_are_refused(world2: World) -> None:
 def test_freezing_in_the_course_of_training_is_refused(world2: World) -> None:
     for kind, text in world2.ends(jobs.freeze_in_the_course, parallel="ddp"):
         assert kind == "ValueError"
-        assert "2 ranks have agreed on them when the model was wrapped" in text
+        assert "2 ranks agreed on them when the model was wrapped" in text
 
 
 @pytest.mark.parametrize(

@@ -132,7 +132,7 @@ def test_the_first_line_and_the_summary_say_what_a_batch_holds_on_average(
         "20 rows, 100 tokens, 1.2 min"
     ) in first
     assert "\ndata                     2.4 min\n" in out
-    assert "\naverage batch            5 rows, 17.6 s per device" in out
+    assert "\nglobal batch             5 rows, 17.6 s per device" in out
 
 
 class StopAfter(Callback):

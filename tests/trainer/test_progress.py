@@ -99,9 +99,6 @@ def test_the_summary_aligns_what_it_reports() -> None:
             num_devices=2,
             accumulation=1.5,
             most_rows=1000,
-            most_loaded=2,
-            num_batches=6,
-            num_smaller=2,
         ),
         train_ooms=0,
         eval_ooms=0,
@@ -122,8 +119,8 @@ def test_the_summary_aligns_what_it_reports() -> None:
         "skipped steps (not finite)   1",
         "samples                      3,000",
         "tokens                       98,765",
-        "global batch                 1,000 = 250 rows per device × 2 devices × 2 accumulated; "
-        "2 of 6 had fewer, 750 on average",
+        "global batch                 1,000 rows; on average 250 rows per device × 2 devices × "
+        "1.5 accumulated = 750 rows",
         "train loss (last batch)      0.2500",
         "loss average                 assumed to be over samples, not checked",
         "train accuracy (last epoch)  0.5000",
