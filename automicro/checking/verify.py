@@ -27,7 +27,7 @@ from automicro.loss.averages import Average, LossAverage, Sum
 from automicro.loss.conventions import choose_convention
 from automicro.loss.passes import Computation
 from automicro.memory.oom import Failure, classify, ignoring_errors
-from automicro.modules import ModuleIndex
+from automicro.modules import unshaped
 from automicro.options import check_model, check_unwrapped, read_count, resolve_device
 from automicro.reach import Reach
 from automicro.values import walk
@@ -107,7 +107,6 @@ class _Examination:
             modules=subject.tops(),
             convention=self.convention,
             averages=averages,
-            eval_averages=averages,
             layout=layout,
             device=device,
             roots=roots,
@@ -573,7 +572,7 @@ def verify(
             return _unverifiable(finding("scripted"), num_rows)
         if num_rows < 2:
             return _unverifiable(finding("batch: one row"), num_rows)
-        if ModuleIndex(subject.tops()).is_lazy:
+        if unshaped(subject.tops()) is not None:
             return _unverifiable(finding("lazy"), num_rows)
         try:
             # In float64 a true difference exceeds rounding by nine digits.

@@ -174,7 +174,6 @@ class _Part(Convention):
             modules=self.modules or [nn.Identity()],
             convention=self,
             averages=averages,
-            eval_averages=averages,
             layout=call.layout,
             device=call.device,
             roots=call.standing.roots,
@@ -286,7 +285,7 @@ class _Part(Convention):
         averages: Mapping[str, Average],
     ) -> bool:
         """Whether the losses of slices add up with these weights."""
-        bench.computation = replace(bench.computation, eval_averages=averages)
+        bench.computation = replace(bench.computation, averages=averages)
         whole = bench.read(together)
         # An average that counts nothing would turn any loss into zero, and zeros always add up.
         is_there = math.isclose(whole.numbers[LOSS], whole.each[0], rel_tol=0.1)
