@@ -1,32 +1,25 @@
 """Compiled models: options of ``torch.compile``, and microbatch sizes that change.
 
-A compiler prefers to specialize code for sizes, but the microbatch size can change. So the row
-dimension is marked dynamic before each forward, and small forwards outside training (checks, lazy
-layers) run uncompiled. Modes that capture CUDA graphs are refused: a captured graph has one size,
-and its pool keeps the memory of sizes that failed.
+Torch compiles a model for its first microbatch size, and once more for all others. Small forwards
+outside training, such as checks, run uncompiled. Modes that capture CUDA graphs are refused: a
+captured graph has one size, and its pool keeps the memory of sizes that failed.
 """
 
 import contextlib
-import inspect
+import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import nn
 
-from automicro.batch.tensors import tensor_leaves
-from automicro.errors import suggestion
 from automicro.memory.budget import active_budget
 from automicro.torch_private import (
     compile_in_place,
     compile_modes,
-    compile_options,
     compiler_config,
     compiler_is_loaded,
     is_compiled,
-    is_wrapper,
-    mark_dynamic,
-    unmark,
 )
 
 _CUDA_GRAPHS = "triton.cudagraphs"
@@ -62,8 +55,17 @@ def check_compile(
             f"compile={options!r} is neither True or False nor a mapping; pass compile=True, or "
             "the keyword arguments of torch.compile as {'mode': 'max-autotune-no-cudagraphs'}"
         )
-    keywords = {} if options is True else dict(options)
-    _check_keywords(keywords)
+    keywords = {} if options is True else _copied(options)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # loading the compiler warns of torch's own code
+            # Torch itself refuses keys, modes, backends and options that it does not know.
+            torch.compile(_nothing, **_copied(keywords))
+    except Exception as error:
+        raise ValueError(
+            f"compile={options!r} is refused by torch: {str(error).split(', known options')[0]}; "
+            "help(torch.compile) lists the arguments"
+        ) from error
     capturing = _capturing(keywords)
     if capturing is not None and sizes_change:
         raise ValueError(
@@ -78,6 +80,15 @@ def check_compile(
             "leave out one of them"
         )
     return keywords
+
+
+def _copied(keywords: Mapping[str, Any]) -> dict[str, Any]:
+    # Torch removes entries from the options.
+    return {k: dict(e) if isinstance(e, Mapping) else e for k, e in keywords.items()}
+
+
+def _nothing() -> None:
+    """Do nothing, compiled."""
 
 
 def compile_model(model: nn.Module, options: CompileOptions, **conditions: Any) -> None:
@@ -99,8 +110,6 @@ def compile_model(model: nn.Module, options: CompileOptions, **conditions: Any) 
             f"compile={options!r}, but the model ({type(model).__name__}) is already compiled; "
             "leave compile out, or pass the model from before torch.compile"
         )
-    if isinstance(keywords.get("options"), Mapping):
-        keywords["options"] = dict(keywords["options"])  # torch removes entries from it
     compile_in_place(model, **keywords)
 
 
@@ -110,8 +119,6 @@ def captures_cuda_graphs(modules: Iterable[nn.Module]) -> bool:
 
 
 def _captured(modules: Iterable[nn.Module]) -> Iterator[tuple[str, nn.Module]]:
-    if not compiler_is_loaded():
-        return
     for module in modules:
         for name, part in module.named_modules():
             config = compiler_config(part)
@@ -143,77 +150,6 @@ def uncompiled() -> contextlib.AbstractContextManager[Any]:
         return contextlib.nullcontext()
     stance: contextlib.AbstractContextManager[Any] = torch.compiler.set_stance("force_eager")
     return stance
-
-
-@contextlib.contextmanager
-def dynamic_rows(microbatch: Any, row_dims: Mapping[str, int]) -> Iterator[None]:
-    """Mark the rows of a microbatch as a changing size, for forwards that might be compiled.
-
-    >>> batch = (torch.zeros(4, 2), torch.zeros(4))
-    >>> with dynamic_rows(batch, {"0": 0, "1": 0}):
-    ...     loss = batch[0].sum()
-    """
-    # The mark is a hint: code that needs a fixed size is compiled for it, and a single row is
-    # always compiled separately. Jagged, packed and registered parts are not marked: torch
-    # recompiles them once for any size. Marks are removed, because the tensors might belong to the
-    # caller.
-    if not row_dims:
-        yield
-        return
-    # Searching for compiled code would cost more than the marks, a microsecond each, and would miss
-    # compiled functions.
-    marked = [
-        (tensor, mark_dynamic(tensor, row_dims[path]))
-        for path, tensor in tensor_leaves(microbatch)
-        if path in row_dims and not is_wrapper(type(tensor))
-    ]
-    try:
-        yield
-    finally:
-        for tensor, names in marked:
-            unmark(tensor, names)
-
-
-def _check_keywords(keywords: Mapping[str, Any]) -> None:
-    known = [name for name in inspect.signature(torch.compile).parameters if name != "model"]
-    for name in keywords:
-        if name not in known:
-            raise ValueError(
-                f"compile has the key {name!r}, which torch.compile does not take"
-                f"{suggestion(name, known)}; it takes {', '.join(known)}"
-            )
-    mode, options = keywords.get("mode"), keywords.get("options")
-    if mode is not None and options is not None:
-        raise ValueError(
-            f"compile has both mode={mode!r} and options={options!r}, and a mode is a set of "
-            "options; leave one of them out"
-        )
-    backend = keywords.get("backend", "inductor")
-    if isinstance(backend, str):
-        # By default torch omits debugging backends, which are accepted all the same.
-        backends = torch.compiler.list_backends(exclude_tags=())
-        if backend not in backends:
-            usual = ", ".join(torch.compiler.list_backends())
-            raise ValueError(
-                f"compile has backend={backend!r}, which torch does not know"
-                f"{suggestion(backend, backends)}; use one of {usual}, or a callable"
-            )
-    # Modes and options belong to a backend, and those of other backends cannot be looked up.
-    if backend != "inductor":
-        return
-    if mode is not None and mode not in compile_modes():
-        modes = list(compile_modes())
-        raise ValueError(
-            f"compile has mode={mode!r}, which torch.compile does not know"
-            f"{suggestion(mode, modes)}; use one of {', '.join(modes)}"
-        )
-    for name in options or ():
-        if str(name).replace("-", "_") not in compile_options():
-            raise ValueError(
-                f"compile has the option {name!r}, which torch.compile does not know"
-                f"{suggestion(name, compile_options())}; "
-                "torch._inductor.list_options() lists them all"
-            )
 
 
 def _capturing(keywords: Mapping[str, Any]) -> str | None:

@@ -4,14 +4,11 @@ The Trainer, configs and integrations have one option for each feature: ``rememb
 stands for ``features=[RememberSizes()]``. `with_features` converts these options.
 """
 
-import functools
 import importlib
-import inspect
-from collections.abc import Callable, Iterable, Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple, ParamSpec
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 from automicro.errors import suggestion
-from automicro.loss.averages import LossAverage
 from automicro.options import GRADIENT_SUMS, NON_FINITE_MODES, SYNCS, check_choice
 from automicro.step.feature import Feature
 from automicro.step.setup import Setup
@@ -27,7 +24,6 @@ if TYPE_CHECKING:
 __all__ = [
     "Carry",
     "CountData",
-    "EvalLossAverage",
     "Feature",
     "GradientSums",
     "MicrobatchUnit",
@@ -43,8 +39,6 @@ __all__ = [
     "with_features",
 ]
 
-P = ParamSpec("P")
-
 # These modules are imported only when their features are used.
 _HOMES = {
     "Carry": "automicro.carry",
@@ -53,20 +47,6 @@ _HOMES = {
     "RememberSizes": "automicro.remembered.recollection",
     "WhenTooLarge": "automicro.savers.levels",
 }
-
-
-class EvalLossAverage(Feature):
-    """Use a different average for the loss in evaluation.
-
-    Args:
-        average: the average in evaluation; values as for ``loss_average`` of `Microbatcher`.
-    """
-
-    def __init__(self, average: LossAverage) -> None:
-        self._average = average
-
-    def attach(self, setup: Setup) -> None:
-        setup.eval_loss_average = self._average
 
 
 class GradientSums(Feature):
@@ -150,8 +130,7 @@ class UpdateMetric(Feature):
     its changes.
 
     Args:
-        update: a function of metric, outputs and microbatch. If it has a fourth parameter called
-            ``name``, it also gets the metric's name.
+        update: a function of metric, outputs and microbatch.
     """
 
     def __init__(self, update: Callable[..., None]) -> None:
@@ -220,7 +199,6 @@ WORDS = {
     "cut_padding": Word("MicrobatchUnit", "cut_padding", "auto"),
     "nested": Word("Nested", "parts", None),
     "when_too_large": Word("WhenTooLarge", "savers", "error"),
-    "eval_loss_average": Word("EvalLossAverage", "average", None),
     "strict_divisible": Word("StrictDivisible", None, False),
     "gradient_sums": Word("GradientSums", "sums", "fp32"),
     "carry_layout": Word("Carry", "layout", None),
@@ -292,28 +270,18 @@ def exact_batchnorm(microbatch_size: Any) -> Feature:
     return ExactBatchNorm(microbatch_size)
 
 
-def answering_unknown(construct: Callable[P, None]) -> Callable[P, None]:
-    """Let an ``__init__`` answer an unknown argument with what to write instead."""
-    known = inspect.signature(construct).parameters
-    placed = [n for n, p in known.items() if p.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD]
-    cls = construct.__qualname__.partition(".")[0]
-
-    # `functools.wraps` keeps the constructor's own signature for help() and the config's schema.
-    @functools.wraps(construct)
-    def answering(*args: P.args, **kwargs: P.kwargs) -> None:
-        if len(args) > len(placed):
-            named = next(name for name in known if name not in placed)
-            raise TypeError(
-                f"{cls} takes {' and '.join(placed[1:])} alone by place; name all others, as in "
-                f"{named}=…"
-            )
-        for name in kwargs:
-            if name not in known:
-                instead = _in_place(cls, name, kwargs[name], known)
-                raise TypeError(f"{cls} has no argument {name}{instead}")
-        construct(*args, **kwargs)
-
-    return answering
+def refuse_unknown(
+    cls: str, given: Mapping[str, Any], known: Mapping[str, Any], placed: Sequence[str]
+) -> NoReturn:
+    """Refuse arguments that a constructor does not have, with what to write instead."""
+    for name in given:
+        if name not in known:
+            instead = _in_place(cls, name, given[name], known)
+            raise TypeError(f"{cls} has no argument {name}{instead}")
+    named = next(name for name in known if name not in placed)
+    raise TypeError(
+        f"{cls} takes {' and '.join(placed[1:])} alone by place; name all others, as in {named}=…"
+    )
 
 
 def _in_place(cls: str, name: str, value: Any, known: Mapping[str, Any]) -> str:
@@ -339,6 +307,7 @@ def _in_place(cls: str, name: str, value: Any, known: Mapping[str, Any]) -> str:
 
 
 INSTEAD = {
+    "eval_loss_average": "give loss_average a function of the microbatch, or evaluate elsewhere",
     "channels_last": "convert the model: model.to(memory_format=torch.channels_last)",
     "max_time": "give it to fit(max_time='2h30m')",
     "parameter_groups": "give optimizer=automicro.ParameterGroups(torch.optim.AdamW, [{…}])",

@@ -6,9 +6,10 @@ transaction, commit or roll back, and try smaller slices after running out of me
 
 import contextlib
 import functools
+import inspect
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, ParamSpec
 
 import torch
 from torch import Tensor, nn
@@ -17,14 +18,12 @@ from automicro.batch.device import cost_of_row
 from automicro.batch.layout import balanced_sizes
 from automicro.batch.reading import holds_itself
 from automicro.batch.tensors import Contents
-from automicro.compilation import refuse_cuda_graphs
-from automicro.features import answering_unknown, exact_batchnorm
 from automicro.loss.averages import LossAverage, is_declared, read_average
 from automicro.loss.conventions import choose_convention
 from automicro.loss.passes import Computation, Mode
 from automicro.memory.oom import once_more
 from automicro.memory.residents import OccupiedDevice, ResidentMemory
-from automicro.modules import comparing_rows, evaluation_mode
+from automicro.modules import comparing_rows, evaluation_mode, refuse_lazy
 from automicro.options import (
     PRECISIONS,
     check_choice,
@@ -55,7 +54,28 @@ from automicro.step.results import EvalResult, StepResult, Where
 from automicro.step.setup import Setup
 from automicro.step.split_guard import BATCHNORM_MODES, SplitGuard
 from automicro.step.work import Engine, EvaluationWork, TrainingWork
+from automicro.torch_private import compiler_is_loaded
 from automicro.transaction.gradients import GradientHistory
+
+P = ParamSpec("P")
+
+
+def answering_unknown(construct: Callable[P, None]) -> Callable[P, None]:
+    """Let an ``__init__`` answer an unknown argument with what to write instead."""
+    known = inspect.signature(construct).parameters
+    placed = [n for n, p in known.items() if p.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD]
+    cls = construct.__qualname__.partition(".")[0]
+
+    # `functools.wraps` keeps the constructor's own signature for help() and the config's schema.
+    @functools.wraps(construct)
+    def answering(*args: P.args, **kwargs: P.kwargs) -> None:
+        if len(args) > len(placed) or not kwargs.keys() <= known.keys():
+            from automicro.features import refuse_unknown
+
+            refuse_unknown(cls, kwargs, known, placed)
+        construct(*args, **kwargs)
+
+    return answering
 
 
 class Microbatcher:
@@ -151,6 +171,7 @@ class Microbatcher:
         sizes = {"microbatch_size": microbatch_size, "eval_microbatch_size": eval_microbatch_size}
         # Before anything is attached, so that a refused construction leaves the model as it was.
         _refuse_to_cut(everything, **sizes)
+        refuse_lazy(everything)
         innermost = check_optimizer(optimizer, everything)
         ranks = find_ranks(everything)  # before anything that can fail on a single rank
         setup = Setup(
@@ -166,6 +187,8 @@ class Microbatcher:
         asked = check_features(features)
         if check_choice("batchnorm", batchnorm, BATCHNORM_MODES) == "exact":
             # It is an ordinary feature, so that the step needs no code for it.
+            from automicro.features import exact_batchnorm
+
             asked.append(exact_batchnorm(microbatch_size))
         for feature in asked:
             feature.attach(setup)
@@ -179,7 +202,10 @@ class Microbatcher:
         self._train = make_phase("train", microbatch_size, setup, levels)
         self._eval = make_phase("eval", eval_microbatch_size, setup)
         # CUDA graphs replay fixed addresses and shapes, so sizes must not change.
-        refuse_cuda_graphs(everything, sizes_change=self._train.adapts or self._eval.adapts)
+        if compiler_is_loaded():
+            from automicro.compilation import refuse_cuda_graphs
+
+            refuse_cuda_graphs(everything, sizes_change=self._train.adapts or self._eval.adapts)
         whole = self._train.policy
         if microbatch_size is not None:
             whole = leveled(Fixed(None), levels, setup)
@@ -194,22 +220,18 @@ class Microbatcher:
             carries=setup.carrying.is_on,
             count=loss_average,
         )
-        averages_of = functools.partial(
-            read_average,
+        averages = read_average(
+            hiding(loss_average),
             loss_fn=loss_fn,
             model=setup.model,
             targets=convention.targets,
             reads_model=convention.computes_loss_in_model,
             counts_items=convention.counts_items,
         )
-        averages = eval_averages = averages_of(hiding(loss_average))
-        if setup.eval_loss_average is not None:
-            eval_averages = averages_of(hiding(setup.eval_loss_average))
         computation = Computation(
             modules=everything,
             convention=convention,
             averages=averages,
-            eval_averages=eval_averages,
             layout=setup.carrying.layout,
             device=setup.device,
             roots=setup.roots,
@@ -417,7 +439,7 @@ class Microbatcher:
             11
         """
         try:
-            with self._memory.limited(), self._split_guard.explaining_memory():
+            with self._memory.limited():
                 # A failure here comes before the ranks agree on anything: without an announcement
                 # the other ranks would wait forever.
                 with announcing_failure(self._ranks):
@@ -648,7 +670,8 @@ class Microbatcher:
         batches = check_step(batches, may_be_none=not self._ranks.is_alone)
         self._setup.carrying.refuse_several(batches)
         self._ranks.settle()  # otherwise the index finds whole parameters in place of shards
-        self._index.refresh()
+        if self._index.refresh():
+            refuse_lazy(self._index.roots.values())
         self._ranks.settle(self._index.parameters)
         step = self._read(batches, self._split_guard.allowed(self._train.policy))
         self._split_guard.allow_measuring(step.policy)
@@ -714,7 +737,7 @@ class Microbatcher:
         )
 
     def _read(self, batches: Sequence[Any], policy: Policy, mode: Mode = "train") -> Step:
-        """Make a step of batches, each read once. Lazy modules take their shapes from the first."""
+        """Make a step of batches, each read once."""
         reading = functools.partial(self._read_once, batches)
         read = once_more(reading, self._device, doing="reading the structure of the batch")
         # A batch for `predict` might lack targets, so the form that the loss needs is not checked.
@@ -723,11 +746,6 @@ class Microbatcher:
         denominators: Mapping[str, float] = {}
         if not self._ranks.is_alone:
             denominators = self._passes.denominators(read)
-        # Lazy parameters must exist before their gradients are set aside.
-        elif self._index.is_lazy:
-            with self._train.initializing():
-                self._passes.materialize(batches[0], is_training=mode == "train")
-            self._index.refresh()
         if self._sort is not None:
             read = list(self._sort(read, mode))
             self._index.refresh()  # sorting runs forwards, which might create layers

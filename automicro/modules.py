@@ -116,10 +116,6 @@ class ModuleIndex:
             for name, module in self.owners
             if isinstance(module, AnyBatchNorm)
         ]
-        buffers = chain.from_iterable(table.values() for _, _, table in self.buffer_tables)
-        tensors = [*self.parameters, *(each for each in buffers if each is not None)]
-        # Whether any of them waits for the first input to take its shape.
-        self.is_lazy = any(map(is_uninitialized, tensors))
         self._compare_from_now()
 
     def _compare_from_now(self) -> None:
@@ -140,12 +136,36 @@ class ModuleIndex:
         values = chain.from_iterable(map(dict.values, self._full))
         return (
             self._is_usual
-            and not self.is_lazy  # a lazy parameter takes its shape in place
             and list(reached.items()) == self._last_reached
             and not any(self._empty)
             and list(chain.from_iterable(self._full)) == self._keys
             and all(map(operator.is_, values, self._values))
             and are_tables_of(self._spaces, self._tables)
+        )
+
+
+def unshaped(modules: Iterable[nn.Module]) -> tuple[str, nn.Module] | None:
+    """Return the first tensor that still waits for an input to take its shape, with its root.
+
+    >>> unshaped([nn.Linear(2, 2)]), unshaped([nn.LazyLinear(2)])[0]
+    (None, 'weight')
+    """
+    for root in modules:
+        for name, tensor in chain(root.named_parameters(), root.named_buffers()):
+            if is_uninitialized(tensor):
+                return name, root
+    return None
+
+
+def refuse_lazy(modules: Iterable[nn.Module]) -> None:
+    """Refuse modules whose weights do not exist before their first forward."""
+    # Drawing them inside an attempt could not be rolled back, and happens only once.
+    found = unshaped(modules)
+    if found is not None:
+        name, root = found
+        raise ValueError(
+            f"{name!r} of {type(root).__name__} takes its shape from the first input and has none "
+            "yet; run the model once first: with torch.no_grad(): model(inputs)"
         )
 
 

@@ -697,33 +697,6 @@ def uncompiled(reason: str) -> Callable[[_F], _F]:
     return mark
 
 
-def compiler_is_used() -> bool:
-    """Return whether ``torch.compile`` was applied to anything since the compiler's last reset."""
-    dynamo = sys.modules.get("torch._dynamo.eval_frame")
-    if dynamo is None:
-        return False
-    # One backend per way of compiling; code only excluded from compilation has none.
-    backends = getattr(dynamo, "cached_backends", None)
-    return backends is None or any(map(callable, backends.values()))
-
-
-def mark_dynamic(tensor: Tensor, dim: int) -> list[str]:
-    """Tell the loaded compiler that a dimension's size changes; return names for `unmark`."""
-    # Only a hint: code that needs one size is compiled for it without an error.
-    table = vars(tensor)
-    before = set(table)
-    # The compiler stores its marks as attributes of the tensor.
-    torch._dynamo.maybe_mark_dynamic(tensor, dim)
-    return [name for name in table if name not in before]
-
-
-def unmark(tensor: Tensor, names: Iterable[str]) -> None:
-    """Remove a mark."""
-    table = vars(tensor)
-    for name in names:
-        table.pop(name, None)
-
-
 def forward_of_class(module: nn.Module) -> Callable[..., Any] | None:
     """Return the forward of a module's class, or None if it is scripted or traced."""
     return getattr(type(module), "forward", None)
@@ -752,14 +725,6 @@ def compile_modes() -> dict[str, dict[str, Any]]:
 
     modes: dict[str, dict[str, Any]] = inductor.list_mode_options()
     return modes
-
-
-def compile_options() -> list[str]:
-    """Return every option of ``torch.compile`` with its default backend."""
-    import torch._inductor as inductor
-
-    # The last two are handled elsewhere.
-    return [*inductor.list_options(), "guard_filter_fn", "use_aoti"]
 
 
 def compiler_config(module: nn.Module) -> Mapping[str, Any] | None:

@@ -80,7 +80,7 @@ PRIVATE_NAMES_OF_TORCH_IN = (
 
 # Modules that each step needs. All others are imported by the batch, metric or failure using them.
 NEEDED_BY_EACH_STEP = {
-    *("__init__", "batch", "batchnorm", "compilation", "errors", "features", "loss", "memory"),
+    *("__init__", "batch", "batchnorm", "errors", "loss", "memory"),
     *("microbatcher", "modules", "options", "policy", "ranks", "reach", "sharding", "state"),
     *("step", "torch_private", "transaction", "units", "values", "version"),
 }

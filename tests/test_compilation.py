@@ -13,7 +13,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 from automicro import Fixed, Halving, MemoryBudget, Microbatcher, is_out_of_memory
 from automicro.batch.layout import BatchLayout
-from automicro.compilation import check_compile, compile_model, dynamic_rows, refuse_cuda_graphs
+from automicro.compilation import check_compile, compile_model, refuse_cuda_graphs
 
 CPU = torch.device("cpu")
 FEATURES, CLASSES = 6, 3
@@ -86,11 +86,11 @@ def train(model: nn.Module, rows: tuple[int, ...] = ROWS, **options: Any) -> lis
 # How often
 
 
-def test_one_compilation_serves_every_size_of_training() -> None:
+def test_a_second_compilation_serves_every_other_size_of_training() -> None:
     model = Net()
     counter = compiled(model)
     assert train(model) == [8, 8, 8, 8]  # 64 → 32 → 16 → 8, then 61 as 8 … 7 and 50 as 8 … 7
-    assert counter.frame_count == 1
+    assert counter.frame_count == 2
 
 
 def test_evaluation_adds_one_compilation_whatever_the_sizes() -> None:
@@ -102,10 +102,10 @@ def test_evaluation_adds_one_compilation_whatever_the_sizes() -> None:
     )
     for rows in ROWS:
         microbatcher.evaluate(batch_of(rows))
-    assert counter.frame_count == 2
+    assert counter.frame_count == 3
 
 
-def test_rows_in_another_dimension_are_compiled_at_most_twice() -> None:
+def test_rows_in_another_dimension_are_compiled_at_most_three_times() -> None:
     class Transposed(Net):
         def forward(self, inputs: Tensor) -> Any:
             return super().forward(inputs.mT)
@@ -116,7 +116,7 @@ def test_rows_in_another_dimension_are_compiled_at_most_twice() -> None:
     for rows in ROWS:
         inputs, targets = batch_of(rows)
         microbatcher.backward((inputs.T.contiguous(), targets))
-    assert counter.frame_count <= 2  # whole batches and parts of them have other strides
+    assert counter.frame_count <= 3  # whole batches and parts of them have other strides
 
 
 def in_a_wrapper(net: Net, counter: Any) -> nn.Module:
@@ -144,23 +144,7 @@ def test_models_that_their_owner_compiled_are_served_too(
 ) -> None:
     counter = CompileCounterWithBackend("eager")
     assert train(compile_it(Net(), counter)) == [8, 8, 8, 8]
-    assert counter.frame_count == 1
-
-
-def test_lazy_layers_take_their_shapes_uncompiled() -> None:
-    model = nn.Sequential(nn.LazyLinear(4), nn.Linear(4, CLASSES))
-    counter = compiled(model)
-    assert train(model) == [8, 8, 8, 8]
-    assert counter.frame_count == 1
-
-
-def test_a_mark_of_the_callers_own_stays() -> None:
-    inputs, _ = batch = batch_of(8)
-    torch._dynamo.mark_static(inputs, 1)
-    own = dict(vars(inputs))
-    with dynamic_rows(batch, {"0": 0}):
-        assert vars(inputs) != own
-    assert vars(inputs) == own
+    assert counter.frame_count == 2
 
 
 def test_row_dims_leave_out_what_has_no_rows_or_lies_in_single_rows() -> None:
@@ -209,7 +193,8 @@ def test_a_retry_draws_the_same_dropout_as_a_run_at_the_final_size() -> None:
 def test_memory_that_runs_out_inside_compiled_code_is_retried() -> None:
     def small_device(graph: Any, _: Any) -> Any:
         def run(*inputs: Any) -> Any:
-            rows = next(each for each in inputs if isinstance(each, int))
+            tensors = [each for each in inputs if isinstance(each, Tensor)]
+            [rows] = [len(e) for e in tensors if e.shape[1:] == (FEATURES,) and not e.requires_grad]
             if rows > ROOM:
                 raise torch.OutOfMemoryError("CUDA out of memory.")
             return graph(*inputs)
@@ -274,23 +259,11 @@ def test_models_compiled_to_cuda_graphs_need_fixed_sizes_too() -> None:
     [
         ("max-autotune", TypeError, "compile='max-autotune' is neither True or False nor a mapp"),
         (None, TypeError, "compile=None is neither True or False nor a mapping; pass"),
-        ({"moed": "default"}, ValueError, r"key 'moed', which .* \(did you mean 'mode'\?\); it"),
-        (
-            {"mode": "max-autotune-no-cudagraph"},
-            ValueError,
-            r"mode='max-autotune-no-cudagraph'.*\(did you mean 'max-autotune-no-cudagraphs'\?\)",
-        ),
-        (
-            {"backend": "inducter"},
-            ValueError,
-            r"\(did you mean 'inductor'\?\); use one of .*a call",
-        ),
-        (
-            {"options": {"max_autotun": True}},
-            ValueError,
-            r"option 'max_autotun'.*\(did you mean 'max_autotune'\?\)",
-        ),
-        ({"mode": "default", "options": {}}, ValueError, "both mode=.*leave one of them out"),
+        ({"moed": "default"}, ValueError, "refused by torch: .*'moed'; help"),
+        ({"mode": "max-autotune-no-cudagraph"}, ValueError, "Unrecognized mode=max-autotune-no"),
+        ({"backend": "inducter"}, ValueError, "Invalid backend: 'inducter'"),
+        ({"options": {"max_autotun": True}}, ValueError, r"option max_autotun; help\("),
+        ({"mode": "default", "options": {}}, ValueError, "Either mode or options can be"),
     ],
 )
 def test_wrong_options_are_named(options: Any, kind: type[Exception], message: str) -> None:
@@ -352,10 +325,10 @@ def test_gpt2_is_compiled_once_for_training_and_once_for_evaluation() -> None:
         batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids}
         microbatcher.backward(batch)
         expected(**batch).loss.backward()
-    assert counter.frame_count == 1
+    assert counter.frame_count == 2
     for rows in (24, 31):
         microbatcher.evaluate({"input_ids": ids[:rows], "labels": ids[:rows]})
-    assert counter.frame_count == 2
+    assert counter.frame_count == 3
     for one, other in zip(model.parameters(), expected.parameters(), strict=True):
         # Its loss is computed in float32, whatever the weights are.
         torch.testing.assert_close(one.grad, other.grad, rtol=1e-4, atol=1e-8)

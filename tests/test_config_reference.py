@@ -29,7 +29,7 @@ OPTIONS = inspect.signature(Trainer).parameters
 INSIDE = tuple(f"{key}.{name}" for key in KEYS for name in keys_inside(key))
 # Further modules would have to be shared with the forward: nodes make things of their own.
 ONLY_IN_PYTHON = {"modules", "features"}
-OF_OTHERS = {"carry_layout", "repeatable", "state", "eval_loss_average", "scales_for_ranks"}
+OF_OTHERS = {"carry_layout", "repeatable", "state", "scales_for_ranks"}
 
 
 def test_every_option_of_the_trainer_and_of_the_primitive_has_a_key() -> None:

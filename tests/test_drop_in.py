@@ -113,19 +113,6 @@ def test_bf16_trains_to_the_weights_of_the_plain_loop(how: str) -> None:
     assert are_equal(model, plain)
 
 
-def test_autocast_around_the_call_stays_where_something_in_the_process_is_compiled(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr("automicro.step.passes.compiler_is_used", lambda: True)
-    model, plain, batches = small()
-    loss_fn = nn.CrossEntropyLoss()
-    microbatcher = Microbatcher(model, loss_fn=loss_fn, probe=False)
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        loss = microbatcher.backward(batches[0]).loss
-        expected = loss_fn(plain(batches[0][0]), batches[0][1])
-    assert torch.equal(loss, expected.detach())
-
-
 def test_a_scaler_trains_to_the_weights_of_the_plain_loop() -> None:
     model, plain, batches = small()
     loss_fn = nn.CrossEntropyLoss()

@@ -149,16 +149,6 @@ def test_a_module_with_a_walk_of_its_own_is_walked_each_time() -> None:
     assert index.parameters == []
 
 
-def test_a_lazy_module_is_walked_until_it_has_its_shape() -> None:
-    model = nn.Sequential(nn.LazyLinear(2))
-    index = ModuleIndex([model])
-    assert index.is_lazy
-    model(torch.ones(1, 3))
-    index.refresh()
-    assert not index.is_lazy
-    assert not index.refresh()
-
-
 def test_modules_that_are_only_reached_are_owners_and_lend_no_parameters() -> None:
     teachers: dict[str, nn.Module] = {}
     index = ModuleIndex([net()], lambda: teachers)

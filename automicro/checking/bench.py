@@ -231,10 +231,8 @@ class Bench:
         return reading
 
     def _weights(self, cut: CutBatch) -> BatchWeights:
-        is_eval = self.conditions.mode == "eval"
-        averages = self.computation.eval_averages if is_eval else self.computation.averages
         with on_host():
-            return BatchWeights(averages, [cut])
+            return BatchWeights(self.computation.averages, [cut])
 
     def _add(
         self,

@@ -34,7 +34,7 @@ from automicro.loss.averages import Average, LossAverage
 from automicro.loss.conventions import choose_convention
 from automicro.loss.passes import Computation
 from automicro.memory.oom import Failure, classify, ignoring_errors
-from automicro.modules import ModuleIndex
+from automicro.modules import unshaped
 from automicro.options import check_model, check_unwrapped, read_count, resolve_device
 from automicro.reach import Reach
 from automicro.values import walk
@@ -78,7 +78,6 @@ class _Examination:
             modules=self.tops,
             convention=self.convention,
             averages=averages,
-            eval_averages=averages,
             layout=layout,
             device=resolve_device(None, self.model),
             roots=roots,
@@ -434,7 +433,7 @@ def verify(
         num_rows = layout.num_rows(batch)
         if num_rows < 2:
             return _unverifiable(finding("batch: one row"), num_rows)
-        if ModuleIndex([e for e in roots.values() if isinstance(e, nn.Module)]).is_lazy:
+        if unshaped([e for e in roots.values() if isinstance(e, nn.Module)]) is not None:
             return _unverifiable(finding("lazy"), num_rows)
         try:
             # In float64 a true difference exceeds rounding by nine digits.

@@ -57,7 +57,7 @@ _global_state = import_host("keras.src.backend.common.global_state", extra="kera
 SUPPORTED = "Keras 3.7 or later"
 _OWN = dict.fromkeys(
     (
-        *(*OURS, "modules", "eval_loss_average"),
+        *(*OURS, "modules"),
         *("batch_layout", "microbatch_unit", "padding", "cut_padding"),
     ),
     "Keras' to say",

@@ -623,7 +623,7 @@ class _StepMetrics(Metrics):
         self._metrics = list(self._found().values())
         super().begin()
 
-    def _check(self, metric: Any, call: Any, same: Any, name: str) -> None:
+    def _check(self, metric: Any, call: Any, same: Any) -> None:
         assert self._own is not None
         self._own(*call[0], **call[1])
 
@@ -658,7 +658,7 @@ class _StepMetrics(Metrics):
                 if is_forward and counts and shadow is None:
                     shadow = _emptied(metric)
                     self._shadows.append((metric, shadow))
-                self._look(metric, call, own, what)
+                self._look(metric, call, own)
                 # A forward also updates the metric.
                 with contextlib.nullcontext() if is_forward else self._guard.reading(metric, what):
                     value = own(*given, **named)
@@ -675,10 +675,10 @@ class _StepMetrics(Metrics):
             own = getattr(metric, name)
             self._places.put(metric, name, functools.partial(called, own, name == "forward"))
 
-    def _look(self, metric: Any, call: Any, own: Callable[..., Any], what: str) -> None:
+    def _look(self, metric: Any, call: Any, own: Callable[..., Any]) -> None:
         self._own = own
         try:
-            self._guard.look(metric, call, call, what)
+            self._guard.look(metric, call, call)
         finally:
             self._own = None
 

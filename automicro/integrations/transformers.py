@@ -69,7 +69,7 @@ from transformers.trainer_pt_utils import nested_concat  # noqa: E402
 from automicro.integrations.accelerate import check_kind  # noqa: E402
 
 SUPPORTED = "transformers 5.0 or later"
-_OWN = dict.fromkeys((*OURS, "modules", "eval_loss_average"), "the trainer's to say")
+_OWN = dict.fromkeys((*OURS, "modules"), "the trainer's to say")
 _LossOf = Callable[[nn.Module, Any, Any], Tensor]
 _ITEMS = "num_items_in_batch"
 _MANY = 10**18  # items; a sum divided by this number vanishes

@@ -27,8 +27,8 @@ _running = [0]  # number of nested extra passes
 def is_extra_pass() -> bool:
     """Whether the current forward is an extra one, whose results are discarded.
 
-    There are two kinds: checks of a few rows, on the first batches that could be split, and one
-    row through a model with lazy layers. State that automicro can find is rolled back after them
+    These are checks of a few rows, on the first batches that could be split. State that automicro
+    can find is rolled back after them
     (parameters, buffers, attributes of modules, variables that ``loss_fn`` and ``forward``
     reach). Code with other effects, such as a forward that writes to a file, can check this.
 
@@ -58,7 +58,6 @@ class Computation:
     modules: Sequence[nn.Module]  # the model first
     convention: Convention
     averages: Mapping[str, Average]  # by the name of the loss
-    eval_averages: Mapping[str, Average]
     layout: BatchLayout
     device: torch.device
     roots: Mapping[str, Any]  # everything by name whose state a forward may change

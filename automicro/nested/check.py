@@ -166,7 +166,6 @@ class _Part(Convention):
             modules=self.modules or [nn.Identity()],
             convention=self,
             averages=averages,
-            eval_averages=averages,
             layout=call.layout,
             device=call.device,
             roots=call.standing.roots,

@@ -28,7 +28,7 @@ from automicro.errors import (
 )
 from automicro.loss.averages import LossAverage
 from automicro.loss.passes import is_extra_pass
-from automicro.modules import ModuleIndex
+from automicro.modules import ModuleIndex, refuse_lazy
 from automicro.nested.batchnorm import Stages, refuse_exact, split_at_norms
 from automicro.nested.check import Check, Checked
 from automicro.nested.slices import Call, naming, split_loss, split_outputs, storage_of
@@ -39,7 +39,6 @@ from automicro.reach import OF_EVERY_MODULE, Reach, captured_modules
 from automicro.sharding import is_sharded
 from automicro.state.part import Replay
 from automicro.step.parts import attached_to, count_attachment, num_attachments
-from automicro.step.passes import taking_shapes
 from automicro.torch_private import (
     FakeTensor,
     forward_of_class,
@@ -182,6 +181,7 @@ class NestedSplit:
         self._modules = [part] if isinstance(part, nn.Module) else list(modules)
         if not self._modules:
             self._modules = captured_modules(part)
+        refuse_lazy(self._modules)
         self._declared = loss_average
         self._policies: dict[int, Policy] = {}
         self._checks: dict[Any, Check] = {}
@@ -433,7 +433,6 @@ class NestedSplit:
         # Checked separately for evaluation, which might run other code.
         how = torch.is_grad_enabled(), *(each.training for each in self._modules)
         if how not in self._checks:
-            self._known.take_shapes(call)
             self._checks[how] = Check(self._declared)
         return self._checks[how](call)
 
@@ -576,15 +575,6 @@ class _Known:
         self.standing = Replay(roots, large={})
         self._reach = Reach(roots)
         self._stages: tuple[Any, Stages] | None = None
-
-    def take_shapes(self, call: Call) -> None:
-        """Let lazy modules infer their shapes from a row of a call."""
-        if not self.index.is_lazy:
-            return
-        modules = [each for _, each in self.index.owners]
-        with torch.no_grad(), taking_shapes({}, modules, self.random()):
-            call.compute(call.layout.take_rows(call.batch, [0, 1]), None)
-        self.index.refresh()
 
     def random(self) -> RandomState:
         """Return a record of every generator that a slice might draw from."""

@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping, Sequence
 
-from automicro.policy.auto import Halving
 from automicro.policy.policy import Fixed, Policy, require_size
 
 
@@ -27,6 +26,8 @@ def make_policy(
     policy: Policy
     if isinstance(microbatch_size, str):
         if microbatch_size == "auto":
+            from automicro.policy.auto import Halving
+
             return Halving()
         if microbatch_size != "explore":
             raise ValueError(f"{name}={microbatch_size!r} means nothing: {accepted}")

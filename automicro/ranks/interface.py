@@ -33,7 +33,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from automicro.errors import add_note, remember
-from automicro.modules import ModuleIndex, is_parallel
+from automicro.modules import is_parallel
 
 P = ParamSpec("P")
 
@@ -297,14 +297,7 @@ def find_ranks(modules: Sequence[nn.Module]) -> Ranks:
 
     from automicro.ranks.coordinated import coordinate
 
-    ranks = coordinate(modules)
-    # Each rank would initialize them from its own rows, so shapes might differ.
-    if not ranks.is_alone and ModuleIndex(modules).is_lazy:
-        raise ValueError(
-            "a module takes its shapes from its first input (a lazy module), which cannot work "
-            "on several ranks; run the model once on one row before wrapping it"
-        )
-    return ranks
+    return coordinate(modules)
 
 
 def announcing_failed_construction(

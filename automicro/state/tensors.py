@@ -233,13 +233,12 @@ def _has_changed(place: _Large) -> bool:
 
 
 class Leaves:
-    """The flags, hooks, memory and (lazy) class of parameters, but not their values."""
+    """The flags, hooks and memory of parameters, but not their values."""
 
     # Versions of frozen parameters are compared, because a forward may move a teacher, which is not
     # a parameter of the optimizer.
     def __init__(self, leaves: Sequence[Tensor]) -> None:
         self._leaves = leaves
-        self._lazy = [(each, type(each)) for each in leaves if is_uninitialized(each)]
         # Only these can have their memory restored.
         self._dense = [each for each in leaves if type(each) in _DENSE and _is_dense(each.detach())]
         self._addresses: list[int] = []
@@ -278,10 +277,6 @@ class Leaves:
         """Restore everything except values."""
         for leaf, memory, form in self._moved():
             leaf.data = torch.empty(0, dtype=leaf.dtype, device=memory.device).set_(memory, *form)
-        for leaf, kind in self._lazy:
-            if type(leaf) is not kind:  # it took its shape
-                leaf.data = torch.empty(0, dtype=leaf.dtype, device=leaf.device)
-                leaf.__class__ = kind
         for leaf in self._switched():
             leaf.requires_grad_(not leaf.requires_grad)
         for _, hooks in self._hooked():
@@ -304,10 +299,9 @@ class Leaves:
                 yield leaf, memory, form
 
     def changed(self) -> Iterator[Tensor]:
-        """Yield parameters with another flag, other hooks, other memory or another class."""
+        """Yield parameters with another flag, other hooks or other memory."""
         yield from self._switched()
         yield from (leaf for leaf, *_ in chain(self._hooked(), self._moved()))
-        yield from (leaf for leaf, kind in self._lazy if type(leaf) is not kind)
 
     def written(self) -> Iterator[Tensor]:
         """Return frozen parameters that were written to."""

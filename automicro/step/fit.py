@@ -6,13 +6,21 @@ The entry points are `fit` and `attempt`. `Sizes` (sizes.py) chooses what to try
 
 import functools
 from collections.abc import Sequence
-from typing import Generic, NamedTuple, Protocol, TypeVar
+from typing import Generic, NamedTuple, NoReturn, Protocol, TypeVar
 
 from automicro.batchnorm import needs_two_rows
 from automicro.errors import RollbackError, add_note, describe_error, remember, text_of
 from automicro.memory.device import peak_bytes
 from automicro.memory.meter import Measured, highs_of, measured_by_all
-from automicro.memory.oom import Failure, caught, classify, empty_cache, first_line, release
+from automicro.memory.oom import (
+    Failure,
+    caught,
+    classify,
+    empty_cache,
+    first_line,
+    release,
+    surely,
+)
 from automicro.memory.residents import ResidentMemory
 from automicro.ranks.interface import Ranks, Report, Status, StrayedError, announcing_failure
 from automicro.step.phase import Phase
@@ -185,31 +193,27 @@ def _status(error: BaseException, plan: Plan, phase: Phase, sizes: Sizes) -> Sta
 
 def _roll_back(transaction: Transaction, cause: BaseException, ranks: Ranks | None = None) -> None:
     """Restore the state, with a second try if necessary, or notify other ranks of the failure."""
-    failure, again = caught(transaction.roll_back)[1], None
+    _, failure = caught(functools.partial(surely, transaction.roll_back))
     if failure is None:
         return
     try:
-        again = caught(transaction.roll_back)[1]
-        if again is not None:
-            _give_up_rolling_back(again, cause)
-        # The state is restored, which settles a shortage; but an interrupt (Ctrl-C) must pass on.
-        elif classify(failure) is not Failure.RETRYABLE:
-            raise failure
+        if transaction.is_open:
+            # Nothing can be restored on a lost device, whose loss is the error that users need.
+            if classify(cause) is Failure.CONTEXT_LOST:
+                lost = f"the device is lost; nothing could be restored ({text_of(failure)})"
+                add_note(cause, f"automicro: {lost}")
+                return
+            _refuse_to_go_on(failure, cause)
+        raise failure  # an interrupt (Ctrl-C), after which the state was restored
     except BaseException as error:
         if ranks is not None:
             ranks.fail(error)
         raise
     finally:
-        del failure, again  # break the reference cycles with the tracebacks
+        del failure  # break the reference cycle with the traceback
 
 
-def _give_up_rolling_back(failure: BaseException, cause: BaseException) -> None:
-    # Nothing can be restored on a lost device, and its loss is the error that users need to see.
-    if classify(cause) is Failure.CONTEXT_LOST:
-        add_note(
-            cause, f"automicro: the device is lost; nothing could be restored ({text_of(failure)})"
-        )
-        return
+def _refuse_to_go_on(failure: BaseException, cause: BaseException) -> NoReturn:
     if isinstance(failure, RollbackError):
         raise failure from cause
     if not isinstance(failure, Exception):

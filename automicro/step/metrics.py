@@ -4,13 +4,14 @@ import contextlib
 import inspect
 import sys
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from typing import Any, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
+from torch.utils.weak import WeakIdKeyDictionary
 
 from automicro.batch.layout import BatchLayout
 from automicro.batch.tensors import map_tensors, tensor_leaves
@@ -24,7 +25,7 @@ from automicro.torch_private import children_of
 from automicro.transaction.transaction import Part, Transaction
 
 T = TypeVar("T")
-UpdateMetric = Callable[[Any, Any, Any, str], None]
+UpdateMetric = Callable[[Any, Any, Any], None]
 
 _MOST_CHECKS = 3
 _MOST_ROWS = 16
@@ -186,31 +187,6 @@ def _refuse(value: Any) -> list[Any]:
     )
 
 
-def naming_metrics(update: Callable[..., None]) -> UpdateMetric:
-    """Wrap an update function so that it receives the metric's name only if it has a ``name``.
-
-    >>> told = []
-    >>> naming_metrics(lambda metric, outputs, batch, *, name: told.append(name))(0, 0, 0, "seen")
-    >>> naming_metrics(lambda metric, outputs, batch: None)(0, 0, 0, "seen")
-    >>> told
-    ['seen']
-    """
-    if not _takes_name(update):
-        return lambda metric, outputs, microbatch, name: update(metric, outputs, microbatch)
-    return lambda metric, outputs, microbatch, name: update(metric, outputs, microbatch, name=name)
-
-
-def _takes_name(update: Callable[..., None]) -> bool:
-    try:
-        parameters = list(inspect.signature(update).parameters.values())
-    except (TypeError, ValueError):  # builtins have no signature
-        return False
-    after = parameters[3:]
-    keyword = [each for each in parameters if each.kind is inspect.Parameter.KEYWORD_ONLY]
-    by_name = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-    return any(each.name == "name" and each.kind in by_name for each in (*after, *keyword))
-
-
 class MetricGuard:
     """The guard that warns once of each metric whose value changes when a batch is split."""
 
@@ -232,28 +208,29 @@ class MetricGuard:
         self._layout = layout
         self._random_state = random_state
         self._is_split = False
-        self._checks = _Counts()
+        # By identity, because metrics do not have to be hashable.
+        self._checks: MutableMapping[Any, int] = WeakIdKeyDictionary()
         self._readings: dict[str, tuple[Any, Readings]] = {}  # of one batch, by the metric's name
         # Consecutive batches in which a metric did not test its numbers: observing it costs time.
-        self._silent = _Counts()
+        self._silent: MutableMapping[Any, int] = WeakIdKeyDictionary()
         self._warned: set[str] = set()
 
     def expect(self, *, is_split: bool) -> None:
         """Prepare for batches that are split or whole; warn of metrics of the previous batch."""
         for metric, readings in self._readings.values():
             self._warn_of(metric, readings)
-            self._silent.put(metric, 0 if readings.asks else self._silent.of(metric) + 1)
+            self._silent[metric] = 0 if readings.asks else self._silent.get(metric, 0) + 1
         # The readings belong to the previous batch, whose answers have reached the host by now.
         self._readings.clear()
         self._is_split = is_split
 
     def update(self, metric: Any, outputs: Any, microbatch: Any, name: str) -> None:
         """Update a metric with a microbatch, and warn if its value depends on the split."""
-        self.look(metric, outputs, microbatch, name)
+        self.look(metric, outputs, microbatch)
         with self.reading(metric, name):
-            self._update(metric, outputs, microbatch, name)
+            self._update(metric, outputs, microbatch)
 
-    def look(self, metric: Any, outputs: Any, microbatch: Any, name: str) -> None:
+    def look(self, metric: Any, outputs: Any, microbatch: Any) -> None:
         """Check a metric with some rows of its update."""
         if not self._is_split:
             return
@@ -262,12 +239,12 @@ class MetricGuard:
                 self._warn(each, reason)
         for each in _members(metric):
             if self._may_check(each):
-                self._check(each, outputs, microbatch, name)
+                self._check(each, outputs, microbatch)
 
     @contextlib.contextmanager
     def reading(self, metric: Any, name: str) -> Iterator[None]:
         """Observe how a metric reads its numbers during an update."""
-        if not (self._is_split and self._silent.of(metric) < _MOST_CHECKS):
+        if not (self._is_split and self._silent.get(metric, 0) < _MOST_CHECKS):
             yield
             return
         _, readings = self._readings.setdefault(name, (metric, Readings()))
@@ -282,16 +259,16 @@ class MetricGuard:
             self._warn(metric, _TAKES_EITHER)
 
     def _may_check(self, metric: Any) -> bool:
-        checks = self._checks.of(metric)
+        checks = self._checks.get(metric, 0)
         if checks >= _MOST_CHECKS:
             return False
         # Counted before the check, because a metric that fails would fail each time.
-        self._checks.put(metric, checks + 1)
+        self._checks[metric] = checks + 1
         if not all(callable(getattr(metric, name, None)) for name in ("compute", "reset")):
             return False
         return not _has_peers() and (self._is_callers or _is_unknown(metric))
 
-    def _check(self, metric: Any, outputs: Any, microbatch: Any, name: str) -> None:
+    def _check(self, metric: Any, outputs: Any, microbatch: Any) -> None:
         rows = tried(lambda: self._layout.num_rows(microbatch))
         if not isinstance(rows, int):  # there are no rows to cut
             return
@@ -309,7 +286,7 @@ class MetricGuard:
                 metric.reset()
                 for piece in pieces:
                     given = self._layout.take_rows(microbatch, piece)
-                    self._update(metric, _rows_of(outputs, rows, piece), given, name)
+                    self._update(metric, _rows_of(outputs, rows, piece), given)
                 return _read(metric.compute(), outputs)
             finally:
                 undo.roll_back()
@@ -476,20 +453,6 @@ class Readings(TorchFunctionMode):
             self.on_device = self.on_device or args[0].device.type != "cpu"
             self._waiting[-1].append(args[0])
         return result
-
-
-class _Counts:
-    """A counter for each metric, 0 at first; metrics do not have to be hashable."""
-
-    def __init__(self) -> None:
-        self._known: dict[int, tuple[Any, int]] = {}  # keeps the metric, because ids are reused
-
-    def of(self, metric: Any) -> int:
-        known, count = self._known.get(id(metric), (None, 0))
-        return count if known is metric else 0
-
-    def put(self, metric: Any, count: int) -> None:
-        self._known[id(metric)] = metric, count
 
 
 def _rows_of(outputs: Any, num_rows: int, rows: list[int]) -> Any:

@@ -3,17 +3,15 @@
 import contextlib
 import dataclasses
 import functools
-import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from automicro.batch.device import on_device, on_host
+from automicro.batch.device import on_host
 from automicro.batch.tensors import map_tensors, tensor_leaves
-from automicro.compilation import captures_cuda_graphs, dynamic_rows, uncompiled
 from automicro.errors import (
     BatchError,
     LossAverageWarning,
@@ -23,18 +21,16 @@ from automicro.errors import (
 )
 from automicro.loss.averages import CutBatch
 from automicro.loss.conventions import Output
-from automicro.loss.passes import Computation, extra_pass
+from automicro.loss.passes import Computation
 from automicro.loss.weights import BatchWeights
 from automicro.memory.oom import once_more
 from automicro.modules import evaluation_mode
 from automicro.options import check_loss
 from automicro.ranks.interface import OneRank, Ranks
-from automicro.state.part import Replay
 from automicro.step.feature import NO_FEATURES, Features, MicrobatchRun
 from automicro.step.plan import Cut, ReadBatch
-from automicro.torch_private import compiler_is_used, is_uninitialized
+from automicro.torch_private import compiler_is_loaded
 from automicro.transaction.gradients import Gradients
-from automicro.transaction.rng import RandomState
 
 T = TypeVar("T")
 _NOTHING: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
@@ -56,7 +52,6 @@ class Passes:
         self._modules = computation.modules
         self._convention = computation.convention
         self._averages = computation.averages
-        self._eval_averages = computation.eval_averages
         self.layout = computation.layout
         self.device = computation.device
         self._autocast_dtype = autocast_dtype
@@ -70,8 +65,11 @@ class Passes:
         self._scale = self._ranks.world_size if scales_for_ranks else 1
         self._has_warned_of_nothing = False
         self._has_looked_at_parts = False
-        self._row_dims: dict[str, int] = {}
-        self._captures = captures_cuda_graphs(computation.modules)
+        self._captures = False
+        if compiler_is_loaded():
+            from automicro.compilation import captures_cuda_graphs
+
+            self._captures = captures_cuda_graphs(computation.modules)
         self._is_plain = autocast_dtype is None and not self._captures
         # If only rows count, equal cuts have equal weights, which can be reused.
         self._counts_rows = all(each.counts_rows for each in self._averages.values())
@@ -89,23 +87,11 @@ class Passes:
                 "'fields'} if it is one, or pass forward=… that takes (model, microbatch)"
             )
 
-    def cut(
-        self,
-        batches: Sequence[Any],
-        cuts: Sequence[Cut],
-        *,
-        sizes_change: bool = True,
-    ) -> list[CutBatch]:
+    def cut(self, batches: Sequence[Any], cuts: Sequence[Cut]) -> list[CutBatch]:
         """Cut each batch into microbatches: views on the device of the batch."""
-        self._row_dims = {}
-        # Unless the dimension of rows is marked as dynamic, each size is compiled again.
-        is_compiled = sizes_change and compiler_is_used()
-        if not (is_compiled or any(cut.is_split for cut in cuts)):
+        if not any(cut.is_split for cut in cuts):
             return list(map(self._cut_one, batches, cuts))
         with on_host():
-            if is_compiled:
-                for batch in batches:
-                    self._row_dims |= self.layout.row_dims(batch)
             return once_more(
                 lambda: [self._cut_one(*each) for each in zip(batches, cuts, strict=True)],
                 self.device,
@@ -136,13 +122,6 @@ class Passes:
                 totals=totals,
                 copies=1 if totals is None else self._ranks.copies,
             )
-
-    def eval_weights(self, cuts: Sequence[CutBatch]) -> BatchWeights:
-        """Return the same for evaluation, in which each rank counts only its own rows."""
-        if self._eval_averages is self._averages:
-            return self.weights(cuts)
-        with on_host():
-            return BatchWeights(self._eval_averages, cuts)
 
     def denominators(self, batches: Sequence[ReadBatch]) -> dict[str, float]:
         """Return the divisors of the losses of whole batches, by name, except for sums."""
@@ -204,7 +183,7 @@ class Passes:
         if not gradients.is_steady:
             gradients.before_forward()
         train = self._convention.train
-        if self._is_plain and not (features.forwarded or self._row_dims):
+        if self._is_plain and not features.forwarded:
             output = train(self._modules[0], inputs)
         else:
             if features.forwarded:
@@ -318,29 +297,11 @@ class Passes:
         self._show(run, output, features)
         return output
 
-    def materialize(self, batch: Any, *, is_training: bool) -> None:
-        """Let lazy modules take their shapes from one row, before any attempt."""
-        # Inside an attempt their initialization could not be rolled back: it draws random numbers
-        # and happens only once.
-        with on_host():
-            row = self.layout.take_rows(batch, [0])
-        with (
-            evaluation_mode(self._modules),
-            torch.set_grad_enabled(is_training),  # a forward may call autograd
-            uncompiled(),
-        ):
-            moved = next(on_device([row], self.device, isolate=True))
-            self._convention.evaluate(self._modules[0], moved)
-
     def _forward(self, forward: Callable[..., T], inputs: Any) -> T:
         dtype = self._autocast_dtype
-        if dtype is None and not self._row_dims:  # the fast path
+        # Without a dtype of ours, an autocast that the caller entered stays in effect.
+        with _NOTHING if dtype is None else torch.autocast(self.device.type, dtype):
             found = forward(self._modules[0], inputs)
-        else:
-            # Without a dtype of ours, an autocast that the caller entered stays in effect.
-            ours = _NOTHING if dtype is None else torch.autocast(self.device.type, dtype)
-            with dynamic_rows(inputs, self._row_dims), ours:
-                found = forward(self._modules[0], inputs)
         return _with_own_losses(found) if self._captures else found
 
 
@@ -364,51 +325,3 @@ def _call(hooks: Sequence[Callable[[MicrobatchRun], None]], run: MicrobatchRun) 
 def _cut_off(tensor: Tensor) -> Tensor:
     """Detach an input, so that its gradient, which may be NaN, goes no further."""
     return tensor.detach().requires_grad_() if tensor.requires_grad else tensor
-
-
-class _HaveShapes(BaseException):
-    """End a forward that only runs to give lazy modules their shapes."""
-
-
-@contextlib.contextmanager
-def taking_shapes(
-    roots: Mapping[str, Any], modules: Iterable[nn.Module], random: RandomState
-) -> Iterator[None]:
-    """Let lazy modules take their shapes in a forward, and undo all its other changes."""
-    # The forward ends when the last lazy module has its shape. The generators of torch continue
-    # from there, because weights were drawn.
-    found = {f"{index}": each for index, each in enumerate(modules)}
-    waiting = {each: own for each in found.values() if (own := _without_shape(each))}
-    lazy = [*waiting, *itertools.chain.from_iterable(waiting.values())]
-    gradients = [(p, p.grad) for each in found.values() for p in each.parameters(recurse=False)]
-
-    def take_note(module: nn.Module, *_: Any) -> None:
-        if module in waiting and not _without_shape(module):
-            del waiting[module]
-            random.advance()
-            if not waiting:
-                raise _HaveShapes
-
-    random.begin()
-    undone = Replay({**roots, **found}, skip=lazy).leaving_no_trace()
-    with extra_pass(), undone, contextlib.ExitStack() as stack:
-        for module in list(waiting):
-            # Torch's own hook of a lazy module runs before this one. Other modules take their
-            # shapes inside of forward.
-            for register in (module.register_forward_pre_hook, module.register_forward_hook):
-                stack.callback(register(take_note).remove)
-        for each, _ in gradients:
-            each.grad = None
-        try:
-            yield
-        except _HaveShapes:
-            pass
-        finally:
-            random.roll_back()
-            for each, earlier in gradients:
-                each.grad = earlier
-
-
-def _without_shape(module: nn.Module) -> list[Any]:
-    own = itertools.chain(module.parameters(recurse=False), module.buffers(recurse=False))
-    return [each for each in own if is_uninitialized(each)]

@@ -14,7 +14,6 @@ from automicro.policy.policy import Policy
 from automicro.ranks.interface import Ranks, Sync
 from automicro.state.part import State
 from automicro.step.parts import SizedPart
-from automicro.step.passes import taking_shapes
 from automicro.step.plan import CutRule, Finished, Step
 from automicro.step.setup import Level, Recollection, Setup
 from automicro.transaction.rng import RandomState
@@ -170,12 +169,6 @@ class Phase:
         transaction.begin()
         yield  # if it fails, the whole attempt is rolled back
         transaction.roll_back()
-
-    def initializing(self) -> contextlib.AbstractContextManager[None]:
-        """Let modules take their shapes inside the context, and roll back all other changes."""
-        modules = [module for _, module in self._setup.index.owners]
-        random = RandomState(self._setup.devices, self.reach.generators)
-        return taking_shapes(self._setup.roots, modules, random)
 
     def random_state(self) -> RandomState:
         """Return separate generators, for what is rolled back inside an attempt."""

@@ -11,7 +11,6 @@ import torch
 from torch import nn
 
 from automicro.batch.layout import BatchLayout
-from automicro.loss.averages import LossAverage
 from automicro.loss.passes import Computation, Mode
 from automicro.modules import ModuleIndex
 from automicro.policy.policy import Policy
@@ -129,7 +128,6 @@ class Setup:
     repeatable: bool = False  # whether sizes must not depend on the duration of attempts
     sums_in_float32: bool = True  # of gradients in half precision
     scales_for_ranks: bool = True  # whether losses are divided by the denominator of all ranks
-    eval_loss_average: LossAverage | None = None  # if it differs from that of training
     recollect: Callable[["Setup", str], Recollection] | None = None  # for a phase, by its name
     ranks: Ranks = field(default_factory=OneRank)
 

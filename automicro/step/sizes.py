@@ -172,10 +172,18 @@ class Sizes:
 
         policy, phase, failure = self._policy, self._phase, self._failure
         assert failure is not None
+        # The guard against splitting BatchNorm replaces the policy by one for whole batches.
+        is_held = policy is not phase.policy
         assert self._learned is not None
         try:
             if not policy.adapts:
-                give_up_fixed(failure, plan, self._tried[-1], is_whole=phase.compares_rows)
+                give_up_fixed(
+                    failure,
+                    plan,
+                    self._tried[-1],
+                    compares_rows=phase.compares_rows,
+                    is_held=is_held,
+                )
             text = why_nothing_fits(
                 plan,
                 self._tried,

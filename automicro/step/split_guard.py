@@ -1,11 +1,8 @@
 """Guard against effects of splitting on a model: forbid it, or warn once."""
 
-import contextlib
 import functools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
-
-import torch
 
 from automicro.batchnorm import (
     batchnorm_buffers,
@@ -17,7 +14,6 @@ from automicro.errors import (
     BatchNormWarning,
     BufferWarning,
     UnsplittableModelError,
-    add_note,
     warn,
 )
 from automicro.modules import ModuleIndex
@@ -27,7 +23,6 @@ from automicro.state.part import State
 if TYPE_CHECKING:
     from automicro.checking.check import Occasions
 
-_NOTHING: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
 BATCHNORM_MODES = ("warn", "error", "disable", "ignore", "exact")
 
 
@@ -38,16 +33,16 @@ class SplitGuard:
         self._index = index
         self._mode = mode
         self._whole = Fixed(None) if whole is None else whole
-        self._has_warned = self._has_warned_of_evaluation = False
+        self._has_warned: set[bool] = set()  # whether in evaluation
         self._named_buffers: set[str] = set()
         self._named_state: set[str] = set()
 
     @functools.cached_property
-    def _evaluations(self) -> "Occasions":
-        """The rule that selects which split evaluations are checked."""
+    def _occasions(self) -> "tuple[Occasions, Occasions]":
+        """The rules that select split batches, in training and in evaluation."""
         from automicro.checking.check import Occasions
 
-        return Occasions()
+        return Occasions(), Occasions()
 
     def allowed(self, policy: Policy, *, evaluates: bool = False) -> Policy:
         """Return the policy, or whole batches only if layers that average over them require it."""
@@ -91,30 +86,18 @@ class SplitGuard:
             return bool(rows)
         return policy.adapts or policy.propose(rows[0]) < rows[0]
 
-    def explaining_memory(self) -> contextlib.AbstractContextManager[None]:
-        """Note on out-of-memory errors that splitting is disabled, if it is."""
-        return self._explaining() if self._mode == "disable" else _NOTHING
-
-    @contextlib.contextmanager
-    def _explaining(self) -> Iterator[None]:
-        try:
-            yield
-        except torch.OutOfMemoryError as error:
-            names = self._batchnorm_names()
-            if names:
-                add_note(
-                    error,
-                    f"automicro: batchnorm='disable' keeps batches whole because of {names[0]!r}"
-                    f"{f' and {len(names) - 1} more layers' if len(names) > 1 else ''}; "
-                    "batchnorm='warn' would split them, with statistics over fewer rows",
-                )
-            raise
-
     def know(self, names: Iterable[str]) -> None:
         """Suppress warnings about attributes or variables."""
         self._named_state.update(names)
 
-    def warn(self, sizes: Sequence[int], state: State, counting: Sequence[str] = ()) -> None:
+    def warn(
+        self,
+        sizes: Sequence[int],
+        state: State,
+        counting: Sequence[str] = (),
+        *,
+        evaluates: bool = False,
+    ) -> None:
         """Warn when a batch is first split, and when more buffers change later."""
         # Called inside the attempt, so that it is rolled back if warnings are errors.
         if self._mode == "ignore":
@@ -123,39 +106,20 @@ class SplitGuard:
         if new:
             self._named_state.update(new)
             warn(_state_message("attributes or variables", new, len(sizes)), BufferWarning)
-        if not self._has_warned:
-            names = self._batchnorm_names()
-            if names:
-                warn(batchnorm_message(names, max(sizes), sum(sizes)), BatchNormWarning)
-            self._warn_of_buffers(self._index.changed_buffers(state.changed_tensors()), len(sizes))
-            self._has_warned = True
+        names = [] if evaluates in self._has_warned else self._batchnorm_names()
+        if names:
+            self._has_warned.add(evaluates)
+            about = evaluation_message if evaluates else batchnorm_message
+            warn(about(names, max(sizes), sum(sizes)), BatchNormWarning)
+        # Compare content only in some batches, because that waits for the device.
+        by_content = self._occasions[evaluates].is_next()
+        if evaluates and not by_content:
             return
-        # From now on compare only versions: comparing content would wait for the device each step.
-        written = self._index.changed_buffers(state.changed_tensors(by_content=False))
-        moved = [name for name in written if name not in self._named_buffers]
-        if moved:
-            self._warn_of_buffers(moved, len(sizes))
-
-    def warn_of_evaluation(self, sizes: Sequence[int], state: State) -> None:
-        """Warn when an evaluated batch is split although layers or buffers depend on that."""
-        if self._mode == "ignore":
-            return
-        if not self._has_warned_of_evaluation:
-            names = self._batchnorm_names()
-            if names:
-                self._has_warned_of_evaluation = True
-                warn(evaluation_message(names, max(sizes), sum(sizes)), BatchNormWarning)
-        if self._evaluations.is_next():
-            changed = self._index.changed_buffers(state.changed_tensors())
-            self._warn_of_buffers(changed, len(sizes), evaluates=True)
-
-    def _warn_of_buffers(
-        self, changed: Sequence[str], num_microbatches: int, *, evaluates: bool = False
-    ) -> None:
+        changed = self._index.changed_buffers(state.changed_tensors(by_content=by_content))
         known = {*self._batchnorm_buffers(), *self._named_buffers}
         others = [name for name in changed if name not in known]
         if others:
-            message = _state_message("buffers", others, num_microbatches, evaluates=evaluates)
+            message = _state_message("buffers", others, len(sizes), evaluates=evaluates)
             warn(message, BufferWarning)
         self._named_buffers |= {*changed, *known}
 

@@ -1,7 +1,7 @@
 """Messages of a failing step: why nothing fits, and how microbatches contributed to an error."""
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NoReturn
 
 import torch
@@ -15,7 +15,7 @@ from automicro.errors import (
     facts_of,
     text_of,
 )
-from automicro.memory.device import allocated_bytes, peak_bytes
+from automicro.memory.device import peak_bytes
 from automicro.memory.residents import ResidentMemory
 from automicro.options import ONE_GRAPH_EACH
 from automicro.step.plan import ROWS, Plan
@@ -29,15 +29,23 @@ _LESS_BESIDE = (
 
 
 _WOULD_BE_SMALLER = 'microbatch_size="auto" would try smaller ones'
+_STATISTICS_WOULD = (
+    "batchnorm keeps batches whole, and batchnorm='warn' would split them, with statistics over "
+    "fewer rows"
+)
 _ENCODERS_WOULD = (
     "a loss that compares rows needs all of them, but its encoders can run in smaller slices "
     '(microbatch_size="auto" in Contrastive), and the batch can have fewer rows'
 )
 
 
-def give_up_fixed(failure: BaseException, plan: Plan, size: int, *, is_whole: bool) -> NoReturn:
+def give_up_fixed(
+    failure: BaseException, plan: Plan, size: int, *, compares_rows: bool, is_held: bool
+) -> NoReturn:
     """Raise the out-of-memory error of a fixed size, with remedies."""
-    smaller = _ENCODERS_WOULD if is_whole else _WOULD_BE_SMALLER
+    smaller = _WOULD_BE_SMALLER
+    if compares_rows or is_held:
+        smaller = _ENCODERS_WOULD if compares_rows else _STATISTICS_WOULD
     if isinstance(failure, PeerStoppedError):
         # The error itself is in the log of that rank only, so name the rank.
         who = "another rank" if failure.culprit is None else f"rank {failure.culprit}"
@@ -97,47 +105,46 @@ def why_nothing_fits(
     # Remove duplicates: a size may be tried again, cut into slices of two rows.
     listed = f"(tried: {', '.join(map(str, dict.fromkeys(tried)))})"
     unit, extent = plan.unit, plan.extent
-    at_last = f", not even with {levels[plan.level]}" if plan.level else ""
-    text = f"a microbatch of {tried[-1]} of {extent} {unit} does not fit{at_last}, and "
     state = "\nThe state is as before the step. What helps:"
     if who is not None:
         return (
             f"memory ran out in {who} with every size {listed} of {extent} {unit}, so fewer rows "
             f"do not help.{state}{_listed(_LESS_BESIDE)}"
         )
-    less_state = ["an optimizer with less state"] if _has_state(residents) else []
+    at_last = f", not even with {levels[plan.level]}" if plan.level else ""
+    text = f"a microbatch of {tried[-1]} of {extent} {unit} does not fit{at_last}, and "
+    held = residents or ResidentMemory(parameters=0)
+    limit = None if held.limit is None else format_bytes(held.limit)
     # Gradients that are accumulated by hand take the memory of a second model.
-    is_cleared = residents is None or residents.earlier_gradients == 0
-    cleared = [] if is_cleared else ["no gradients of earlier batches: optimizer.zero_grad()"]
-    shared = residents is not None and residents.shared_inputs > 0
-    less_shared = ["less in the parts of the batch that are shared by all rows"] * shared
+    remedies = ["no gradients of earlier batches: optimizer.zero_grad()"] * bool(
+        held.earlier_gradients
+    )
+    if held.shared_inputs:
+        remedies.append("less in the parts of the batch that are shared by all rows")
+    less_state = ["an optimizer with less state"] * bool(held.optimizer_state)
     # If the limit is exceeded without any row, advice about rows would mislead.
-    if residents is not None and residents.limit is not None and residents.leaves_nothing:
-        other = ["a smaller model", "a higher limit", "a larger device"]
+    if held.leaves_nothing:
+        remedies += [*less_state, "a smaller model", "a higher limit", "a larger device"]
         return (
-            f"{text}no size can {listed}: {residents} take {format_bytes(residents.total)} "
-            f"without any row, and the limit is {format_bytes(residents.limit)}.{state}"
-            f"{_listed([*cleared, *less_shared, *less_state, *other])}"
+            f"{text}no size can {listed}: {held} take {format_bytes(held.total)} "
+            f"without any row, and the limit is {limit}.{state}{_listed(remedies)}"
         )
     floor = ", because BatchNorm cannot train on one row" * (tried[-1] > 1 < min_rows)
     alone = "" if unit == ROWS else ": it has a single row"
-    text += f"there is no smaller one{floor}{alone} {listed}."
     facts = []
-    peak, allocated = peak_bytes(device), allocated_bytes(device)
-    if peak is not None:
+    if (peak := peak_bytes(device)) is not None:
         facts.append(f"Peak memory on {device} was {format_bytes(peak)}.")
-    if allocated is not None:
-        facts.append(f"Between attempts {format_bytes(allocated)} were allocated.")
-    if residents is not None and residents.total:
-        limit = f" of {format_bytes(residents.limit)}" if residents.limit is not None else ""
-        facts.append(f"Every size needs {format_bytes(residents.total)}{limit} for {residents}.")
+    if held.total:
+        of_limit = f" of {limit}" if limit else ""
+        facts.append(f"Every size needs {format_bytes(held.total)}{of_limit} for {held}.")
     # If more than half of the limit is taken without any row, the samples are not the problem.
-    smaller = ["shorter or smaller samples"]
-    if _is_mostly_taken(residents):
-        smaller = [] if shared else ["a smaller model"]
+    if held.limit is None or held.total <= held.limit / 2:
+        remedies.append("shorter or smaller samples")
+    elif not held.shared_inputs:
+        remedies.append("a smaller model")
+    remedies += [*helps, *less_state, "a larger device"]
     told = "\n" + " ".join(facts) if facts else ""
-    remedies = [*cleared, *less_shared, *smaller, *helps, *less_state, "a larger device"]
-    return f"{text}{told}{state}{_listed(remedies)}"
+    return f"{text}there is no smaller one{floor}{alone} {listed}.{told}{state}{_listed(remedies)}"
 
 
 # Remedies besides fewer rows, by level or precision: in words, and as an option. A level includes
@@ -167,80 +174,54 @@ def what_helps(level: str | None) -> list[str]:
     ]
 
 
-def _is_mostly_taken(residents: ResidentMemory | None) -> bool:
-    if residents is None or residents.limit is None:
-        return False
-    return residents.total > residents.limit / 2
-
-
-def _has_state(residents: ResidentMemory | None) -> bool:
-    return residents is not None and residents.optimizer_state > 0
-
-
 _USED_TWICE = "backward through the graph a second time"  # as torch says it
 # Words that mark a message about shapes.
 _SHAPES = re.compile(r"\b(sizes?|shapes?|dims?|dimensions?|dimensional|D)\b|\dD\b", re.IGNORECASE)
 
 
 def explain(error: BaseException, plan: Plan) -> None:
-    """Add a note to an error about how microbatches may have contributed to it."""
-    if bystander(error) is not None:  # the error comes from a metric or callback, not the forward
-        return
-    _explain_lonely_row(error, plan)
-    if _USED_TWICE in text_of(error) and any(cut.is_split for cut in plan.cuts):
-        add_note(
-            error,
-            "automicro: each microbatch has its own backward, and the first one frees any graph "
-            f"that was built before the forward and is used in it; {ONE_GRAPH_EACH}",
-        )
+    """Add notes to an error about how microbatches may have contributed to it."""
+    if bystander(error) is None:  # otherwise it comes from a metric or callback, not the forward
+        for note in _contributions(error, plan):
+            add_note(error, f"automicro: {note}")
 
 
-def _explain_lonely_row(error: BaseException, plan: Plan) -> None:
-    if not needs_two_rows(error):
-        _explain_shapes(error, plan)
-        return
+def _contributions(error: BaseException, plan: Plan) -> Iterator[str]:
     num_rows = sum(cut.num_rows for cut in plan.cuts)
-    if num_rows == 1:
+    split = [cut for cut in plan.cuts if cut.is_split]
+    is_of_shapes = isinstance(error, RuntimeError | IndexError | ValueError | TypeError)
+    if needs_two_rows(error) and num_rows == 1:
         rows = plan.num_global_rows
         who = "the batch has" if rows == 1 else f"of {rows} rows of all ranks this one has"
-        add_note(
-            error,
-            f"automicro: BatchNorm cannot train on one row, and {who} no more; use drop_last=True "
-            "in the data loader, which drops this last batch, or another batch size",
+        yield (
+            f"BatchNorm cannot train on one row, and {who} no more; use drop_last=True in the data "
+            "loader, which drops this last batch, or another batch size"
         )
-        return
-    if not plan.leaves_one_alone:
-        return
-    add_note(
-        error,
-        f"automicro: BatchNorm cannot train on one row, and slices of at most "
-        f"{plan.size} of {num_rows} rows leave a single row; use "
-        'another microbatch_size, or "auto", which avoids single rows',
-    )
-
-
-def _explain_shapes(error: BaseException, plan: Plan) -> None:
-    """Explain a shape error that occurs only with one row, or only with a part of the batch."""
-    is_of_shapes = isinstance(error, RuntimeError | IndexError | ValueError | TypeError)
-    if not (is_of_shapes and _SHAPES.search(text_of(error))):
-        return
-    alone = [cut for cut in plan.cuts if cut.leaves_one_alone]
-    if alone:
-        which = "each microbatch has" if alone[0].largest == 1 else "the last microbatch has"
-        add_note(
-            error,
-            f"automicro: {which} one of {alone[0].num_rows} rows; if more rows do not fail, a "
-            ".squeeze() without a dimension may have removed the dimension of the rows: name the "
-            "dimension to squeeze, as in .squeeze(-1)",
+    elif needs_two_rows(error) and plan.leaves_one_alone:
+        yield (
+            f"BatchNorm cannot train on one row, and slices of at most {plan.size} of {num_rows} "
+            'rows leave a single row; use another microbatch_size, or "auto", which avoids single '
+            "rows"
         )
-        return
-    split = [cut for cut in plan.cuts if cut.is_split]
-    if split:
-        add_note(
-            error,
-            f"automicro: microbatches have at most {split[0].largest} of {split[0].num_rows} rows; "
-            "if the whole batch does not fail, the forward may take its rows in groups: use sizes "
-            "that hold whole groups, as in microbatch_size=Halving(multiple_of=4); a tensor as "
-            "long as the batch that holds no rows (a table, positions) needs batch_layout="
-            "{'its name': 'shared'}; or keep batches whole with microbatch_size=None",
+    elif split and is_of_shapes and _SHAPES.search(text_of(error)):
+        alone = next((cut for cut in split if cut.leaves_one_alone), None)
+        if alone is not None:
+            which = "each microbatch has" if alone.largest == 1 else "the last microbatch has"
+            yield (
+                f"{which} one of {alone.num_rows} rows; if more rows do not fail, a .squeeze() "
+                "without a dimension may have removed the dimension of the rows: name the "
+                "dimension to squeeze, as in .squeeze(-1)"
+            )
+        else:
+            yield (
+                f"microbatches have at most {split[0].largest} of {split[0].num_rows} rows; if the "
+                "whole batch does not fail, the forward may take its rows in groups: use sizes "
+                "that hold whole groups, as in microbatch_size=Halving(multiple_of=4); a tensor as "
+                "long as the batch that holds no rows (a table, positions) needs batch_layout="
+                "{'its name': 'shared'}; or keep batches whole with microbatch_size=None"
+            )
+    if split and _USED_TWICE in text_of(error):
+        yield (
+            "each microbatch has its own backward, and the first one frees any graph that was "
+            f"built before the forward and is used in it; {ONE_GRAPH_EACH}"
         )

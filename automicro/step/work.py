@@ -133,10 +133,10 @@ class Engine:
     @functools.cached_property
     def metric_guard(self) -> "MetricGuard":
         """The guard that warns if splitting changes a metric."""
-        from automicro.step.metrics import MetricGuard, naming_metrics
+        from automicro.step.metrics import MetricGuard
 
         return MetricGuard(
-            naming_metrics(self.update_metric),
+            self.update_metric,
             self.passes.layout,
             self.random_state,
             is_callers=self.updates_by_caller,
@@ -258,8 +258,7 @@ class _Work(Generic[T]):
         features = self._features
         self._number += 1
         features.begin(self._phase.name, self._number, plan)
-        sizes_change = self._phase.policy.adapts
-        cuts = self._passes.cut(self._step.raw, plan.cuts, sizes_change=sizes_change)
+        cuts = self._passes.cut(self._step.raw, plan.cuts)
         try:
             self._begin(plan, cuts)
             self._run_all(plan, cuts)
@@ -508,7 +507,7 @@ class EvaluationWork(_Work[Evaluated]):
         if output.loss is None:
             return
         # Only once a loss exists: a forward without a loss does not have to declare its average.
-        weights = self._weights = self._weights or self._passes.eval_weights(self._cuts)
+        weights = self._weights = self._weights or self._passes.weights(self._cuts)
         loss = weights.apply(run.index, output.loss, output.losses, has_total=output.has_total)
         self._losses.append(weights.report(*loss))
 
@@ -522,7 +521,7 @@ class EvaluationWork(_Work[Evaluated]):
     def _total(self, plan: Plan) -> Evaluated:
         for cut in plan.cuts:
             if cut.is_split:
-                self._engine.split_guard.warn_of_evaluation(cut.sizes, self._state)
+                self._engine.split_guard.warn(cut.sizes, self._state, evaluates=True)
         total, parts = add_up(self._losses) if self._losses else (None, {})
         return total, parts, {} if self._weights is None else self._weights.totals
 

@@ -8,13 +8,12 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from automicro.modules import is_parallel, runs_collectives
+from automicro.modules import is_parallel, refuse_lazy, runs_collectives
 from automicro.options import check_choice, unwrapped
 from automicro.savers.recompute import repeated_blocks
 from automicro.torch_private import is_compiled
 from automicro.torch_private_distributed import is_fsdp_module
 from automicro.trainer.processes import Process, copy_from_first
-from automicro.trainer.surroundings import refuse_lazy
 
 PARALLEL_MODES = ("ddp", "fsdp")
 
@@ -52,7 +51,7 @@ def check_parallel(
             f"parallel={parallel!r} would wrap a model that is wrapped already or runs collectives "
             "of its own; leave parallel out to take it as it is, or pass the bare model"
         )
-    refuse_lazy(f"parallel={parallel!r}", modules)
+    refuse_lazy(modules)
     for module in modules[1:]:
         if any(each.requires_grad for each in module.parameters()):
             what = "loss_fn" if module is loss_fn else "modules"

@@ -45,7 +45,6 @@ from automicro.trainer.data.sharing import SharedSampler
 from automicro.trainer.evaluation import Evaluation
 from automicro.trainer.metrics import MetricSet
 from automicro.trainer.progress import count_of
-from automicro.trainer.surroundings import refuse_lazy
 from automicro.units import Unit, format_bytes
 from automicro.values import walk
 
@@ -379,8 +378,6 @@ class Rehearsal:
 
     def run(self) -> None:
         """Rehearse and report the result; all ranks must call this."""
-        # Lazy modules would get other random weights in a rehearsal than in the run.
-        refuse_lazy("rehearse='worst'", self.context.run.modules)
         context = self.context
         self.at = "in the rehearsal before the first step"
         try:

@@ -2,7 +2,7 @@
 
 import contextlib
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -15,7 +15,6 @@ from automicro.memory.device import limit_memory
 from automicro.memory.residents import track_residents
 from automicro.torch_private import (
     inductor_is_deterministic,
-    is_uninitialized,
     set_inductor_deterministic,
 )
 from automicro.trainer.context import RunContext
@@ -74,18 +73,6 @@ def deterministic_algorithms(device: torch.device) -> Iterator[None]:
         set_inductor_deterministic(compiled)
         cudnn.benchmark = benchmark
         cudnn.deterministic = cudnn_deterministic
-
-
-def refuse_lazy(option: str, modules: Iterable[nn.Module]) -> None:
-    """Raise an error for lazy modules if an option needs their shapes before the first batch."""
-    for module in modules:
-        for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
-            if is_uninitialized(tensor):
-                raise ValueError(
-                    f"{option}, but {name!r} of {type(module).__name__} gets its shape from the "
-                    "first batch and has none yet; run the model on one row before, give the layer "
-                    "its shape, or leave the option out"
-                )
 
 
 @dataclass(kw_only=True, eq=False)

@@ -14,11 +14,12 @@ from automicro.checkpoints.store import CheckpointConfig
 from automicro.errors import DeterminismWarning, warn
 from automicro.events.callback import Callback, Callbacks
 from automicro.events.run import LoopState, PhaseState, Requests, Run
-from automicro.features import answering_unknown, last_of
+from automicro.features import last_of
 from automicro.files import write_whole
 from automicro.lengths.unit import Cost
 from automicro.loggers import Logger, LoggerGroup
 from automicro.loss.averages import LossAverage
+from automicro.microbatcher import answering_unknown
 from automicro.nested.parts import NestedParts
 from automicro.options import check_model, read_count, read_flag
 from automicro.policy.explore import Explore
@@ -133,7 +134,7 @@ class Trainer:
         grad_clip_norm: maximum norm of the gradient over all parameters of the optimizer; larger
             gradients are scaled down to it.
         compile: whether to compile the model, or the keyword arguments of ``torch.compile``.
-            Another microbatch size does not recompile it. CUDA graphs are refused if sizes change.
+            A second microbatch size compiles it once more. CUDA graphs are refused if sizes change.
         deterministic: whether to refuse operations whose results can differ between runs.
         parallel: how the processes of torchrun train one model: ``"ddp"`` (a whole model on each
             device) or ``"fsdp"`` (shards on each device). Give loaders with the batch size of one

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.utils.weak import TensorWeakRef
 
 from automicro.errors import GradientWarning, LossError, RollbackError, warn
-from automicro.memory.oom import Failure, classify
+from automicro.memory.oom import Failure, caught, classify
 from automicro.torch_private import node_hooks, version_of, versions_of, with_hooks
 from automicro.transaction.leaves import (
     HeldHooks,
@@ -110,42 +110,36 @@ class GradientHistory:
             return
         self._has_looked_at_nodes = True
         found = [leaf for leaf in leaves if leaf.requires_grad and node_hooks(leaf)]
-        if found:
-            self._tell(
-                f"hooks on the AccumulateGrad node of {self._names(found)} see the gradient of "
-                "every microbatch and not that of the whole batch; register them on the parameter "
-                "itself (register_hook, register_post_accumulate_grad_hook), whose hooks run "
-                "once, or keep batches whole with microbatch_size=None"
-            )
+        self._tell(
+            found,
+            "hooks on the AccumulateGrad node of {} see the gradient of every microbatch and not "
+            "that of the whole batch; register them on the parameter itself (register_hook, "
+            "register_post_accumulate_grad_hook), whose hooks run once, or keep batches whole "
+            "with microbatch_size=None",
+        )
 
     def warn_of_hooks(self, leaves: Iterable[Tensor]) -> None:
         """Warn once of hooks on several ranks, where they see parts of the gradient."""
-        if "ranks" in self._told:
-            return
-        found = with_hooks(leaves)
-        if found:
-            self._told.add("ranks")
-            self._tell(
-                f"hooks on {self._names(found)} see the gradient of every microbatch and not that "
-                "of the whole batch, because on several ranks the wrapper of the model adds them "
-                "up; clip or change gradients between backward() and the optimizer's step"
-            )
+        self._tell(
+            with_hooks(leaves),
+            "hooks on {} see the gradient of every microbatch and not that of the whole batch, "
+            "because on several ranks the wrapper of the model adds them up; clip or change "
+            "gradients between backward() and the optimizer's step",
+        )
 
     def warn_of_late_hooks(self, leaves: Iterable[Tensor], held: Iterable[Tensor]) -> None:
         """Warn once of hooks that the forward itself registered."""
-        if "late" in self._told:
-            return
         known = set(map(id, held))
-        found = [leaf for leaf in with_hooks(leaves) if id(leaf) not in known]
-        if found:
-            self._told.add("late")
-            self._tell(
-                f"the forward registers hooks on {self._names(found)}: one for every microbatch, "
-                "so they see parts of the gradient; register them once, before training"
-            )
+        self._tell(
+            [leaf for leaf in with_hooks(leaves) if id(leaf) not in known],
+            "the forward registers hooks on {}: one for every microbatch, so they see parts of the "
+            "gradient; register them once, before training",
+        )
 
-    def _tell(self, text: str) -> None:
-        warn(text, GradientWarning)
+    def _tell(self, found: Sequence[Tensor], text: str) -> None:
+        if found and text not in self._told:
+            self._told.add(text)
+            warn(text.format(self._names(found)), GradientWarning)
 
     def refuse_touching(self, leaves: Iterable[Tensor]) -> NoReturn:
         """Name the leaves whose gradients were changed by something other than our backwards."""
@@ -570,35 +564,26 @@ class Gradients:
         if not self._earlier:
             self._end()
             return
-        # Copying complete totals needs no additional memory and can be repeated.
-        failures = []
-        for _ in range(2):
-            failure = self._copy_totals()
-            if failure is None:
-                break
-            failures.append(failure)
-        else:
-            logger.warning("automicro: not all earlier .grad could be kept (%s)", failures[-1])
         if self._memory.writes_to_gradients is None:
             self._memory.writes_to_gradients = False
+        # Copying complete totals needs no additional memory and can be repeated.
+        _, first = caught(self._copy_totals)
+        _, second = (None, None) if first is None else caught(self._copy_totals)
+        if second is not None:
+            logger.warning("automicro: not all earlier .grad could be kept (%s)", second)
         self._end()
         try:
-            for failure in failures:
-                if classify(failure) is not Failure.RETRYABLE:
+            for failure in (first, second):
+                if failure is not None and classify(failure) is not Failure.RETRYABLE:
                     raise failure
         finally:
-            failures.clear()  # break the reference cycles with the tracebacks
-            failure = None
+            first = second = failure = None  # break the reference cycles with the tracebacks
 
-    def _copy_totals(self) -> BaseException | None:
-        try:
-            for each, total in self._finals:
-                if each.leaf.grad is total:
-                    each.gradient.copy_(total)
-                    each.leaf.grad = each.gradient
-        except BaseException as error:
-            return error
-        return None
+    def _copy_totals(self) -> None:
+        for each, total in self._finals:
+            if each.leaf.grad is total:
+                each.gradient.copy_(total)
+                each.leaf.grad = each.gradient
 
     def roll_back(self) -> None:
         if not self._begun:

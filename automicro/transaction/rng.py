@@ -53,14 +53,6 @@ class RandomState:
             own and [(generator, state_of(generator)) for generator in own],
         )
 
-    def advance(self) -> None:
-        """Let a roll back return torch's generators to the present state, and others to `begin`."""
-        assert self._state is not None
-        python, numpy, *_, own = self._state
-        own = [each for each in own if each[0] is not torch.default_generator]
-        self.begin()
-        self._state = python, numpy, *self._state[2:4], own
-
     def prepare(self) -> None:
         """Do nothing, because nothing can fail."""
 

@@ -44,6 +44,11 @@ class Transaction:
         self._begun: list[Part] = []
         self._is_prepared = False
 
+    @property
+    def is_open(self) -> bool:
+        """Whether any part has begun and was neither committed nor rolled back."""
+        return bool(self._begun)
+
     def begin(self) -> None:
         """Let every part capture its state.
 

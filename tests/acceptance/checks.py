@@ -177,7 +177,7 @@ def trail(job: Job, step: Any) -> Iterator[Any]:
         found["gradients"] = {n: copied(p.grad) for n, p in job.model.named_parameters()}
         found["buffers"] = {n: copied(b) for n, b in job.model.named_buffers()}
         yield {name: comparable(value) for name, value in found.items()}
-        if optimizer is None:  # the first batch creates lazy parameters
+        if optimizer is None:
             trained = [each for each in job.model.parameters() if each.requires_grad]
             optimizer = torch.optim.SGD(trained, job.lr)
         optimizer.step()

@@ -243,14 +243,6 @@ def test_a_forward_that_somebody_put_in_its_place_stays() -> None:
     assert part.forward is mine
 
 
-def test_lazy_layers_get_their_shapes() -> None:
-    part = nn.Sequential(nn.LazyLinear(4), nn.Tanh(), nn.LazyLinear(2))
-    split(part, microbatch_size=2)
-    part(torch.randn(ROWS, 6)).sum().backward()
-    assert part[0].weight.shape == (4, 6)
-    assert part[0].weight.grad is not None
-
-
 @pytest.mark.parametrize("name", ["mlp tail", "tied tail"])
 def test_a_batch_without_any_target_contributes_nothing(name: str) -> None:
     part, given = made(name)

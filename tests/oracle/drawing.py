@@ -105,11 +105,9 @@ def makes_sense(one: Combination) -> bool:
         return False
     if one.wiring in OUTPUTS_NEEDED and loss.is_program:
         return False
-    if one.wiring in TEACHERS and (model.shape != "vectors" or one.model == "lazy"):
+    if one.wiring in TEACHERS and model.shape != "vectors":
         return False
     if one.wiring == TEACHERS[1] and model.draws:
-        return False
-    if one.wiring == "modules that overlap" and one.model == "lazy":
         return False
     if one.metric is not None and (
         loss.is_program or (one.wiring in PAIRS and loss.target != "all")
@@ -119,11 +117,7 @@ def makes_sense(one: Combination) -> bool:
         return False
     if one.draws and not _draws_have_a_truth(one):
         return False
-    if one.loss in ("weight decay and a sum", "weight decay in the loss") and one.model == "lazy":
-        return False
     if one.loss == "router's balance" and one.model != "router":
-        return False
-    if one.model == "lazy" and one.twist.startswith("hooks") and one.twist != "hooks that step":
         return False
     if one.loss == "one inner step" and one.model.startswith("checkpointed"):
         return False

@@ -355,7 +355,7 @@ class Job:
 
     def _fill_a_bucket(self) -> None:
         """Create gradients in advance, as DDP does with gradient_as_bucket_view."""
-        leaves = [leaf for leaf in self.trained if not nn.parameter.is_lazy(leaf)]
+        leaves = self.trained
         bucket = torch.ones(sum(leaf.numel() for leaf in leaves), dtype=leaves[0].dtype)
         for leaf, part in zip(leaves, bucket.split([p.numel() for p in leaves]), strict=True):
             leaf.grad = part.view_as(leaf)
@@ -388,11 +388,7 @@ class Job:
     # State that must be unchanged, or correct
 
     def parameters(self) -> dict[str, Tensor]:
-        return {
-            name: leaf.detach().clone()
-            for name, leaf in self.leaves.items()
-            if not nn.parameter.is_lazy(leaf)
-        }
+        return {name: leaf.detach().clone() for name, leaf in self.leaves.items()}
 
     def buffers(self) -> dict[str, Tensor]:
         return {

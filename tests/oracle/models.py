@@ -304,10 +304,6 @@ def with_forward_hook() -> nn.Module:
     return model
 
 
-def lazy() -> nn.Module:
-    return nn.Sequential(nn.LazyLinear(HIDDEN), nn.Tanh(), nn.Linear(HIDDEN, CLASSES))
-
-
 # Functions of hidden rows, with arguments module and rows
 
 
@@ -429,7 +425,6 @@ MODELS = {
     "weight norm": Model(build=weight_normed),
     "spectral norm": Model(splits=False, build=spectral),
     "a forward hook": Model(build=with_forward_hook),
-    "lazy": Model(build=lazy),
     "checkpointed": Model(build=lambda: Checkpointed(reentrant=False)),
     "checkpointed, reentrant": Model(build=lambda: Checkpointed(reentrant=True)),
     "merging low rank": Model(

@@ -92,29 +92,6 @@ def test_an_ingredient_alone_is_exact_named_or_refused(name: str) -> None:
         assert found.verdict in (Verdict.NAMED, Verdict.EXACT), found
 
 
-# Former errors: a description, and the ingredients that show each.
-WRONG_ONCE: dict[str, dict[str, Any]] = {
-    "lazy layers: a closure had counted the row that gave them shapes": {
-        "model": "lazy",
-        "loss": "a counting closure",
-        "size": 2,
-        "fault": "a budget",
-    },
-    "lazy layers: Python's generator had moved on": {"model": "lazy", "loss": "Python's noise"},
-    "lazy layers: torch's generator had moved on": {"model": "lazy", "loss": "a random mask"},
-    "lazy layers: a loss that differentiates met no_grad": {
-        "model": "lazy",
-        "loss": "weights by gradient norms",
-    },
-}
-
-
-@pytest.mark.parametrize("name", WRONG_ONCE)
-def test_what_was_wrong_once_is_exact_or_named(name: str) -> None:
-    one = combination(**WRONG_ONCE[name])
-    assert judge(one).verdict in (Verdict.EXACT, Verdict.NAMED)
-
-
 def judge_drawn(one: Combination) -> Verdict:
     found = judge(one)
     assume(found.verdict is not Verdict.INVALID)

@@ -309,7 +309,6 @@ class Scripted(nn.Module):
 MODELS = {
     "spectral norm": lambda: nn.utils.spectral_norm(nn.Linear(4, 4)),
     "parametrized": parametrized,
-    "lazy": lambda: nn.Sequential(nn.LazyLinear(4), nn.LazyBatchNorm1d()),
     "scripted": lambda: nn.Sequential(torch.jit.script(Scripted())),
     "traced": lambda: torch.jit.trace(nn.BatchNorm1d(4), torch.randn(6, 4), check_trace=False),
 }

@@ -423,40 +423,6 @@ def test_what_a_function_of_the_callers_counts_is_named_where_the_cut_changes_it
     assert bool(named) is (values[0] != pytest.approx(values[1], rel=1e-5))
 
 
-def test_a_function_that_asks_for_it_is_told_the_name_of_each_metric() -> None:
-    told: list[str] = []
-
-    def update(metric: Any, outputs: Tensor, batch: Any, name: str) -> None:
-        told.append(name)
-        metric.update(outputs if name == "all" else outputs[:, :1])
-
-    metrics = {"all": MeanMetric(), "first": MeanMetric()}
-    mb = Microbatcher(nn.Linear(3, 2), loss_fn=nn.MSELoss(), features=[UpdateMetric(update)])
-    batch = torch.randn(4, 3), torch.randn(4, 2)
-    mb.evaluate(batch, metrics)
-    assert told == ["all", "first"]
-    assert metrics["all"].compute() != metrics["first"].compute()
-    mb.evaluate(batch, MeanMetric())
-    assert told[2:] == ["MeanMetric"]
-
-
-def named(metric: Any, name: Any, batch: Any) -> None:
-    """Its second parameter is called so, and holds outputs."""
-    metric.update(name)
-
-
-def any_keyword(metric: Any, outputs: Tensor, batch: Any, **options: Any) -> None:
-    metric.update(outputs, **options)
-
-
-@pytest.mark.parametrize("update", [named, any_keyword])
-def test_a_function_that_does_not_ask_is_told_no_name(update: Callable[..., None]) -> None:
-    metric = MeanMetric()
-    mb = Microbatcher(nn.Linear(3, 2), loss_fn=nn.MSELoss(), features=[UpdateMetric(update)])
-    mb.evaluate((torch.randn(4, 3), torch.randn(4, 2)), metric)
-    assert metric.update_called
-
-
 def parts(**extra: Callable[[Tensor], Tensor]) -> Callable[[Any, Any], dict[str, Tensor]]:
     def forward(model: nn.Module, batch: tuple[Tensor, Tensor]) -> dict[str, Tensor]:
         outputs = model(batch[0])

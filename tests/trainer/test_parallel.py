@@ -252,7 +252,7 @@ CHANNELS_LAST: dict[str, Any] = {"memory_format": torch.channels_last}
     [
         ({"parallel": None}, "each of them would train a model of its own"),
         ({"parallel": "fsdp", "compiles": True}, "use parallel='ddp', or compile each block"),
-        ({"parallel": "ddp", "model": nn.LazyLinear(2)}, "run the model on one row before"),
+        ({"parallel": "ddp", "model": nn.LazyLinear(2)}, "run the model once first"),
         (
             {"parallel": "fsdp", "model": nn.Conv2d(2, 2, 3).to(**CHANNELS_LAST)},
             "'weight' has another memory format",

@@ -279,13 +279,6 @@ def test_an_evaluation_that_runs_out_of_memory_is_found_beside_the_optimizers_st
     assert summary.eval_ooms == 0
 
 
-def test_layers_without_shapes_are_refused_because_their_weights_would_be_others() -> None:
-    model = nn.Sequential(nn.LazyLinear(3))
-    batch = torch.randn(4, 5), torch.randint(3, (4,))
-    with pytest.raises(ValueError, match=r"rehearse='worst', but '0.weight' of Sequential gets"):
-        make_trainer(model, [batch]).fit()
-
-
 def test_what_is_not_looked_at_is_said(mocker: Any) -> None:
     mocker.patch("automicro.trainer.rehearsal.SCANNED_BATCHES", 3)
     trainer = make_trainer(Model(), loader_of(log_normal(8, 80)))

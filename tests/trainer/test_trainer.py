@@ -10,7 +10,6 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from tests.trainer.runs import (
-    CLASSES,
     Scripted,
     adam,
     assert_same,
@@ -95,11 +94,6 @@ def test_a_seed_makes_runs_repeat() -> None:
     runs: list[list[float]] = []
     assert run(5) == run(5)
     assert run(5) != run(6)
-
-
-def test_lazy_models_train() -> None:
-    model = nn.Sequential(nn.LazyLinear(8), nn.ReLU(), nn.LazyLinear(CLASSES))
-    assert make_trainer(model).fit().steps == 4
 
 
 def test_class_weights_move_with_the_loss_and_stay_exact() -> None:

@@ -123,8 +123,7 @@ class RunConfig(SimpleNamespace):
             ``{"params": ["*.bias", "*norm*"], "weight_decay": 0.0}``, with ``*``, ``?`` and
             ``[…]``. The first match applies.
         update_metric: creates a function ``(metric, outputs, microbatch) -> None`` that replaces
-            ``metric.update(outputs, targets)``. A fourth parameter called ``name`` receives the
-            name of the metric.
+            ``metric.update(outputs, targets)``.
         count_tokens: creates a function ``batch -> number of tokens``, for tokens per second and
             durations in tokens, if batches do not show it. Pass a function of your own as
             ``{call: pkgutil.resolve_name, args: {name: my_data.count_tokens}}``.

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from automicro.errors import CheckpointError, CheckpointWarning
 from tests.trainer.resume.runs import Wrapped, check_resumes, trainer
-from tests.trainer.runs import CLASSES, FEATURES
+from tests.trainer.runs import FEATURES
 
 
 class Noisy(Wrapped):
@@ -116,23 +116,13 @@ class Viewed(Wrapped):
         self.register_buffer("view", self.linear.weight.data[:2])
 
 
-def lazy() -> nn.Module:
-    torch.manual_seed(1)
-    return nn.Sequential(nn.LazyLinear(8), nn.ReLU(), nn.LazyLinear(CLASSES))
-
-
-def lazy_batchnorm() -> nn.Module:
-    torch.manual_seed(1)
-    return nn.Sequential(nn.LazyLinear(8), nn.LazyBatchNorm1d(), nn.LazyLinear(CLASSES))
-
-
 @pytest.mark.parametrize(
     "make",
     [
-        *(Remembering, ExpandedCounting, Viewed, Plain, lazy_batchnorm),
+        *(Remembering, ExpandedCounting, Viewed, Plain),
         *(
             pytest.param(each, marks=pytest.mark.sweep)
-            for each in (Noisy, Centred, Counting, Copying, Expanded, lazy)
+            for each in (Noisy, Centred, Counting, Copying, Expanded)
         ),
     ],
 )
