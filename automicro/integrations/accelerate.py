@@ -67,7 +67,7 @@ def microbatcher(
     """
     _check_accelerator(accelerator)
     check_options("microbatcher", options, _OWN)
-    check_kind(accelerator)
+    check_kind(accelerator, accelerator.gradient_accumulation_steps)
     _check_prepared(accelerator, model, optimizer)
     if accelerator.scaler is not None:
         # The scaler creates its scale on first use, which must not happen inside an attempt.
@@ -86,7 +86,7 @@ def microbatcher(
 
 
 class _InAccelerator(Microbatcher):
-    """A Microbatcher that checks accelerate's settings for gradient accumulation."""
+    """A Microbatcher that refuses to divide gradients twice."""
 
     def __init__(self, model: nn.Module, *, accelerator: Any, **options: Any) -> None:
         def backward(loss: Tensor) -> None:
@@ -96,32 +96,15 @@ class _InAccelerator(Microbatcher):
         self._accelerator = accelerator
 
     def accumulate(self, batches: Any, *args: Any, **named: Any) -> StepResult:
-        batches = list(batches)
-        self._refuse_division(len(batches))
-        self._refuse_unsynchronized()
-        return super().accumulate(batches, *args, **named)
-
-    def _refuse_division(self, num_batches: int) -> None:
-        steps = self._accelerator.gradient_accumulation_steps
-        if num_batches > 1 and steps > 1:
+        batches, steps = list(batches), self._accelerator.gradient_accumulation_steps
+        if len(batches) > 1 and steps > 1:
             raise ValueError(
-                f"accumulate was given {num_batches} batches, which it averages over, and "
+                f"accumulate was given {len(batches)} batches, which it averages over, and "
                 f"accelerator.backward divides by gradient_accumulation_steps={steps} once more; "
                 "use Accelerator(gradient_accumulation_steps=1) for one step of several batches, "
                 "or backward(batch) inside accelerator.accumulate(model)"
             )
-
-    def _refuse_unsynchronized(self) -> None:
-        accelerator = self._accelerator
-        if accelerator.sync_gradients or not accelerator.is_fsdp2:
-            return
-        if not accelerator.gradient_state.plugin_kwargs.get("sync_each_batch", False):
-            raise ValueError(
-                "accelerator.accumulate keeps whole gradients of FSDP2 back until its last batch, "
-                "and those of a failed attempt cannot be told from them; pass "
-                "Accelerator(gradient_accumulation_plugin=GradientAccumulationPlugin("
-                f"num_steps={accelerator.gradient_accumulation_steps}, sync_each_batch=True))"
-            )
+        return super().accumulate(batches, *args, **named)
 
 
 def _check_accelerator(accelerator: Any) -> None:
@@ -133,8 +116,18 @@ def _check_accelerator(accelerator: Any) -> None:
     require_seam(accelerator, "backward", ["loss"], host="accelerate", supported=SUPPORTED)
 
 
-def check_kind(accelerator: Any) -> None:
+def check_kind(accelerator: Any, steps: int) -> None:
     """Raise ValueError if failed attempts cannot be rolled back with this kind of accelerator."""
+    each_is_reduced = accelerator.gradient_state.plugin_kwargs.get("sync_each_batch", False)
+    if accelerator.is_fsdp2 and steps > 1 and not each_is_reduced:
+        raise ValueError(
+            f"between the batches of gradient_accumulation_steps={steps}, whole gradients of FSDP2 "
+            "are kept back, and those of a failed attempt cannot be told from them; reduce them at "
+            "each batch, with Accelerator(gradient_accumulation_plugin="
+            f"GradientAccumulationPlugin(num_steps={steps}, sync_each_batch=True)) or "
+            "TrainingArguments(accelerator_config={'gradient_accumulation_kwargs': "
+            "{'sync_each_batch': True}})"
+        )
     kind = str(accelerator.distributed_type).rpartition(".")[2]
     if kind in _ENGINES:
         raise ValueError(
@@ -169,28 +162,14 @@ def check_kind(accelerator: Any) -> None:
 
 
 def _check_prepared(accelerator: Any, model: Any, optimizer: Any) -> None:
-    if isinstance(model, nn.Module) and not _is_prepared(accelerator, model):
-        raise ValueError(
-            f"the {type(model).__name__} did not come out of accelerator.prepare, so neither "
-            "autocast nor other ranks would be there; pass what prepare returned: model, optimizer "
-            "= accelerator.prepare(model, optimizer)"
-        )
-    if optimizer is not None and not _is_marked(optimizer):
-        raise ValueError(
-            f"the {type(optimizer).__name__} did not come out of accelerator.prepare, so it would "
-            "step in the middle of an accumulation, and on gradients that are scaled; pass what "
-            "prepare returned: model, optimizer = accelerator.prepare(model, optimizer)"
-        )
-
-
-def _is_prepared(accelerator: Any, model: nn.Module) -> bool:
-    """Whether a model came out of ``prepare``."""
-    if _is_marked(model):
-        return True
-    # Versions that do not mark models keep a list of the models prepared.
-    inside = accelerator.unwrap_model(model)
-    return any(each is inside for each in accelerator._models)
-
-
-def _is_marked(thing: object) -> bool:
-    return bool(getattr(thing, "_is_accelerate_prepared", False))
+    # accelerate 1.10 does not mark the models that it wraps, and keeps a list of them.
+    inside = accelerator.unwrap_model(model) if isinstance(model, nn.Module) else None
+    known = {id(each) for each in accelerator._models}
+    for given in (model, optimizer):
+        is_prepared = getattr(given, "_is_accelerate_prepared", False) or given is None
+        if not (is_prepared or (given is model and known & {id(model), id(inside)})):
+            raise ValueError(
+                f"the {type(given).__name__} did not come out of accelerator.prepare, so autocast, "
+                "loss scales and other ranks would not be there; pass what prepare returned: "
+                "model, optimizer = accelerator.prepare(model, optimizer)"
+            )

@@ -18,6 +18,7 @@ from types import ModuleType
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from automicro.batch.device import on_host
@@ -31,6 +32,7 @@ from automicro.loss.passes import is_extra_pass
 from automicro.microbatcher import Microbatcher
 from automicro.state.capture import Captured, capture
 from automicro.state.part import State
+from automicro.step.feature import Feature, MicrobatchRun
 from automicro.step.results import EvalResult, StepResult
 from automicro.values import OBJECT, kinds_of
 
@@ -62,12 +64,16 @@ def microbatcher_of(
     options: Mapping[str, Any],
     *,
     kind: type[Microbatcher] = Microbatcher,
+    recorded: "Recorded | None" = None,
     **own: Any,
 ) -> Microbatcher:
     """Create a Microbatcher from the user's options and the host's own arguments."""
     # In a host, each rank's loss is the mean over its own rows. A wrong average would otherwise go
     # unnoticed, so the probe raises an error.
     given = {"probe": "error", "scales_for_ranks": False, **options, **own}
+    if recorded is not None:
+        given["features"] = [*given.get("features", ()), _Announcing(recorded)]
+        given["state"] = [recorded, *given.get("state", ())]
     return kind(model, **with_features(given))
 
 
@@ -124,7 +130,7 @@ _FOLDS: Mapping[str, Callable[[Sequence[float], Sequence[float]], float]] = {
     "max": lambda values, _: max(values),
     "min": lambda values, _: min(values),
 }
-_LOOKS = 3  # split batches whose state changes are compared, per phase
+_LOOKS = 3  # comparisons of a state that steps change, per phase
 _DEEPEST = 3  # levels of nested dictionaries that are searched
 _ROUNDING = 1e-4  # relative tolerance between a number of all rows and the fold of its parts
 RETURNS = "what the step returns"
@@ -221,8 +227,8 @@ class Recorded:
         self._roots, self._is_own, self._hosts, self._fold_of = beside, is_own, hosts, fold_of
         self._skip = skip
         self._beside = State(beside, skip=self._skipped, is_held=False)
-        # Number of batches compared so far, in training (True) and in evaluation (False).
-        self._looks: collections.Counter[bool] = collections.Counter()
+        # Number of comparisons of each changed path, in training (True) and evaluation (False).
+        self._looks = collections.defaultdict[bool, collections.Counter[str]](collections.Counter)
         self._dims, self._sorted_by, self._concat = dims, sorted_by, concat
         self._verdicts: dict[_Key, str] = {}
         self._checked: set[_Key] = set()
@@ -230,6 +236,8 @@ class Recorded:
         self._single: set[str] = set()
         self._heard: _Heard | None = None
         self._heard_rows = 0
+        # Whether the next step only serves the collectives of other ranks.
+        self.is_filler = False
         self._forget()
 
     def _forget(self) -> None:
@@ -291,13 +299,25 @@ class Recorded:
             with self._hearing(rows, counts or {}):
                 yield
             return
+        if self.is_filler:
+            beside = State(self._roots, skip=self._skipped, is_held=False)
+            beside.begin()
+            try:
+                yield
+            finally:
+                beside.roll_back()
+            return
+        self.is_filler = dist.is_initialized() and dist.get_world_size() > 1
         self.rows.append(rows)
         trains = torch.is_grad_enabled()
-        # Comparing a trainer's whole state is slow, and each step changes the same attributes.
-        if len(self.rows) == 2 and self._looks[trains] < _LOOKS:
-            self._looks[trains] += 1
-            self._changed, self._num_modules = self._places(self._beside.captured), self._modules()
-            self._first = capture(self._roots(), skip=self._skipped())
+        if len(self.rows) == 2:
+            self._changed = self._places(self._beside.captured)
+            # Comparing a trainer's whole state again is slow, and most steps change the same.
+            looks, paths = self._looks[trains], {*self._changed, ""}  # "": of any batch
+            if any(looks[each] < _LOOKS for each in paths):
+                looks.update(paths)
+                self._num_modules = self._modules()
+                self._first = capture(self._roots(), skip=self._skipped())
         self._times.clear()
         self._counts.append(counts or {})
         self._is_open = True
@@ -315,6 +335,8 @@ class Recorded:
         own = loss if own is None else own
         if self._heard is not None:
             return self._seen(loss, outputs, _number(own))
+        if not self._is_open:
+            return None
         if outputs is not None:
             self.note(RETURNS, outputs, is_kept=is_kept)
         self._is_open = False
@@ -807,6 +829,16 @@ class Recorded:
         if what not in self._named:
             self._named.add(what)
             warn(text, MetricWarning)
+
+
+class _Announcing(Feature):
+    """Mark the microbatches of a batch, in contrast to fillers for other ranks."""
+
+    def __init__(self, recorded: Recorded) -> None:
+        self._recorded = recorded
+
+    def before(self, run: MicrobatchRun) -> None:
+        self._recorded.is_filler = False
 
 
 def detached(value: Any) -> Any:

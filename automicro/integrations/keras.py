@@ -66,6 +66,13 @@ _HOSTS = ("keras",)
 _MEANS = ("sum_over_batch_size", "mean")
 _SEED = "global_seed_generator"
 _OF_EVERY_MODEL = frozenset(vars(keras.Model())) | {"automicro", "history"}
+_WITHOUT_BATCHNORM = (
+    "use GroupNormalization or LayerNormalization, freeze the layers (layer.trainable = False)"
+)
+_JIT = (
+    "jit_compile=True, which makes one program of forward, backward and step, so automicro cannot "
+    "stop between them; compile with jit_compile=False"
+)
 _COMPUTED = "what compute_metrics returns"
 
 
@@ -118,11 +125,8 @@ def _refuse(model: Any) -> None:
         # Check the instance as well, because it may have a method that replaces the class's.
         if name in vars(model) or getattr(type(model), name) is not getattr(keras.Model, name)
     ]
-    with_activity = [
-        layer.name
-        for layer in model._flatten_layers()
-        if getattr(layer, "activity_regularizer", None) is not None
-    ]
+    layers = model._flatten_layers()
+    with_activity = [e.name for e in layers if getattr(e, "activity_regularizer", None) is not None]
     why = ""
     if keras.backend.backend() != "torch":
         why = (
@@ -139,10 +143,7 @@ def _refuse(model: Any) -> None:
             "compute_loss and compute_metrics in its place, or use automicro.Microbatcher"
         )
     elif model.jit_compile:
-        why = (
-            "jit_compile=True makes one program of forward, backward and step, which cannot be "
-            "stopped between them; compile with jit_compile=False"
-        )
+        why = _JIT
     elif model.steps_per_execution > 1:
         why = "steps_per_execution makes one step of several; leave it at 1"
     # A distribution acts on variables at their creation, before any step.
@@ -155,7 +156,7 @@ def _refuse(model: Any) -> None:
         )
     elif shared := _shared_by_ranks(model):
         why = (
-            f"{shared[0]} belongs to several ranks, which would not run out of memory together, "
+            f"{shared} belongs to several ranks, which would not run out of memory together, "
             "while Keras trains the rest on each alone; give Keras the plain module, with an "
             "optimizer whose apply() averages gradients over ranks, or use automicro.Microbatcher "
             "with DistributedDataParallel around the whole model"
@@ -178,10 +179,8 @@ class Enabled(Results):
         self._options = {**options}
         self._average = self._options.pop("loss_average", "auto")
         # Handled here: a Microbatcher only recognizes the batch norm layers of torch.
-        self._batchnorm = check_choice(
-            "batchnorm", self._options.pop("batchnorm", "warn"), BATCHNORM_MODES
-        )
-        self._has_warned = False
+        modes = [each for each in BATCHNORM_MODES if each != "exact"]
+        self._batchnorm = check_choice("batchnorm", self._options.pop("batchnorm", "warn"), modes)
         self._made: _Made | None = None
         self._returned: list[str] = []  # names of values from an overridden compute_metrics
         self._recorded = Recorded(
@@ -267,10 +266,7 @@ class Enabled(Results):
         key = (model._compile_loss, model.optimizer, *map(id, variables))
         if made is None or made.key != key:
             if model.jit_compile:
-                raise ValueError(
-                    "the model was compiled anew with jit_compile=True, which makes one program "
-                    "of forward, backward and step; compile with jit_compile=False"
-                )
+                raise ValueError(f"the model was compiled anew with {_JIT}")
             earlier, made = made, self._made_for(key, variables)
             if earlier is not None:
                 # A new loss hardly changes the memory per row.
@@ -292,7 +288,8 @@ class Enabled(Results):
             loss_average=average if counts is None else lambda flat: counts(new.pack(flat)),
             modules=list(_of_torch(self._model).values()),
             batchnorm="ignore",  # `_warn_of_batchnorm` covers the layers of Keras and torch
-            state=[self._recorded, *filter(_is_own, metrics_of(self._model))],
+            recorded=self._recorded,
+            state=[*filter(_is_own, metrics_of(self._model))],
         )
         return new
 
@@ -412,25 +409,22 @@ class Enabled(Results):
         if self._batchnorm == "error" and self._options.get("microbatch_size", "auto") is not None:
             raise UnsplittableModelError(
                 f"batchnorm='error', and layers average over the batch: {', '.join(names[:5])}; "
-                "replace them (GroupNormalization), freeze them (layer.trainable = False), or "
-                "train on whole batches only with microbatch_size=None or batchnorm='disable'"
+                f"{_WITHOUT_BATCHNORM}, or set microbatch_size=None or batchnorm='disable'"
             )
         return {**self._options, "microbatch_size": None}
 
     def _warn_of_batchnorm(self, result: StepResult) -> None:
         names = self._batchnorms()
-        if not names or self._has_warned or self._batchnorm == "ignore":
-            return
-        self._has_warned = True
-        warn(
-            f"{len(names)} BatchNormalization layer(s) ({', '.join(names[:5])}"
-            f"{', …' * (len(names) > 5)}) now average over {result.microbatch_size} rows at a time "
-            f"instead of {result.num_samples}, so gradients and moving averages are not those of "
-            "the whole batch; use GroupNormalization or LayerNormalization, freeze the layers "
-            "(layer.trainable = False), or say batchnorm='ignore' to accept it, 'disable' to "
-            "train on whole batches only",
-            BatchNormWarning,
-        )
+        if names and self._batchnorm == "warn":
+            self._batchnorm = "ignore"  # said once
+            warn(
+                f"{len(names)} BatchNormalization layer(s) ({', '.join(names[:5])}) now average "
+                f"over {result.microbatch_size} rows at a time instead of {result.num_samples}, so "
+                "gradients and moving averages are not those of the whole batch; "
+                f"{_WITHOUT_BATCHNORM}, or set batchnorm='ignore' to accept it, 'disable' to train "
+                "on whole batches only",
+                BatchNormWarning,
+            )
 
     def _batchnorms(self) -> list[str]:
         found = [
@@ -552,18 +546,15 @@ def _of_torch(model: Any) -> dict[str, nn.Module]:
     }
 
 
-def _shared_by_ranks(model: Any) -> list[str]:
-    """Descriptions of the parts of a model that are wrapped for several ranks or sharded."""
-    found = [
-        f"the {type(each).__name__} in the layer {name!r}"
-        for name, module in _of_torch(model).items()
-        for each in module.modules()
-        if isinstance(each, nn.parallel.DistributedDataParallel)
-        or any(map(is_sharded, each.parameters(recurse=False)))
-    ]
-    sharded = [each.path for each in model.variables if is_sharded(each.value)]
-    found += [f"the variable {path!r}" for path in sharded]
-    return found
+def _shared_by_ranks(model: Any) -> str:
+    """The first part of a model that is wrapped for several ranks or sharded, in words."""
+    for name, module in _of_torch(model).items():
+        for each in module.modules():
+            is_wrapped = isinstance(each, nn.parallel.DistributedDataParallel)
+            if is_wrapped or any(map(is_sharded, each.parameters(recurse=False))):
+                return f"the {type(each).__name__} in the layer {name!r}"
+    sharded = (each.path for each in model.variables if is_sharded(each.value))
+    return next((f"the variable {path!r}" for path in sharded), "")
 
 
 def variables_of(model: Any) -> list[Any]:

@@ -40,7 +40,6 @@ from automicro.microbatcher import Microbatcher
 from automicro.reach import OF_EVERY_MODULE
 from automicro.state.part import State
 from automicro.state.tensors import seen_version
-from automicro.step.feature import Feature, MicrobatchRun
 from automicro.step.metrics import MetricGuard, Metrics
 from automicro.step.results import EvalResult, StepResult
 from automicro.transaction.rng import RandomState, devices_of
@@ -212,8 +211,6 @@ class _Run:
         self._num_rows = 0  # of the current batch
         self._given: Any = None  # the original value passed to the module's log
         self._returned: tuple[Tensor | None, Any] = None, None  # loss and output of the last step
-        # Whether the next forward only fills a collective; `_Announcing` clears it for the batch.
-        self._is_filler = trainer.world_size > 1
         self.microbatcher: Microbatcher | None = None  # None before the first batch
         self.places = Replacements()  # replaced methods of the host
 
@@ -447,9 +444,6 @@ class _Run:
                     "AutoMicrobatch: LBFGS runs a batch several times in one step and compares "
                     "the losses, which must not differ by how it was cut; use another optimizer"
                 )
-            features = [*self._owner.options.get("features", ())]
-            if trainer.world_size > 1:  # fillers for other ranks run the step as well
-                features.append(_Announcing(self))
             # State that hooks inside an attempt change: counters, and attributes of callbacks.
             roots = dict(vars(self._loop.optim_progress.optimizer.zero_grad))
             for index, each in enumerate(self._hooked() if trainer.world_size == 1 else ()):
@@ -460,8 +454,8 @@ class _Run:
                 "backward": self._backward,
                 "optimizer": optimizers[0] if optimizers else None,
                 # All of these commit before the logged values, which may need metrics, are emitted.
-                "state": [self._recorded, self._metrics, State(lambda: roots)],
-                "features": features,
+                "recorded": self._recorded,
+                "state": [self._metrics, State(lambda: roots)],
             }
             self.microbatcher = self._owner.make(**own)
         return self.microbatcher
@@ -473,11 +467,7 @@ class _Run:
 
     def _forward(self, model: nn.Module, microbatch: Any) -> Any:
         recorded, rows = self._recorded, self._layout.num_rows(microbatch)
-        if not is_extra_pass():
-            if self._is_filler:
-                found, self._returned = self._step(microbatch), (None, None)
-                return found
-            self._is_filler = self._trainer.world_size > 1
+        self._metrics.is_filler = recorded.is_filler and not is_extra_pass()
         with recorded.step(rows), self._metrics.heard(rows < self._num_rows):
             found = self._step(microbatch)
             (own, output), self._returned = self._returned, (None, None)
@@ -578,16 +568,6 @@ class _InPiecesError(Exception):
     """The batch is split, but the gradients of the previous batch are not cleared yet."""
 
 
-class _Announcing(Feature):
-    """Mark forwards of the batch, in contrast to fillers for other ranks."""
-
-    def __init__(self, run: _Run) -> None:
-        self._run = run
-
-    def before(self, run: MicrobatchRun) -> None:
-        self._run._is_filler = False
-
-
 class _StepMetrics(Metrics):
     """Metrics of torchmetrics that a step calls, as a part of its transaction."""
 
@@ -602,6 +582,7 @@ class _StepMetrics(Metrics):
         self._module, self._recorded = module, recorded
         self._guard = MetricGuard(self._check, _OF_A_CALL, random_state, is_callers=False)
         self._own: Callable[..., Any] | None = None  # the original method that a check calls
+        self.is_filler = False  # whether the step only serves the collectives of other ranks
         self._forget()
 
     def _forget(self) -> None:
@@ -651,7 +632,7 @@ class _StepMetrics(Metrics):
         def called(own: Callable[..., Any], is_forward: bool, /, *given: Any, **named: Any) -> Any:
             nonlocal shadow
             # A check of this metric, or of one that contains it, calls the original method.
-            if self._own is not None:
+            if self._own is not None or self.is_filler:
                 return own(*given, **named)
             value, call = None, (given, named)
             if not waits(call, own):
@@ -686,7 +667,8 @@ class _StepMetrics(Metrics):
     def heard(self, is_split: bool) -> Iterator[None]:
         """Record calls of metrics during a step; in a batch, recording goes on until `prepare`."""
         is_extra = is_extra_pass()
-        if is_extra or (is_split and len(self._recorded.rows) == 1):
+        is_first = is_split and len(self._recorded.rows) == 1 and not self.is_filler
+        if is_extra or is_first:
             self._guard.expect(is_split=not is_extra)
             for name, metric in self._found().items():
                 if hasattr(metric, "_forward_cache"):

@@ -130,13 +130,12 @@ _SIZE_OF = {"train": "microbatch_size", "eval": "eval_microbatch_size"}
 
 def _refuse(trainer: Any, *, splits: bool = True) -> None:
     """Raise ValueError, with the remedy, if microbatches would be wrong with this trainer."""
-    args, accelerator = trainer.args, trainer.accelerator
+    args = trainer.args
     name = type(trainer).__name__
     of_trl = [each for each in type(trainer).__mro__ if each.__module__.startswith("trl.")]
     known = any(each.__name__ in _FLAVOURS for each in of_trl)
     losses = getattr(trainer, "loss_types", None) or [getattr(args, "loss_type", "")]
     across = sorted({str(each) for each in losses} & set(_COMPARE_PAIRS))
-    each_is_reduced = accelerator.gradient_state.plugin_kwargs.get("sync_each_batch", False)
     why = ""
     if getattr(trainer, "automicro", None) is not None:
         why = "automicro is enabled for this trainer already; call enable once"
@@ -149,13 +148,6 @@ def _refuse(trainer: Any, *, splits: bool = True) -> None:
         why = (
             f"{args.n_gpu} devices in one process (DataParallel) hand each its own rows; start a "
             "process for each: torchrun --nproc-per-node …"
-        )
-    elif accelerator.is_fsdp2 and args.gradient_accumulation_steps > 1 and not each_is_reduced:
-        why = (
-            "between the batches of gradient_accumulation_steps the trainer keeps whole gradients "
-            "of FSDP2 back, which are lost when memory runs out; let them be reduced at each: "
-            "TrainingArguments(…, accelerator_config={'gradient_accumulation_kwargs': "
-            "{'sync_each_batch': True}}), or let per_device_train_batch_size be the full batch"
         )
     elif str(args.optim).rpartition(".")[2].lower() in ("lomo", "adalomo") or "layerwise" in str(
         args.optim
@@ -179,7 +171,7 @@ def _refuse(trainer: Any, *, splits: bool = True) -> None:
         )
     if why:
         raise ValueError(f"automicro cannot be enabled for this {name}: {why}")
-    check_kind(accelerator)
+    check_kind(trainer.accelerator, args.gradient_accumulation_steps)
 
 
 def _compares_rows(trainer: Any) -> str:
@@ -252,14 +244,9 @@ class Enabled(Results):
             name: each.microbatcher.state_dict() for name, each in self._made.items()
         }
 
-    def let_go_of_other_models(self, model: nn.Module) -> None:
-        """Discard Microbatchers of other models, which would keep device memory."""
-        self._known = self.sizes()
-        self._made = {
-            name: each
-            for name, each in self._made.items()
-            if self._inner(each.key[0]) is self._inner(model)
-        }
+    def begin_run(self) -> None:
+        """Discard all Microbatchers, because one of another model would keep device memory."""
+        self._known, self._made = self.sizes(), {}
 
     # Training
 
@@ -390,7 +377,7 @@ class Enabled(Results):
                 scaler.scale(torch.zeros((), device=trainer.args.device))
         mean = "none" if divides else self._mean(model) if splits else declared or "auto"
         microbatcher = microbatcher_of(
-            model, self._options, **own, state=[self._recorded], loss_average=mean
+            model, self._options, **own, recorded=self._recorded, loss_average=mean
         )
         self._recall(name, microbatcher)
         return _Made(
@@ -496,7 +483,7 @@ class Enabled(Results):
         """Whether the loss is divided by the number of items; None if all losses tried are 0."""
         rows = self._rows_that_count(batch)
         for index in range(_ASKED):  # the same number of collectives on all ranks
-            answers = self._ask_all_ranks(model, rows[index % len(rows)], batch, loss_of)
+            answers = self._ask_all_ranks(model, rows[index % len(rows)], loss_of)
             # Take the largest loss of all ranks, so that all ranks decide alike.
             real, rest = max(answers, key=lambda found: abs(found[0]))
             # A row whose targets are all ignored has a loss of 0 in both cases.
@@ -516,36 +503,28 @@ class Enabled(Results):
             )
         return None
 
-    def _ask_all_ranks(
-        self, model: nn.Module, row: Any, batch: Any, loss_of: _LossOf
-    ) -> list[list[float]]:
-        """The results of `_ask` for one row on all ranks, or for the batch if one row fails."""
-        whys = []
-        # A row that fails alone may refer to other rows of its batch.
-        for rows in (row, batch):
-            found, failure = caught(functools.partial(self._ask, model, rows, loss_of))
-            runs_out = failure is not None and is_out_of_memory(failure)
-            if runs_out and rows is row:
-                found, failure = [0.0, 0.0], None  # the step itself will report this
-            every: list[Any] = [(found, failure is None)]
-            if dist.is_initialized() and dist.get_world_size() > 1:
-                # A rank that failed takes part too, because the other ranks would wait forever.
-                every *= dist.get_world_size()
-                dist.all_gather_object(every, every[0])
-            if all(is_well for _, is_well in every):
-                return [each for each, _ in every]
-            whys.append("" if failure is None else describe_error(failure))
+    def _ask_all_ranks(self, model: nn.Module, row: Any, loss_of: _LossOf) -> list[list[float]]:
+        """The results of `_ask` for one row on each rank."""
+        found, failure = caught(functools.partial(self._ask, model, row, loss_of))
+        if failure is not None and is_out_of_memory(failure):
+            found, failure = [0.0, 0.0], None  # the step itself will report this
+        every: list[Any] = [(found, failure is None)]
+        if dist.is_initialized() and dist.get_world_size() > 1:
+            # A rank that failed takes part too, because the other ranks would wait forever.
+            every *= dist.get_world_size()
+            dist.all_gather_object(every, every[0])
         try:
-            if runs_out:
-                raise LossError(
-                    "the batch does not fit, and it cannot be split, because one row cannot be "
-                    f"computed alone ({whys[0]}); give each row all that it refers to"
-                ) from failure
             if failure is not None:
-                raise failure
+                raise LossError(
+                    f"the loss of one row cannot be computed alone ({describe_error(failure)}), so "
+                    "the batch cannot be split; give each row all that it refers to, "
+                    f"{_KEEPS_WHOLE}"
+                ) from failure
         finally:
             failure = None  # break the reference cycle with the traceback
-        raise PeerFailedError("another rank could not compute its rows; its error says why")
+        if not all(is_well for _, is_well in every):
+            raise PeerFailedError("another rank could not compute its rows; its error says why")
+        return [each for each, _ in every]
 
     def _ask(self, model: nn.Module, row: Any, loss_of: _LossOf) -> list[float]:
         """The loss of a row divided by one item, and by a very large number of items."""
@@ -654,7 +633,7 @@ class Sizes(TrainerCallback, ExportableState):
         # A checkpoint from a run without automicro has no entry for this callback.
         state.stateful_callbacks.setdefault(type(self).__name__, {})
         if self.enabled is not None:
-            self.enabled.let_go_of_other_models(kwargs["model"])
+            self.enabled.begin_run()
 
 
 # State of trainers

@@ -575,6 +575,7 @@ def fitted(model: Any, **options: Any) -> Any:
         (lambda: enable(torch.nn.Linear(1, 1)), TypeError, "takes a keras.Model"),
         (lambda: enable(classifier(), forward=print), TypeError, "that is Keras' to say"),
         (lambda: enable(classifier(), micro=3), TypeError, "micro.* is not known"),
+        (lambda: enable(classifier(), batchnorm="exact"), ValueError, "'exact' is not known"),
         (lambda: enable(enabled()), ValueError, "enabled for this model already"),
         (lambda: enable(keras.Sequential([layers.Dense(1)])), ValueError, "call model.compile"),
         (lambda: enable(of_own_step()), ValueError, "a train_step of its own"),

@@ -134,3 +134,18 @@ def test_one_batch_tells_a_count_that_is_set_from_one_that_adds_up(
         step(8, hits[3])
         recorded.prepare()
     assert [str(each.message).startswith("kept.") for each in said] == [True] * ("set" in way)
+
+
+def test_a_filler_for_other_ranks_tells_nothing_and_leaves_no_trace() -> None:
+    kept, told = SimpleNamespace(total=0.0), list[float]()
+    recorded = Recorded(lambda: {"kept": kept})
+    recorded.begin()
+    for is_filler in (False, True):
+        recorded.is_filler = is_filler
+        with recorded.step(2):
+            kept.total += 1.0
+            recorded.note("right", kept.total, tell=lambda value, _: told.append(value))
+            recorded.came_to(torch.tensor(kept.total))
+    recorded.prepare()
+    recorded.tell(torch.tensor(1.0))
+    assert (recorded.is_split, kept.total, told) == (False, 1.0, [1.0])

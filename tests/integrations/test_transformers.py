@@ -577,41 +577,14 @@ def test_rows_that_share_one_tensor_unevenly_are_refused_by_name_or_stay_whole(
     }
     expected = run(make(case, tmp_path, **given))
     ours = make(case, tmp_path, with_us=True, options=options, **given)
-    refusal = r"rows such as .* have none on their own|rows of the batch do not agree: .*'shared'"
-    with pytest.raises((LossAverageError, BatchError), match=refusal):
+    refusal = r"of one row cannot be computed alone|rows of the batch do not agree: .*'shared'"
+    with pytest.raises((LossError, BatchError), match=refusal):
         ours.train()
     assert ours.state.global_step == 0
     whole = {**options, **EVERY_BATCH_WHOLE, "batch_layout": {"images": "shared"}}
     found = run(make(case, tmp_path, with_us=True, options=whole, **given))
     assert all(map(torch.equal, found[0], expected[0]))
     assert found[1:] == expected[1:]
-
-
-def test_a_row_that_cannot_be_computed_alone_leaves_the_question_to_the_whole_batch(
-    tmp_path: Path,
-) -> None:
-    class Paired(runs.Own):
-        """Two rows at least, as a normalisation over rows needs them: a sum over items."""
-
-        def forward(
-            self, input_ids: Tensor, labels: Tensor | None = None, **kwargs: Any
-        ) -> dict[str, Tensor]:
-            if len(input_ids) < 2:
-                raise ValueError("one row has no pair")
-            found = super().forward(input_ids, labels)
-            rows = len(input_ids)
-            return {**found, "loss": found["loss"] * rows / kwargs.get("num_items_in_batch", rows)}
-
-    case = Case(model=Paired, data=runs.classes)
-    options = {"microbatch_size": 4, "eval_microbatch_size": 4, "probe": False}
-    plain = run(make(case, tmp_path, dtype=torch.float64))
-    ours = make(case, tmp_path, dtype=torch.float64, with_us=True, options=options)
-    found = run(ours)
-    assert ours.automicro.last.loss_average_is == "declared"  # a sum
-    assert furthest(found[0], plain[0]) < 1e-12
-    ours = make(case, tmp_path, with_us=True, options=options)
-    with MemoryBudget("200KiB"), pytest.raises(LossError, match="cannot be split, because one row"):
-        ours.train()
 
 
 class MeanOfTokens(Trainer):
@@ -1180,7 +1153,7 @@ def test_fsdp2_that_keeps_gradients_back_is_refused(tmp_path: Path) -> None:
     trainer = make(CASES["accumulation 4"], tmp_path)
     trainer.accelerator.state.distributed_type = DistributedType.FSDP
     trainer.accelerator.state.fsdp_plugin = SimpleNamespace(fsdp_version=2)
-    with pytest.raises(ValueError, match=r"gradients of FSDP2 back, .*'sync_each_batch': True"):
+    with pytest.raises(ValueError, match=r"gradients of FSDP2 are kept.*'sync_each_batch': True"):
         enable(trainer)
     trainer.accelerator.gradient_state.plugin_kwargs["sync_each_batch"] = True
     enable(trainer)
