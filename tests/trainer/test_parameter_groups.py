@@ -86,11 +86,12 @@ WRONG: dict[str, tuple[Any, str]] = {
     "a mistyped name": (
         [{"params": "norm.*"}, {"params": ["norm.bias", "blok.weight"]}],
         "parameter_groups[1]: 'blok.weight' matches no parameter of the model (did you mean "
-        "'block.weight'?): correct it",
+        "'block.weight'?); use names such as 'embed.weight', 'block.weight', 'block.bias', with * "
+        "for any letters",
     ),
     "nothing like it": (
         [{"params": "*zzz*"}],
-        "parameter_groups[0]: '*zzz*' matches no parameter of the model: use names such as "
+        "parameter_groups[0]: '*zzz*' matches no parameter of the model; use names such as "
         "'embed.weight', 'block.weight', 'block.bias', with * for any letters",
     ),
     "all taken": (
