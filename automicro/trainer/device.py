@@ -18,7 +18,8 @@ def choose_device(device: torch.device | str) -> torch.device:
     device(type='cpu')
     """
     if isinstance(device, str) and device == "auto":
-        device = _best_device()
+        best = torch.accelerator.current_accelerator(check_available=True)
+        device = "cpu" if best is None else best.type
     try:
         # A new tensor shows which index "cuda" currently has.
         found = torch.empty(0, device=device).device
@@ -30,11 +31,6 @@ def choose_device(device: torch.device | str) -> torch.device:
     if found.type == "meta":
         raise ValueError("device='meta' holds no data, so nothing can train there; pass 'auto'")
     return found
-
-
-def _best_device() -> str:
-    there = torch.accelerator.current_accelerator(check_available=True)
-    return "cpu" if there is None else there.type
 
 
 def describe_device(device: torch.device, memory_limit: str | int | float | None) -> str:

@@ -15,7 +15,7 @@ from automicro.checkpoints.rng import restore_rng_state, rng_state
 from automicro.events.run import ExpectedValues, LoopState, PhaseState, Sizes
 from automicro.loss.weights import LossMean
 from automicro.microbatcher import Microbatcher
-from automicro.ranks.interface import Ranks
+from automicro.ranks.interface import Ranks, announcing_failure
 from automicro.step.results import EvalResult
 from automicro.trainer.context import RunContext
 from automicro.trainer.data.loading import (
@@ -27,11 +27,10 @@ from automicro.trainer.data.loading import (
     samplers_of,
 )
 from automicro.trainer.data.sharing import shared_sampler
-from automicro.trainer.evaluators import INHERITED, Evaluator, read_evaluators
+from automicro.trainer.evaluators import Evaluator, is_inherited, read_evaluators
 from automicro.trainer.metrics import MetricSet
 from automicro.trainer.progress import StatusLine, count_of, evaluation_line, position, size_lines
 from automicro.trainer.same_on_all_ranks import (
-    announcing_once,
     compare_orders,
     of_all_ranks,
     outline_evaluations,
@@ -121,7 +120,7 @@ class Evaluation:
             here = PhaseState()
             try:
                 context.tell("eval_start")
-                with announcing_once(self.microbatcher.ranks), self.microbatcher.evaluating():
+                with announcing_failure(self.microbatcher.ranks), self.microbatcher.evaluating():
                     found = self._pass(here, context, is_stopped)
             finally:
                 self.metrics.reset()  # its counts would take memory from training
@@ -185,7 +184,14 @@ class Evaluation:
                 context.progress.status(partial(self._describe, batches, here.cut))
             if result is None:  # on any rank
                 raise empty(self.dataloader, self.loader_name)
-            values = self._losses_of_all(ranks, losses) | self.metrics.compute()
+            sampler = shared_sampler(self.dataloader)
+            own = losses, None if sampler is None else sampler.checksum
+            told = of_all_ranks(ranks, own, f"adding up the losses of {self.loader_name}")
+            compare_orders([checksum for _, checksum in told], self.loader_name)
+            total = LossMean()
+            for each, _ in told:
+                total.merge(each)
+            values = total.compute() | self.metrics.compute()
         return values, samples, result.microbatch_size
 
     def _describe(self, batches: int, cut: Sizes | None) -> StatusLine:
@@ -196,16 +202,6 @@ class Evaluation:
         share = None if not total else min(1.0, batches / total)
         text = f"{what}: {count_of(batches, 'batch')}{'' if total is None else f' of {total:,}'}"
         return StatusLine(where=text, words=[f"microbatches {cut}"], share=share)
-
-    def _losses_of_all(self, ranks: Ranks, losses: LossMean) -> dict[str, float]:
-        sampler = shared_sampler(self.dataloader)
-        own = losses, None if sampler is None else sampler.checksum
-        told = of_all_ranks(ranks, own, f"adding up the losses of {self.loader_name}")
-        compare_orders([checksum for _, checksum in told], self.loader_name)
-        total = LossMean()
-        for each, _ in told:
-            total.merge(each)
-        return total.compute()
 
     def _batches(self, *, has_peers: bool) -> Iterator[Any]:
         batches = fetch(self.dataloader, self.loader_name, may_be_empty=has_peers)
@@ -220,9 +216,7 @@ class EvaluationFactory:
 
     microbatcher: Microbatcher
     make_microbatcher: Callable[..., Microbatcher]
-    metrics: Any
-    microbatch_size: Any
-    interval: Duration | None
+    inherited: Mapping[str, Any]  # the options of evaluators that do not have their own
     device: torch.device
     share: Callable[..., Any]
 
@@ -243,22 +237,19 @@ class EvaluationFactory:
         ]
 
     def _make(self, name: str, evaluator: Evaluator, loader_name: str) -> Evaluation:
-        microbatcher, has_own_size = self.microbatcher, not _is_inherited(evaluator.microbatch_size)
-        if name or has_own_size:
-            size = evaluator.microbatch_size if has_own_size else self.microbatch_size
+        own = {key: each for key, each in vars(evaluator).items() if not is_inherited(each)}
+        options = {**self.inherited, **own}
+        microbatcher, every = self.microbatcher, options["interval"]
+        if name or "microbatch_size" in own:
+            size = options["microbatch_size"]
             microbatcher = self.make_microbatcher(eval_microbatch_size=size)
-        every = self.interval
-        if not _is_inherited(evaluator.interval):
-            given = evaluator.interval
-            every = None if given is None else read_duration("interval", given)
-        metrics = self.metrics if _is_inherited(evaluator.metrics) else evaluator.metrics
         return Evaluation(
             name=name,
             dataloader=self.share(evaluator.dataloader, loader_name, is_evaluated=True),
             max_batches=evaluator.max_batches,
             microbatcher=microbatcher,
-            metrics=MetricSet(metrics, self.device),
-            interval=Interval(every),
+            metrics=MetricSet(options["metrics"], self.device),
+            interval=Interval(None if every is None else read_duration("interval", every)),
             loader_name=loader_name,
         )
 
@@ -272,10 +263,6 @@ def expected_values(
         training=training.names,
         has_one_loss=type(loss_fn).__module__ == nn.MSELoss.__module__,
     )
-
-
-def _is_inherited(value: object) -> bool:
-    return isinstance(value, str) and value == INHERITED
 
 
 class EvaluationPlan:

@@ -30,12 +30,12 @@ from automicro.reach import generators_in, kinds_of_loading
 from automicro.state.capture import capture
 from automicro.step.results import EvalResult, StepResult
 from automicro.torch_private import forget_workers
-from automicro.trainer.context import RunContext
 from automicro.trainer.data import loading
+from automicro.trainer.data.feed import Feed
 from automicro.trainer.data.sharing import SharedSampler
-from automicro.trainer.evaluation import Evaluation
-from automicro.trainer.metrics import MetricSet
+from automicro.trainer.evaluation import Evaluation, EvaluationPlan
 from automicro.trainer.progress import count_of
+from automicro.trainer.step import TrainingStep
 from automicro.trainer.surroundings import refuse_lazy
 from automicro.units import Unit, format_bytes
 from automicro.values import walk
@@ -321,25 +321,22 @@ class RehearsalReport:
 class Rehearsal:
     """Runs the costliest batches before the first step of a run and rolls them back."""
 
-    loader: Any
-    microbatcher: Microbatcher
-    metrics: MetricSet
-    evaluations: Sequence[Evaluation]
-    context: RunContext
+    step: TrainingStep
+    feed: Feed
+    evaluations: EvaluationPlan
     count_rows: Callable[[Any], int]
-    accumulate_batches: int
     report: RehearsalReport | None = None
     at: str | None = None
 
     def run(self) -> None:
         """Rehearse and report the result; all ranks must call this."""
         # Lazy modules would get other random weights in a rehearsal than in the run.
-        refuse_lazy("rehearse='worst'", self.context.run.modules)
-        context, report = self.context, RehearsalReport()
+        refuse_lazy("rehearse='worst'", self.step.context.run.modules)
+        context, report = self.step.context, RehearsalReport()
         self.at = "in the rehearsal before the first step"
         try:
             self._train(report)
-            why = self.microbatcher.why_not_reserved
+            why = self.step.microbatcher.why_not_reserved
             if why is not None:
                 report.unknown.append(f"what the optimizer's first step takes is not known ({why})")
             for evaluation in self.evaluations:
@@ -353,20 +350,23 @@ class Rehearsal:
         context.tell("rehearsal_end", report)
 
     def _train(self, report: RehearsalReport) -> None:
-        context, duration, most_batches = self.context, self.context.run.max_duration, None
+        context = self.step.context
+        duration, most_batches = context.run.max_duration, None
         if duration.unit is Unit.BATCHES:
-            most_batches = duration.value * self.accumulate_batches
+            most_batches = duration.value * self.feed.group_size
         # From the second batch on, the gradients of earlier ones take memory next to it.
-        copies = min(2, self.accumulate_batches)
+        copies = min(2, self.feed.group_size)
 
         def run(batch: Any) -> StepResult:
             batches = [] if batch is None else [batch] * copies
-            return self.microbatcher.accumulate(batches, self.metrics.metrics)
+            return self.step.microbatcher.accumulate(batches, self.step.metrics.metrics)
 
-        with undisturbed(self.loader, *context.callbacks.transforming):
+        with undisturbed(self.feed.loader, *context.callbacks.transforming):
             epoch, name = context.state.epoch, "train_dataloader"
-            scan = self._scan(self.loader, name, report, epoch=epoch, most_batches=most_batches)
-            report.batches.extend(self._twice(scan, run, self.microbatcher, copies=copies))
+            scan = self._scan(
+                self.feed.loader, name, report, epoch=epoch, most_batches=most_batches
+            )
+            report.batches.extend(self._twice(scan, run, self.step.microbatcher))
 
     def _evaluate(self, evaluation: Evaluation, report: RehearsalReport) -> None:
         name, microbatcher = evaluation.loader_name, evaluation.microbatcher
@@ -381,15 +381,15 @@ class Rehearsal:
         with undisturbed(loader):
             scan = self._scan(loader, name, report, most_batches=evaluation.max_batches)
             # In the run, the optimizer's state is on the device during evaluations.
-            self.microbatcher.hold_reservation()
+            self.step.microbatcher.hold_reservation()
             try:
                 with microbatcher.evaluating():
                     report.batches.extend(self._twice(scan, run, microbatcher, phase="eval"))
             finally:
-                self.microbatcher.release_reservation()
+                self.step.microbatcher.release_reservation()
 
     def _scan(self, loader: Any, name: str, report: RehearsalReport, **limits: Any) -> _Scan:
-        progress = self.context.progress
+        progress = self.step.context.progress
         progress.doing(f"rehearsal: looking for the costliest batches of {name}")
         scan = find_costliest(loader, name, rows_of=self.count_rows, **limits)
         report.looked_at[name] = str(scan)
@@ -403,47 +403,34 @@ class Rehearsal:
         return scan
 
     def _twice(
-        self,
-        scan: _Scan,
-        run: _Run,
-        microbatcher: Microbatcher,
-        *,
-        copies: int = 1,
-        phase: str = "train",
+        self, scan: _Scan, run: _Run, microbatcher: Microbatcher, *, phase: str = "train"
     ) -> Iterator[_RehearsedBatch]:
         """Find the size of each batch, then run all again with the sizes learned from all."""
-        first = list[StepResult | EvalResult]()
-        with microbatcher.rehearsing():
-            for this in self._chosen(scan):
-                first.append(self._try(this, scan, partial(_settled, run), phase=phase))
-        with microbatcher.rehearsing():  # larger sizes are no longer tried, as in the run
-            for before, this in zip(first, self._chosen(scan), strict=True):
-                result = self._try(this, scan, run, phase=phase)
-                rehearsed = _RehearsedBatch(
-                    batch=this,
-                    loader=scan.name,
-                    cut=dataclasses.replace(
-                        Sizes.of(result),
-                        num_rows=result.num_samples // copies,
-                        num_microbatches=result.num_microbatches // copies,
-                    ),
-                    ooms=before.ooms + result.ooms,
-                    peak_bytes=result.peak_bytes,
-                )
-                self.context.progress.line(f"  {rehearsed}")
-                yield rehearsed
-
-    def _chosen(self, scan: _Scan) -> Iterator[_CostlyBatch | None]:
-        ranks, number = self.context.ranks, len(scan.batches)
+        copies = min(2, self.feed.group_size) if phase == "train" else 1
         # A rank with fewer batches takes part without rows.
-        yield from itertools.islice(
-            itertools.chain(scan.batches, itertools.repeat(None)), int(ranks.most(float(number)))
-        )
+        number = int(self.step.context.ranks.most(float(len(scan.batches))))
+        chosen = [*scan.batches, *[None] * (number - len(scan.batches))]
+        found = list[list[StepResult | EvalResult]]()
+        for each in (partial(_settled, run), run):  # the second tries no larger sizes, as the run
+            with microbatcher.rehearsing():
+                found.append([self._try(this, scan, each, phase=phase) for this in chosen])
+        for this, before, result in zip(chosen, *found, strict=True):
+            cut = dataclasses.replace(
+                Sizes.of(result),
+                num_rows=result.num_samples // copies,
+                num_microbatches=result.num_microbatches // copies,
+            )
+            ooms, peak = before.ooms + result.ooms, result.peak_bytes
+            rehearsed = _RehearsedBatch(
+                batch=this, loader=scan.name, cut=cut, ooms=ooms, peak_bytes=peak
+            )
+            self.step.context.progress.line(f"  {rehearsed}")
+            yield rehearsed
 
     def _try(
         self, this: _CostlyBatch | None, scan: _Scan, run: _Run, *, phase: str
     ) -> StepResult | EvalResult:
-        context = self.context
+        context = self.step.context
         batch = None if this is None else this.make()
         if batch is not None and phase == "train":
             batch = context.callbacks.transform(context.run, batch)

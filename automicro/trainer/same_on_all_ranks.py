@@ -1,7 +1,6 @@
 """Checks that ranks have the same arguments, and agreement among ranks between steps."""
 
-import contextlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import fields
 from typing import Any, TypeAlias
 
@@ -10,7 +9,7 @@ import torch.distributed as dist
 from torch import nn
 
 from automicro.callbacks import ExponentialMovingAverage
-from automicro.errors import DesyncError, facts_of
+from automicro.errors import DesyncError
 from automicro.events.callback import Callback
 from automicro.features import WORDS
 from automicro.ranks.interface import Ranks
@@ -147,19 +146,6 @@ def any_rank(ranks: Ranks, *answers: bool) -> list[bool]:
     [True, False]
     """
     return [number > 0 for number in ranks.add_up(map(float, answers))]
-
-
-@contextlib.contextmanager
-def announcing_once(ranks: Ranks) -> Iterator[None]:
-    """Notify the other ranks of an error in the block unless they know of it."""
-    # An orderly stop, which all ranks have agreed on, is not an error.
-    try:
-        yield
-    except BaseException as error:
-        known = facts_of(error)
-        if not known.is_told and known.stopped is None:
-            ranks.fail(error)
-        raise
 
 
 def of_all_ranks(ranks: Ranks, value: Any, point: str) -> list[Any]:

@@ -20,6 +20,7 @@ from automicro.modules import is_parallel
 from automicro.optimizer.step import GradientScaler
 from automicro.options import check_choice, read_amount, resolve_device, unwrapped
 from automicro.policy.choose import make_policy
+from automicro.ranks.interface import Ranks
 from automicro.step.feature import Feature
 from automicro.trainer.context import RunContext
 from automicro.trainer.counting import Counter
@@ -37,14 +38,10 @@ from automicro.trainer.optimizer import (
     read_scheduler_interval,
 )
 from automicro.trainer.parallel import check_parallel, splits_layers, wrap
-from automicro.trainer.processes import Process, meet, own_device, process_here, said_by_first
+from automicro.trainer.processes import Process, meet, own_device, process_here
 from automicro.trainer.progress import RunSettings
 from automicro.trainer.rehearsal import MODES, Rehearsal
-from automicro.trainer.resume.checkpointer import (
-    Checkpointer,
-    check_best_metric,
-    read_checkpoint,
-)
+from automicro.trainer.resume.checkpointer import Checkpointer, check_best_metric, read_checkpoint
 from automicro.trainer.resume.snapshot import Part, Scope, Snapshot
 from automicro.trainer.same_on_all_ranks import outline_given, outline_options, require_same
 from automicro.trainer.step import FinitenessGuard, TrainingStep
@@ -99,13 +96,13 @@ class PlacedModel:
         if self._parallel is not None:
             self.called = wrap(self._parallel, self.modules, self.device, self.place)
 
-    def sharing(self) -> Callable[..., Any]:
+    def sharing(self, ranks: Ranks) -> Callable[..., Any]:
         """Return the function that shares a loader among ranks; all ranks must call this."""
         if not self.is_shared:
             return lambda loader, name, is_evaluated=False: loader
         seed = self._options["seed"]
-        order = torch.initial_seed() if seed is None else seed
-        order = said_by_first(order % 2**32, self.device)
+        own = torch.initial_seed() if seed is None else seed
+        order = int(ranks.from_first([float(own % 2**32)])[0])
         return LoaderSharing(
             self.place,
             seed=order,
@@ -254,17 +251,6 @@ def assemble_fit(
         accumulate_batches=accumulate_batches,
     )
     plan = EvaluationPlan(evaluations, context)
-    rehearsal = None
-    if options["rehearse"] is not None:
-        rehearsal = Rehearsal(
-            loader=loader,
-            microbatcher=microbatcher,
-            metrics=metrics,
-            evaluations=evaluations,
-            context=context,
-            count_rows=BatchLayout(options["batch_layout"]).num_rows,
-            accumulate_batches=accumulate_batches,
-        )
     config = read_checkpoint(options["checkpoint"])
     checkpointer = None
     if config is not None:
@@ -294,16 +280,21 @@ def assemble_fit(
             scheduler_interval=scheduler_interval,
         )
         checkpointer = Checkpointer(config, snapshot, context)
+    step = TrainingStep(
+        microbatcher=microbatcher,
+        update=update,
+        metrics=metrics,
+        guard=FinitenessGuard(non_finite.mode),
+        tokens=tokens,
+        seconds=seconds,
+        context=context,
+    )
+    rehearsal = None
+    if options["rehearse"] is not None:
+        count_rows = BatchLayout(options["batch_layout"]).num_rows
+        rehearsal = Rehearsal(step=step, feed=feed, evaluations=plan, count_rows=count_rows)
     return Fit(
-        step=TrainingStep(
-            microbatcher=microbatcher,
-            update=update,
-            metrics=metrics,
-            guard=FinitenessGuard(non_finite.mode),
-            tokens=tokens,
-            seconds=seconds,
-            context=context,
-        ),
+        step=step,
         feed=feed,
         context=context,
         evaluations=plan,

@@ -23,7 +23,7 @@ from automicro.nested.parts import NestedParts
 from automicro.options import check_model, read_flag
 from automicro.policy.explore import Explore
 from automicro.policy.policy import Policy
-from automicro.ranks.interface import announcing_failed_construction
+from automicro.ranks.interface import announcing_failed_construction, announcing_failure
 from automicro.savers.levels import Savers
 from automicro.step.feature import Feature, check_features
 from automicro.trainer.context import RunContext
@@ -42,10 +42,7 @@ from automicro.trainer.optimizer import (
 from automicro.trainer.parallel import whole_state_dict
 from automicro.trainer.progress import count_of, describe_parameters
 from automicro.trainer.report import FitSummary
-from automicro.trainer.same_on_all_ranks import (
-    announcing_once,
-    require_same,
-)
+from automicro.trainer.same_on_all_ranks import require_same
 from automicro.trainer.setup import MicrobatcherFactory, PlacedModel, assemble_fit
 from automicro.trainer.surroundings import RunSurroundings, noting, prepare_cublas
 from automicro.units import Duration, parse_time, read_duration
@@ -280,13 +277,15 @@ class Trainer:
             failures=Failures(device=device, rank=place.rank),
             mode=OptimizerMode(optimizer),
         )
-        share = placed.sharing()
+        share = placed.sharing(self._microbatcher.ranks)
         self._evaluating = EvaluationFactory(
             microbatcher=self._microbatcher,
             make_microbatcher=partial(factory.make, features=of_callbacks),
-            metrics=model_metrics(model, is_train=False) if metrics is None else metrics,
-            microbatch_size=eval_microbatch_size,
-            interval=every,
+            inherited={
+                "metrics": model_metrics(model, is_train=False) if metrics is None else metrics,
+                "microbatch_size": eval_microbatch_size,
+                "interval": every,
+            },
             device=device,
             share=share,
         )
@@ -421,7 +420,7 @@ class Trainer:
                 fit.extend(more)
             fit.require_more()
             with (
-                announcing_once(ranks),
+                announcing_failure(ranks),
                 ranks.guarding_calls(),
                 self._session.open(self._context),
                 noting(fit.where),
@@ -465,11 +464,7 @@ class Trainer:
                 "loader to eval()"
             )
         phase, ranks = PhaseState(), self._microbatcher.ranks
-        with (
-            announcing_once(ranks),
-            ranks.guarding_calls(),
-            self._session.open(self._context),
-        ):
+        with announcing_failure(ranks), ranks.guarding_calls(), self._session.open(self._context):
             for evaluation in evaluations:
                 evaluation.run(phase, self._context)
         return phase.metrics

@@ -69,11 +69,6 @@ WRONG: dict[str, tuple[Any, str]] = {
         f"parameter_groups is of type dict, not a list: {FORM}",
     ),
     "text": ("*.bias", f"parameter_groups is of type str, not a list: {FORM}"),
-    "patterns without a mapping": (["*.bias"], f"parameter_groups[0] is '*.bias', {UNNAMED}"),
-    "no params": (
-        [{"params": "*.bias"}, {"weight_decay": 0.0}],
-        f"parameter_groups[1] is {{'weight_decay': 0.0}}, {UNNAMED}",
-    ),
     "no names": ([{"params": []}], f"parameter_groups[0] is {{'params': []}}, {UNNAMED}"),
     "a number for a name": (
         [{"params": [3]}],

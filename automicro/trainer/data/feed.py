@@ -53,7 +53,7 @@ class Feed:
     def __init__(
         self, loader: Any, name: str, *, has_peers: bool = False, accumulate_batches: int = 1
     ) -> None:
-        self._loader = loader
+        self.loader = loader
         self._sampler = sampler = sharing.shared_sampler(loader)
         self._plans = sampler if isinstance(sampler, LengthBatchSampler) else None
         self.group_size = accumulate_batches
@@ -72,7 +72,7 @@ class Feed:
     def num_batches(self, epoch: int) -> int | None:
         """Number of batches in a pass, if the loader has a length."""
         if self._plans is None:
-            return loading.num_batches(self._loader)
+            return loading.num_batches(self.loader)
         self._plans.set_epoch(epoch)
         return self._plans.num_rounds_before + len(self._plans)
 
@@ -120,7 +120,7 @@ class Feed:
 
     def emptiness(self) -> DataLoaderError:
         """Create the error for a pass without a batch on any rank."""
-        return loading.empty(self._loader, self._name)
+        return loading.empty(self.loader, self._name)
 
     def require_same_order(self, ranks: Ranks) -> None:
         """Compare the order of the current pass with other ranks; all ranks must call this."""
@@ -132,19 +132,19 @@ class Feed:
         if self._loaded is not None:
             return dict(self._loaded)
         # Calling `state_dict` before a pass makes torchdata's loader begin one.
-        own = self._loader.state_dict() if self._passes and self._keeps_state else None
+        own = self.loader.state_dict() if self._passes and self._keeps_state else None
         return {
             "persistent": self._is_persistent,
             "now": self._place(),
             "passes": [dict(vars(each)) for each in self._passes],
             "loader": own,
-            "order": sharing.describe_loader(self._loader),
+            "order": sharing.describe_loader(self.loader),
             "accumulate_batches": self.group_size,
         }
 
     def reshard(self, states: Sequence[Mapping[str, Any]], *, rank: int) -> dict[str, Any]:
         """Convert the state within a pass for another number of ranks."""
-        order, last = sharing.describe_loader(self._loader), states[0]["passes"][-1]
+        order, last = sharing.describe_loader(self.loader), states[0]["passes"][-1]
         # In the last batches of a pass, some ranks can be out of rows.
         given = max(int(each["passes"][-1]["given"]) for each in states if each["passes"])
         start, is_over = dict(last["start"]), False
@@ -195,7 +195,7 @@ class Feed:
     ) -> None:
         """Raise an error if the ranks share no order, or not the saved one."""
         was, reason = states[0]["order"], ""
-        if states[0]["loader"] is not None or hasattr(self._loader, "load_state_dict"):
+        if states[0]["loader"] is not None or hasattr(self.loader, "load_state_dict"):
             reason = "keeps a position of its own on each rank, which says nothing about other rows"
         elif None in (was["shared_by"], here["shared_by"]):
             where = "here" if here["shared_by"] is None else "in the checkpoint"
@@ -215,7 +215,7 @@ class Feed:
                 if not all(same_values(each[0], other) for other in each):
                     reason = f"has a generator {place} that stood at another place on each rank"
         if reason:
-            raise CheckpointError(f"{self._name} ({type(self._loader).__name__}) {reason}")
+            raise CheckpointError(f"{self._name} ({type(self.loader).__name__}) {reason}")
 
     def between_epochs(self, state: Mapping[str, Any]) -> dict[str, Any]:
         """Convert a state to one from which the next pass begins at its start."""
@@ -227,7 +227,7 @@ class Feed:
         if state["loader"] is not None and not self._keeps_state:
             raise DataLoaderError(
                 f"the checkpoint holds the position of a {self._name} that kept its own, and this "
-                f"{type(self._loader).__name__} has no load_state_dict; pass a loader of that kind"
+                f"{type(self.loader).__name__} has no load_state_dict; pass a loader of that kind"
             )
         last = passes[-1] if passes else None
         # Training can end with the last batch, before the loader reports the end of the pass.
@@ -240,7 +240,7 @@ class Feed:
                 f"which the batches of {self._name} would come in another order; pass that"
             )
         self._passes, self._loaded = passes, state
-        loading.write_generators(loading.find_generators(self._loader), state["now"]["generators"])
+        loading.write_generators(loading.find_generators(self.loader), state["now"]["generators"])
         if self._sampler is not None and state["order"]["shared_by"] is not None:
             self._sampler.seed = state["order"]["seed"]  # for the following passes
         if last is not None and not last.is_complete:
@@ -251,11 +251,11 @@ class Feed:
         first = self._first_attributes
         return {
             "rng": rng_state(),
-            "generators": loading.read_generators(loading.find_generators(self._loader)),
+            "generators": loading.read_generators(loading.find_generators(self.loader)),
             # Only the attributes that have changed since before the first pass.
             "attributes": {
                 place: value
-                for place, value in loading.read_attributes(self._loader).items()
+                for place, value in loading.read_attributes(self.loader).items()
                 if place not in first or not same_values(first[place], value)
             },
             "position": None,  # set for a `LengthBatchSampler`
@@ -264,8 +264,8 @@ class Feed:
     def _go_back(self, place: Mapping[str, Any]) -> None:
         """Restore all state that decides the batches of a pass."""
         restore_rng_state(place["rng"])
-        loading.write_generators(loading.find_generators(self._loader), place["generators"])
-        loading.write_attributes(self._loader, {**self._first_attributes, **place["attributes"]})
+        loading.write_generators(loading.find_generators(self.loader), place["generators"])
+        loading.write_attributes(self.loader, {**self._first_attributes, **place["attributes"]})
 
     def _set_plan(self, start: _Pass) -> None:
         """Restore the position of the sampler before a pass."""
@@ -284,10 +284,10 @@ class Feed:
             self._passes.clear()
         start = _Pass(epoch=epoch, start=self._place())
         self._passes.append(start)
-        loading.announce_epoch(self._loader, epoch)
+        loading.announce_epoch(self.loader, epoch)
         if self._plans is not None:
             start.start["position"] = self._plans.state_dict(batches_given=0)
-        return loading.begin(self._loader)
+        return loading.begin(self.loader)
 
     def _take_up(self, loaded: Mapping[str, Any], epoch: int) -> Iterator[Any] | None:
         """Continue the loaded pass if it was saved in the middle of this epoch."""
@@ -299,27 +299,27 @@ class Feed:
                 iterator = self._load_position(loaded["loader"], last, is_in_the_middle)
             elif self._is_persistent or is_in_the_middle:
                 if self._is_persistent:
-                    forget_workers(self._loader)
+                    forget_workers(self.loader)
                 for each in self._passes:
                     iterator = self._repeat(each)
         finally:
             now = loaded["now"]
-            loading.write_generators(loading.find_generators(self._loader), now["generators"])
-            loading.write_attributes(self._loader, now["attributes"])
+            loading.write_generators(loading.find_generators(self.loader), now["generators"])
+            loading.write_attributes(self.loader, now["attributes"])
             restore_rng_state(here)
         return iterator if is_in_the_middle else None
 
     def _load_position(self, own: Any, last: _Pass, is_in_the_middle: bool) -> Iterator[Any] | None:
         """Load the loader's own state, and begin the pass if it was saved in the middle."""
-        self._loader.load_state_dict(own)
+        self.loader.load_state_dict(own)
         # After the state of a pass that has ended, torchdata's loader would begin twice, and draw
         # twice.
         has_ended = isinstance(own, Mapping) and own.get("_iterator_finished", False)
         if not is_in_the_middle and last.is_complete and not has_ended:
             return None
         self._go_back({**last.start, "generators": {}})
-        loading.announce_epoch(self._loader, last.epoch)
-        iterator = loading.begin(self._loader)
+        loading.announce_epoch(self.loader, last.epoch)
+        iterator = loading.begin(self.loader)
         if not is_in_the_middle and not last.is_complete:
             for batch in loading.rest(
                 iterator
@@ -330,9 +330,9 @@ class Feed:
     def _repeat(self, start: _Pass) -> Iterator[Any]:
         """Begin a pass again and discard the batches that it had yielded."""
         # Checked by type, because calling `iter` on a loader can start workers.
-        if isinstance(self._loader, Iterator):
+        if isinstance(self.loader, Iterator):
             warn(
-                f"{self._name} is an iterator ({type(self._loader).__name__}), and its first "
+                f"{self._name} is an iterator ({type(self.loader).__name__}), and its first "
                 f"{start.given} batches are skipped, which is right only if it gives the same ones "
                 "again. Pass a DataLoader, or give it state_dict and load_state_dict",
                 CheckpointWarning,
@@ -340,9 +340,9 @@ class Feed:
         what = f"the {start.given} batches of epoch {start.epoch + 1} that were trained on"
         logger.info("%s: making %s again", self._name, what)
         self._go_back(start.start)
-        loading.announce_epoch(self._loader, start.epoch)
+        loading.announce_epoch(self.loader, start.epoch)
         self._set_plan(start)
-        iterator = loading.begin(self._loader)
+        iterator = loading.begin(self.loader)
         batches = loading.rest(iterator)
         for given in range(start.given):
             if next(batches, _END) is _END:
@@ -355,7 +355,7 @@ class Feed:
         return iterator
 
     def _check_rows(self, was: Mapping[str, Any], given: int) -> None:
-        here = sharing.describe_loader(self._loader)
+        here = sharing.describe_loader(self.loader)
         differing = sharing.changed(
             {key: was[key] for key in sharing.IN_A_RUN if was[key] is not None}, here
         )

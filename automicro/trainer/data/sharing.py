@@ -27,28 +27,6 @@ from automicro.values import as_text
 Indices = Iterable[Any]
 
 
-def _share_of(rows: int, place: int, places: int) -> slice:
-    """Part of the rows that one of several ranks takes; the first ranks get the larger parts.
-
-    >>> [_share_of(8, rank, 3) for rank in range(3)]
-    [slice(0, 3, None), slice(3, 6, None), slice(6, 8, None)]
-    """
-    each, more = divmod(rows, places)
-    start = place * each + min(place, more)
-    return slice(start, start + each + (place < more))
-
-
-def _num_sharing(rows: int, places: int, batch_size: int) -> int:
-    """Number of ranks that take a part of the rows.
-
-    >>> [_num_sharing(rows, 4, 8) for rows in (1, 2, 3, 5, 8, 9)]
-    [1, 1, 1, 2, 4, 4]
-    """
-    if batch_size == 1 or rows >= 2 * places:
-        return places
-    return max(1, rows // 2)
-
-
 class _OneOrder(Sampler[Any]):
     """An order that is equal on all ranks, whatever they have drawn; each rank has a part."""
 
@@ -116,8 +94,14 @@ class SharedBatchSampler(_OneOrder):
         return full + (last.stop > last.start and not self.drop_last)
 
     def _share(self, rows: int) -> slice:
-        places = _num_sharing(rows, self.world_size, self.batch_size)
-        return _share_of(rows, self.rank, places) if self.rank < places else slice(0, 0)
+        """Part of the rows of a batch that this rank takes; the first ranks get the larger ones."""
+        is_enough = self.batch_size == 1 or rows >= 2 * self.world_size
+        places = self.world_size if is_enough else max(1, rows // 2)
+        if self.rank >= places:
+            return slice(0, 0)
+        each, more = divmod(rows, places)
+        start = self.rank * each + min(self.rank, more)
+        return slice(start, start + each + (self.rank < more))
 
 
 class SharedSampler(_OneOrder):

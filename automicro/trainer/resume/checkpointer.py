@@ -131,23 +131,21 @@ class Checkpointer:
         """Save the run unless its current state is already saved."""
         if self._saved_at == self._now:
             return
+        batch = self._context.state.batch
         with self._context.mode.evaluating():  # a checkpoint has the weights for inference
-            self._save(self._context.state.batch, metrics)
-
-    def _save(self, batch: int, metrics: Mapping[str, float]) -> None:
-        snapshot = together(self._snapshot.peers, self._gather)
-        try:
-            with on_host():  # the data to be written is read on the host
-                own = self._snapshot.own(snapshot)
-                path = self._store.save(snapshot, step=batch, metrics=metrics, own=own)
-        except CheckpointError as error:
-            if not isinstance(error.__cause__, OSError):
-                raise  # the state cannot be saved, now or later
-            warn(f"no checkpoint after batch {batch}: {error}", CheckpointWarning)
-            return
-        self._saved_at = self._now
-        self._context.progress.status(lambda: f"saved a checkpoint after batch {batch}")
-        self._context.tell("checkpoint_end", path)
+            snapshot = together(self._snapshot.peers, self._gather)
+            try:
+                with on_host():  # the data to be written is read on the host
+                    own = self._snapshot.own(snapshot)
+                    path = self._store.save(snapshot, step=batch, metrics=metrics, own=own)
+            except CheckpointError as error:
+                if not isinstance(error.__cause__, OSError):
+                    raise  # the state cannot be saved, now or later
+                warn(f"no checkpoint after batch {batch}: {error}", CheckpointWarning)
+                return
+            self._saved_at = self._now
+            self._context.progress.status(lambda: f"saved a checkpoint after batch {batch}")
+            self._context.tell("checkpoint_end", path)
 
     def _gather(self) -> dict[str, Any]:
         self._context.tell("checkpoint_start")

@@ -102,6 +102,8 @@ class Snapshot:
         """Select the state that can differ between ranks; rank 0's is in the main state."""
         if self.peers.rank == 0:
             return {}
+        everything = (self._run.model, *self._run.modules, *self._modules)
+        names = {name for module in everything for name, _ in module.named_parameters()}
         return {
             **self._models.own(),
             "parts": {
@@ -109,7 +111,7 @@ class Snapshot:
                 for name, part in self._parts.items()
                 if part.scope is not Scope.RUN
             },
-            "callbacks": _without_parameters(state["callbacks"], self._parameter_names()),
+            "callbacks": _without_parameters(state["callbacks"], names),
             "progress": state["progress"],
             "rng": state["rng"],
         }
@@ -198,13 +200,6 @@ class Snapshot:
                     f"epoch cannot be shared out on {count_of(now, 'rank')}: {error}. Otherwise go "
                     f"on with {ranks}, or from a checkpoint of the end of an epoch"
                 ) from error
-
-    def _parameter_names(self) -> set[str]:
-        return {
-            name
-            for module in (self._run.model, *self._run.modules, *self._modules)
-            for name, _ in module.named_parameters()
-        }
 
     def _sharded_targets(self, opened: FoundCheckpoint) -> dict[str, Tensor]:
         """Create the tensors into which state sharded like a parameter is read, by place."""
