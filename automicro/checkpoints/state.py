@@ -39,8 +39,10 @@ def take_apart(state: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Tens
         if not isinstance(leaf, Tensor):
             return _plain(place, leaf)
         # torch.distributed.checkpoint can store dense tensors only.
-        tensors[place] = _dense(place, leaf)
-        return _without_data(tensors[place])
+        tensors[place] = dense = _dense(place, leaf)
+        if is_sharded(dense):
+            return torch.empty(dense.shape, dtype=dense.dtype, device="meta")  # the global shape
+        return torch.empty_like(dense, device="meta")
 
     return _map(dict(state), keep), tensors
 
@@ -148,13 +150,6 @@ def _plain(place: str, value: Any) -> Any:
             "them; give its state as these (state_dict()), or leave it out"
         )
     return value
-
-
-def _without_data(tensor: Tensor) -> Tensor:
-    """Create a tensor of the same global shape on the meta device."""
-    if is_sharded(tensor):
-        return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
-    return torch.empty_like(tensor, device="meta")
 
 
 def _dense(place: str, leaf: Tensor) -> Tensor:

@@ -2,7 +2,7 @@
 
 import logging
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -189,7 +189,7 @@ class CheckpointStore:
 
         >>> CheckpointStore("no-such-folder", best_metric="eval/accuracy", best_mode="max").best()
         """
-        for path in from_first(self._peers, self._ranked):
+        for path in from_first(self._peers, lambda: self._best_of(self._survey()[0])):
             try:
                 return FoundCheckpoint.at(path, peers=self._peers)
             except DamagedCheckpointError as error:
@@ -217,9 +217,6 @@ class CheckpointStore:
         """
         chosen = self.folder if checkpoint is None else checkpoint
         return load_checkpoint(chosen, into=into, peers=self._peers)
-
-    def _ranked(self) -> Sequence[Path]:
-        return self._best_of(self._survey()[0])
 
     def _best_of(self, good: Mapping[Path, Manifest]) -> list[Path]:
         """Sort the checkpoints that have the metric, best first, newer first if equal."""

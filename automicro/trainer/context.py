@@ -1,21 +1,19 @@
 """The context of a run, with one object for each concern, and the values that it logs."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
-
-import torch
+from typing import Any, TypeAlias
 
 from automicro.events.callback import Callbacks
 from automicro.events.run import LoopState, Run
 from automicro.loggers import LoggerGroup
 from automicro.memory.device import peak_bytes
-from automicro.policy.policy import Exploration
 from automicro.ranks.interface import Ranks
 from automicro.step.results import StepResult
 from automicro.trainer.failed_batch import Failures
 from automicro.trainer.optimizer import OptimizerMode
-from automicro.trainer.progress import Progress, Speed
+from automicro.trainer.progress import Progress, Speed, describe_number
+from automicro.units import format_bytes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,44 +24,6 @@ class TrainedBatch:
     losses: Mapping[str, float]
     grad_norm: float | None  # before clipping; None without clipping
     learning_rates: tuple[float, ...]
-
-
-def values_of_batch(trained: TrainedBatch, run: Run, speed: Speed) -> dict[str, Any]:
-    """Collect the values to log for one optimization batch; None for values that it lacks."""
-    state, result = run.state, trained.result
-    return {
-        "train/loss": state.loss,
-        **{f"train/loss/{name}": part for name, part in trained.losses.items()},
-        **_named_rates(trained.learning_rates),
-        "train/grad_norm": trained.grad_norm,
-        "train/samples_per_second": speed.samples,
-        "train/tokens_per_second": speed.tokens,
-        "train/microbatch_size": result.microbatch_size,
-        "train/num_microbatches": result.num_microbatches,
-        "train/is_measuring": result.is_measuring,
-        "train/attempts": result.attempts,
-        "train/ooms": state.train.ooms,
-        "train/nested_ooms": state.train.nested_ooms if result.nested_sizes else None,
-        "train/global_batch": result.num_global_samples,
-        "train/peak_memory_bytes": peak_bytes(run.device),
-        **_explored(result.exploration),
-    }
-
-
-def _explored(exploration: Exploration | None) -> dict[str, float]:
-    if exploration is None or not exploration.is_news:
-        return {}
-    return {
-        "train/explore/microbatch_size": exploration.microbatch_size,
-        "train/explore/speedup": exploration.speedup,
-        "train/explore/confidence": exploration.confidence,
-    }
-
-
-def _named_rates(rates: Sequence[float]) -> dict[str, float]:
-    if len(set(rates)) == 1:
-        return {"train/lr": rates[0]}
-    return {f"train/lr/{index}": rate for index, rate in enumerate(rates)}
 
 
 @dataclass(kw_only=True)
@@ -78,11 +38,6 @@ class RunContext:
     failures: Failures
     mode: OptimizerMode  # which weights the model has, for an optimizer that keeps two sets
     progress: Progress = field(default_factory=Progress)
-
-    @property
-    def device(self) -> torch.device:
-        """Device of the model."""
-        return self.run.device
 
     @property
     def has_peers(self) -> bool:
@@ -115,3 +70,44 @@ class RunContext:
         """Discard the values and pictures logged since the last flush."""
         self.run.requests.take("unlogged")
         self.run.requests.take("unshown")
+
+
+Told: TypeAlias = tuple[str, Any, str | None]
+"""The name and the value for loggers, and the text for the progress; None without either."""
+
+
+def told_of_batch(trained: TrainedBatch, context: RunContext, speed: Speed) -> list[Told]:
+    """List all values of one optimization batch; the most important texts come first."""
+    run, state, result, rates = context.run, context.state, trained.result, trained.learning_rates
+    peak, news = peak_bytes(run.device), result.exploration
+    unit = "" if result.microbatch_unit == "rows" else f" {result.microbatch_unit}"
+    cut = f"{result.num_microbatches} × {result.microbatch_size}{unit}"
+    told: list[Told] = [
+        ("train/loss", state.loss, f"loss {describe_number(state.loss or 0.0)}"),
+        (
+            "train/num_microbatches",
+            result.num_microbatches,
+            f"microbatches {cut}{' (measuring)' * result.is_measuring}",
+        ),
+        ("train/microbatch_size", result.microbatch_size, None),
+        ("train/samples_per_second", speed.samples, str(speed)),
+        ("train/tokens_per_second", speed.tokens, None),
+        ("train/peak_memory_bytes", peak, f"peak memory {format_bytes(peak)}" if peak else None),
+    ]
+    if len(set(rates)) == 1:
+        told.append(("train/lr", rates[0], f"lr {rates[0]:.3g}"))
+    else:
+        told += [(f"train/lr/{index}", rate, None) for index, rate in enumerate(rates)]
+    told += [
+        ("train/global_batch", result.num_global_samples, f"global batch {state.most_rows:,}"),
+        ("train/grad_norm", trained.grad_norm, None),
+        ("train/is_measuring", result.is_measuring, None),
+        ("train/attempts", result.attempts, None),
+        ("train/ooms", state.train.ooms, None),
+        ("train/nested_ooms", state.train.nested_ooms if result.nested_sizes else None, None),
+    ]
+    told += [(f"train/loss/{name}", part, None) for name, part in trained.losses.items()]
+    if news is not None and news.is_news:
+        for name in ("microbatch_size", "speedup", "confidence"):
+            told.append((f"train/explore/{name}", getattr(news, name), None))
+    return told

@@ -6,6 +6,7 @@ from numbers import Integral
 from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from automicro.batch.device import on_host
@@ -76,7 +77,13 @@ class Counter:
         amounts = [self._amount(batch) for batch in batches]
         if None in amounts:
             if self._wanted is not None:
-                raise self._refusal(_describe_batch(batches[amounts.index(None)]))
+                batch = batches[amounts.index(None)]
+                fields = ", ".join(sorted(map(str, _fields(batch))))
+                raise self._refusal(
+                    f"this batch has neither attention_mask nor input_ids (it has {fields})"
+                    if fields
+                    else f"nothing says how many a batch of type {type(batch).__name__} has"
+                )
             return None
         total = math.fsum(each for each in amounts if each is not None)
         return int(total) if self._unit is Unit.TOKENS else total
@@ -108,8 +115,12 @@ class Counter:
 
 def _tokens_of(batch: Any) -> int | None:
     fields = _fields(batch)
-    mask: Any = fields.get("attention_mask")
-    return int(mask.sum()) if _is_per_token(mask) else _size(fields.get("input_ids"))
+    mask = fields.get("attention_mask")
+    if isinstance(mask, Tensor | np.ndarray) and mask.ndim <= 2:
+        mask = torch.as_tensor(mask)
+        if not (mask.is_floating_point() or mask.is_complex()):
+            return int(mask.sum())
+    return _size(fields.get("input_ids"))
 
 
 def _fields(batch: Any) -> Mapping[Any, Any]:
@@ -118,27 +129,11 @@ def _fields(batch: Any) -> Mapping[Any, Any]:
     return batch if isinstance(batch, Mapping) else {}
 
 
-def _is_per_token(mask: Any) -> bool:
-    if isinstance(mask, Tensor):
-        return mask.dim() <= 2 and not (mask.is_floating_point() or mask.is_complex())
-    return isinstance(mask, np.ndarray) and mask.ndim <= 2 and mask.dtype.kind in "biu"
-
-
 def _size(ids: Any) -> int | None:
     """Count the elements of a tensor or an array, or of all of them in a list."""
     if isinstance(ids, Tensor | np.ndarray):
         return math.prod(ids.shape)
     if isinstance(ids, list | tuple) and ids:
-        sizes = [_size(each) for each in ids]
-        return None if None in sizes else sum(size for size in sizes if size is not None)
+        sizes: list[Any] = list(map(_size, ids))
+        return None if None in sizes else sum(sizes)
     return None
-
-
-def _describe_batch(batch: Any) -> str:
-    fields = _fields(batch)
-    if not fields:
-        return f"nothing says how many a batch of type {type(batch).__name__} has"
-    return (
-        "this batch has neither attention_mask nor input_ids (it has "
-        f"{', '.join(sorted(map(str, fields)))})"
-    )

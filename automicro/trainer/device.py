@@ -18,32 +18,19 @@ def choose_device(device: torch.device | str) -> torch.device:
     device(type='cpu')
     """
     if isinstance(device, str) and device == "auto":
-        device = _best_device()
+        best = torch.accelerator.current_accelerator(check_available=True)
+        device = "cpu" if best is None else best.type
     try:
         # A new tensor shows which index "cuda" currently has.
         found = torch.empty(0, device=device).device
     except (AssertionError, NotImplementedError, RuntimeError, TypeError) as error:
         raise ValueError(
-            f"device={str(device)!r} cannot be used here{_meant(device)} ({first_line(error)}); "
-            "pass 'auto', 'cpu' or a device that torch can see"
+            f"device={str(device)!r} cannot be used here ({first_line(error)}); "
+            "pass 'auto', 'cpu' or a device that torch can see, such as 'cuda'"
         ) from error
     if found.type == "meta":
         raise ValueError("device='meta' holds no data, so nothing can train there; pass 'auto'")
     return found
-
-
-def _meant(device: object) -> str:
-    """Return a hint for "gpu", which other trainers accept and torch does not know."""
-    name, colon, index = str(device).lower().partition(":")
-    if name not in ("gpu", "nvidia"):
-        return ""
-    there = _best_device()
-    return f" (did you mean {'cuda' if there == 'cpu' else there}{colon}{index}?)"
-
-
-def _best_device() -> str:
-    there = torch.accelerator.current_accelerator(check_available=True)
-    return "cpu" if there is None else there.type
 
 
 def describe_device(device: torch.device, memory_limit: str | int | float | None) -> str:

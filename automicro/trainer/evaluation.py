@@ -15,16 +15,22 @@ from automicro.checkpoints.rng import restore_rng_state, rng_state
 from automicro.events.run import ExpectedValues, LoopState, PhaseState, Sizes
 from automicro.loss.weights import LossMean
 from automicro.microbatcher import Microbatcher
-from automicro.ranks.interface import Ranks
+from automicro.ranks.interface import Ranks, announcing_failure
 from automicro.step.results import EvalResult
 from automicro.trainer.context import RunContext
-from automicro.trainer.data.loading import check_loader, empty, fetch, num_batches, samplers_of
+from automicro.trainer.data.loading import (
+    check_loader,
+    check_passes,
+    empty,
+    fetch,
+    num_batches,
+    samplers_of,
+)
 from automicro.trainer.data.sharing import shared_sampler
-from automicro.trainer.evaluators import INHERITED, Evaluator, read_evaluators
+from automicro.trainer.evaluators import Evaluator, is_inherited, read_evaluators
 from automicro.trainer.metrics import MetricSet
 from automicro.trainer.progress import StatusLine, count_of, evaluation_line, position, size_lines
 from automicro.trainer.same_on_all_ranks import (
-    announcing_once,
     compare_orders,
     of_all_ranks,
     outline_evaluations,
@@ -94,35 +100,9 @@ class Evaluation:
         return self.interval.every is not None
 
     @property
-    def _prefix(self) -> str:
+    def prefix(self) -> str:
+        """The beginning of the names of its values."""
         return f"{self.name}/" if self.name else ""
-
-    def check_passes(self, max_duration: Duration) -> None:
-        """Raise an error for an iterator if training might need several passes over it."""
-        loader, every = self.dataloader, self.interval.every
-        is_endless = self.max_batches is not None  # each pass takes the next batches
-        if every is None or is_endless or not isinstance(loader, Iterator):
-            return
-        if every.unit is max_duration.unit and every.value >= max_duration.value:
-            return
-        raise ValueError(
-            f"{self.loader_name} is an iterator ({type(loader).__name__}), which can be passed "
-            f"over only once, and evaluating every '{every}' of max_duration='{max_duration}' may "
-            "need more passes; pass something that starts again, such as a DataLoader or a list, "
-            f"or evaluate once, with an interval of '{max_duration}'"
-        )
-
-    def gives(self, name: str) -> bool:
-        """Whether this evaluation gives the value that is logged under a name."""
-        return name.startswith(f"eval/{self._prefix}")
-
-    def values_in(self, phase: PhaseState) -> dict[str, float]:
-        """Collect its latest values by the names under which they are logged."""
-        return {
-            f"eval/{name}": value
-            for name, value in phase.metrics.items()
-            if name.startswith(self._prefix)
-        }
 
     def run(
         self,
@@ -131,7 +111,6 @@ class Evaluation:
         *,
         where: str = "",
         is_stopped: Callable[[Ranks], bool] | None = None,
-        max_batches: int | None = None,
     ) -> dict[str, float] | None:
         """Pass over the data once, record the values in the phase, and return them."""
         # A pass that is interrupted, by an error or by `is_stopped`, leaves the phase unchanged,
@@ -141,8 +120,8 @@ class Evaluation:
             here = PhaseState()
             try:
                 context.tell("eval_start")
-                with announcing_once(self.microbatcher.ranks), self.microbatcher.evaluating():
-                    found = self._pass(here, context, is_stopped, max_batches)
+                with announcing_failure(self.microbatcher.ranks), self.microbatcher.evaluating():
+                    found = self._pass(here, context, is_stopped)
             finally:
                 self.metrics.reset()  # its counts would take memory from training
             if found is None:
@@ -154,7 +133,7 @@ class Evaluation:
             phase.nested_ooms += here.nested_ooms
             if phase.cut is None or here.cut.num_rows >= phase.cut.num_rows:
                 phase.cut = here.cut
-            prefix, before = self._prefix, phase.metrics
+            prefix, before = self.prefix, phase.metrics
             own = {f"{prefix}{name}": value for name, value in values.items()}
             others = {name: before[name] for name in before if not name.startswith(prefix)}
             phase.metrics = others | own
@@ -168,11 +147,7 @@ class Evaluation:
             return values
 
     def _pass(
-        self,
-        here: PhaseState,
-        context: RunContext,
-        is_stopped: Callable[[Ranks], bool] | None,
-        max_batches: int | None,
+        self, here: PhaseState, context: RunContext, is_stopped: Callable[[Ranks], bool] | None
     ) -> tuple[dict[str, float], int, int] | None:
         """Return the values, the rows and the last microbatch size; None if interrupted."""
         self.metrics.reset()
@@ -180,15 +155,18 @@ class Evaluation:
         samples = batches = 0
         result: EvalResult | None = None
         of = f" of {self.name!r}" if self.name else ""
-        with noting(lambda: f"in evaluation{of}, batch {batches + 1} of the pass"):
-            for batch in self._batches(max_batches, has_peers=ranks.world_size > 1):
+
+        def where() -> str:
+            return f"in evaluation{of}, batch {batches + 1} of the pass"
+
+        with noting(where):
+            for batch in self._batches(has_peers=ranks.world_size > 1):
                 if is_stopped is not None and is_stopped(ranks):
                     return None
                 if batch is not None:
                     context.tell("eval_batch_start", batch)
-                where = f"in evaluation{of}, batch {batches + 1} of the pass"
                 given = [] if batch is None else [batch]
-                with context.failures.kept(given, phase="eval", where=where):
+                with context.failures.kept(given, phase="eval", where=where()):
                     this = self.microbatcher.evaluate(batch, self.metrics.metrics)
                 del given
                 if batch is None and this.num_global_samples == 0:
@@ -203,36 +181,31 @@ class Evaluation:
                 batches += 1
                 if batch is not None:
                     context.tell("eval_batch_end", result)
-                context.progress.status(partial(self._describe, batches, here.cut, max_batches))
+                context.progress.status(partial(self._describe, batches, here.cut))
             if result is None:  # on any rank
                 raise empty(self.dataloader, self.loader_name)
-            values = self._losses_of_all(ranks, losses) | self.metrics.compute()
+            sampler = shared_sampler(self.dataloader)
+            own = losses, None if sampler is None else sampler.checksum
+            told = of_all_ranks(ranks, own, f"adding up the losses of {self.loader_name}")
+            compare_orders([checksum for _, checksum in told], self.loader_name)
+            total = LossMean()
+            for each, _ in told:
+                total.merge(each)
+            values = total.compute() | self.metrics.compute()
         return values, samples, result.microbatch_size
 
-    def _describe(self, batches: int, cut: Sizes | None, max_batches: int | None) -> StatusLine:
+    def _describe(self, batches: int, cut: Sizes | None) -> StatusLine:
         """Describe the progress of the pass."""
         what = f"evaluating {self.name!r}" if self.name else "evaluating"
-        known = num_batches(self.dataloader), self.max_batches, max_batches
+        known = num_batches(self.dataloader), self.max_batches
         total = min((each for each in known if each is not None), default=None)
         share = None if not total else min(1.0, batches / total)
         text = f"{what}: {count_of(batches, 'batch')}{'' if total is None else f' of {total:,}'}"
         return StatusLine(where=text, words=[f"microbatches {cut}"], share=share)
 
-    def _losses_of_all(self, ranks: Ranks, losses: LossMean) -> dict[str, float]:
-        sampler = shared_sampler(self.dataloader)
-        own = losses, None if sampler is None else sampler.checksum
-        told = of_all_ranks(ranks, own, f"adding up the losses of {self.loader_name}")
-        compare_orders([checksum for _, checksum in told], self.loader_name)
-        total = LossMean()
-        for each, _ in told:
-            total.merge(each)
-        return total.compute()
-
-    def _batches(self, max_batches: int | None, *, has_peers: bool) -> Iterator[Any]:
-        loader = self.dataloader
-        batches = fetch(loader, self.loader_name, may_be_empty=has_peers)
-        limits = [each for each in (max_batches, self.max_batches) if each is not None]
-        own = itertools.islice(batches, min(limits, default=None))
+    def _batches(self, *, has_peers: bool) -> Iterator[Any]:
+        batches = fetch(self.dataloader, self.loader_name, may_be_empty=has_peers)
+        own = itertools.islice(batches, self.max_batches)
         # A rank that is out of rows takes part until all ranks are.
         return itertools.chain(own, itertools.repeat(None)) if has_peers else own
 
@@ -243,9 +216,7 @@ class EvaluationFactory:
 
     microbatcher: Microbatcher
     make_microbatcher: Callable[..., Microbatcher]
-    metrics: Any
-    microbatch_size: Any
-    interval: Duration | None
+    inherited: Mapping[str, Any]  # the options of evaluators that do not have their own
     device: torch.device
     share: Callable[..., Any]
 
@@ -266,22 +237,19 @@ class EvaluationFactory:
         ]
 
     def _make(self, name: str, evaluator: Evaluator, loader_name: str) -> Evaluation:
-        microbatcher, has_own_size = self.microbatcher, not _is_inherited(evaluator.microbatch_size)
-        if name or has_own_size:
-            size = evaluator.microbatch_size if has_own_size else self.microbatch_size
+        own = {key: each for key, each in vars(evaluator).items() if not is_inherited(each)}
+        options = {**self.inherited, **own}
+        microbatcher, every = self.microbatcher, options["interval"]
+        if name or "microbatch_size" in own:
+            size = options["microbatch_size"]
             microbatcher = self.make_microbatcher(eval_microbatch_size=size)
-        every = self.interval
-        if not _is_inherited(evaluator.interval):
-            given = evaluator.interval
-            every = None if given is None else read_duration("interval", given)
-        metrics = self.metrics if _is_inherited(evaluator.metrics) else evaluator.metrics
         return Evaluation(
             name=name,
             dataloader=self.share(evaluator.dataloader, loader_name, is_evaluated=True),
             max_batches=evaluator.max_batches,
             microbatcher=microbatcher,
-            metrics=MetricSet(metrics, self.device),
-            interval=Interval(every),
+            metrics=MetricSet(options["metrics"], self.device),
+            interval=Interval(None if every is None else read_duration("interval", every)),
             loader_name=loader_name,
         )
 
@@ -297,10 +265,6 @@ def expected_values(
     )
 
 
-def _is_inherited(value: object) -> bool:
-    return isinstance(value, str) and value == INHERITED
-
-
 class EvaluationPlan:
     """Runs evaluations during training without changing the training that follows."""
 
@@ -309,7 +273,11 @@ class EvaluationPlan:
 
     def __init__(self, evaluations: Sequence[Evaluation], context: RunContext) -> None:
         for evaluation in evaluations:
-            evaluation.check_passes(context.run.max_duration)
+            every = evaluation.interval.every
+            # With a limit of batches, each pass takes the next ones.
+            if every is not None and evaluation.max_batches is None:
+                name, loader = evaluation.loader_name, evaluation.dataloader
+                check_passes(name, loader, context.run.max_duration, every)
         self._evaluations = evaluations
         self._at_end = [each for each in evaluations if each.happens_at_end]
         self._context = context
@@ -324,17 +292,18 @@ class EvaluationPlan:
         """Whether all evaluations at the end have evaluated the current model."""
         return all(map(self._is_done, self._at_end))
 
-    def values(self) -> dict[str, float]:
+    def values(self, best: str | None = None) -> dict[str, float]:
         """Collect the values of the current model by the names under which they are logged."""
-        found: dict[str, float] = {}
-        # Values of earlier evaluations belong to other weights.
-        for evaluation in filter(self._is_done, self._evaluations):
-            found |= evaluation.values_in(self._state.eval)
-        return found
-
-    def is_awaited(self, name: str) -> bool:
-        """Whether a value comes from an evaluation that has not evaluated the current model."""
-        return any(each.gives(name) and not self._is_done(each) for each in self._evaluations)
+        # Values of earlier evaluations belong to other weights. While the one with the best metric
+        # has not run, there are none, so that the checkpoint store does not warn of its absence.
+        prefixes = {f"eval/{each.prefix}": self._is_done(each) for each in self._evaluations}
+        if best and not all(done for each, done in prefixes.items() if best.startswith(each)):
+            return {}
+        return {
+            f"eval/{name}": value
+            for name, value in self._state.eval.metrics.items()
+            if any(done and f"eval/{name}".startswith(each) for each, done in prefixes.items())
+        }
 
     def run_due(self, is_stopped: Callable[[Ranks], bool]) -> None:
         """Run the evaluations whose interval has been reached."""

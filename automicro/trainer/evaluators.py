@@ -46,8 +46,13 @@ class Evaluator:
             raise TypeError("Evaluator(dataloader=None) has nothing to evaluate on; pass a loader")
         if self.max_batches is not None:
             read_count("max_batches", self.max_batches)
-        if self.interval is not None and self.interval != INHERITED:
+        if self.interval is not None and not is_inherited(self.interval):
             read_duration("interval", self.interval)
+
+
+def is_inherited(value: object) -> bool:
+    """Whether an evaluator uses the option of the `Trainer`."""
+    return isinstance(value, str) and value == INHERITED
 
 
 def read_evaluators(name: str, given: Any) -> dict[str, Evaluator]:

@@ -5,7 +5,6 @@ import itertools
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 from automicro.checkpoints.rng import restore_rng_state
@@ -13,12 +12,13 @@ from automicro.errors import add_note, warn
 from automicro.events.run import LoopState, Run
 from automicro.memory.device import peak_bytes, reset_peak
 from automicro.ranks.interface import Ranks
-from automicro.trainer.context import RunContext, TrainedBatch, values_of_batch
+from automicro.trainer.context import RunContext, TrainedBatch, told_of_batch
 from automicro.trainer.data.feed import Feed
 from automicro.trainer.evaluation import EvaluationPlan
 from automicro.trainer.progress import (
     RecentSpeed,
     RunSettings,
+    StatusLine,
     TimeLeft,
     batch_status,
     count_of,
@@ -168,8 +168,8 @@ class Fit:
             self._train_epoch()
         if self._is_finished:
             evaluations.run_at_end(self._stops)
-        if self.checkpointer is not None:
-            self.checkpointer.save(self._measured())
+        if (saver := self.checkpointer) is not None:
+            saver.save(evaluations.values(saver.best_metric))
         context.mode.eval()
         context.tell("fit_end")
 
@@ -236,9 +236,8 @@ class Fit:
                     done = count_of(self._state.epoch_batch, "batch")
                     warn(
                         f"an earlier fit() ended with an error in epoch {self._state.epoch + 1}, "
-                        f"which begins again: {done} of it that it trained on come once more. To "
-                        "go on where training stood, give the Trainer a checkpoint with an "
-                        "interval in batches, and make a new one after an error",
+                        f"which begins again, so {done} of it come once more. To go on where "
+                        "training stood, resume a new Trainer from checkpoints between batches",
                         UserWarning,
                     )
                 self._state.epoch_batch = 0
@@ -268,21 +267,22 @@ class Fit:
         """Report a trained batch to callbacks, loggers and progress."""
         context, speed = self.context, self._recent.now(self._state)
         if context.is_read:
-            context.log(values_of_batch(trained, self._run, speed))
+            told = told_of_batch(trained, context, speed)
+            context.log({name: value for name, value, _ in told})
         context.tell("batch_end", trained.result)
         context.flush()
-        rates = set(trained.learning_rates)
-        context.progress.status(
-            partial(
-                batch_status,
-                self._run,
-                trained.result,
+
+        def describe() -> StatusLine:
+            texts = [text for _, _, text in told_of_batch(trained, context, speed) if text]
+            return batch_status(
+                self._state,
+                self._run.max_duration,
+                texts,
                 num_batches=self._num_batches,
-                speed=speed,
-                learning_rate=rates.pop() if len(rates) == 1 else None,
                 time_left=self._time_left,
             )
-        )
+
+        context.progress.status(describe)
 
     def _end_epoch(self) -> None:
         """Conclude a complete pass."""
@@ -300,20 +300,8 @@ class Fit:
         self._state.train.metrics = self.step.metrics.compute()
 
     def _save_if_due(self, *, is_due: bool = False) -> None:
-        saver = self.checkpointer
-        if saver is None:
-            return
-        values = self._measured()
-        if is_due or saver.best_metric in values:
-            self._run.save_checkpoint()
-        saver.save_if_due(values)
-
-    def _measured(self) -> dict[str, float]:
-        """Collect the evaluation values of the current model."""
-        best = self.checkpointer.best_metric if self.checkpointer is not None else None
-        # While the evaluation of the best metric has not run, its absence is expected. No values at
-        # all means that the checkpoint store does not warn of it.
-        return {} if best and self.evaluations.is_awaited(best) else self.evaluations.values()
+        if (saver := self.checkpointer) is not None:
+            saver.save_if_due(self.evaluations.values(saver.best_metric), is_due=is_due)
 
     @property
     def _wants_to_stop(self) -> bool:
@@ -375,7 +363,7 @@ class Fit:
             stop_reason=reason,
             peak_memory_bytes=peak_bytes(self._run.device),
             num_devices=self.context.ranks.world_size,
-            loss_average_is=self.step.loss_average_is,
+            loss_average_is=self.step.microbatcher.loss_average_is,
             rehearsed=None if rehearsal is None else rehearsal.brief(),
         )
         progress.line(f"\n{summary}")

@@ -66,14 +66,8 @@ def model_metrics(model: Any, *, is_train: bool) -> dict[str, Any] | None:
         return None
     if isinstance(metrics, Mapping | nn.ModuleDict):  # includes a MetricCollection
         return dict(metrics.items()) or None
-    if isinstance(metrics, list | tuple):
-        return {type(metric).__name__: metric for metric in metrics} or None
-    if hasattr(metrics, "update"):
-        return {type(metrics).__name__: metrics}
-    raise TypeError(
-        f"{type(model).__name__}.get_metrics(is_train={is_train}) returned {metrics!r}; return a "
-        "mapping from names to metrics"
-    )
+    listed = metrics if isinstance(metrics, list | tuple) else [metrics]
+    return {type(metric).__name__: metric for metric in listed} or None
 
 
 class MetricSet:
@@ -281,11 +275,13 @@ def _merge_state(metric: "Metric", name: str, values: Sequence[Any], is_first: b
     how = getattr(reduce, "__name__", reduce)
     raise CheckpointError(
         f"has a state {name} that torchmetrics reduces over ranks by {how} from {_shown(default)}, "
-        "which other ranks that have counted nothing would change"
+        "which ranks without counts would change"
     )
 
 
-def _shown(value: Tensor) -> str:
+def _shown(value: Any) -> str:
+    if isinstance(value, list):
+        return "a list"
     return str(value.item()) if value.numel() == 1 else f"a tensor of shape {tuple(value.shape)}"
 
 
@@ -346,13 +342,13 @@ class _MetricState:
         if (state["own"] is not None) != self._saves_itself or here.keys() != saved.keys():
             return f"it has the states {', '.join(saved)}, here {', '.join(here)}"
         for name, value in here.items():
-            is_list, was_list = isinstance(value, list), isinstance(saved[name], list)
-            if is_list != was_list:
-                return f"its state {name} is a {type(saved[name]).__name__}"
             # A state that starts as a scalar or empty can change its shape as it counts.
+            is_list = isinstance(value, list)
             is_shaped = not is_list and value.dim() > 0 and value.numel() > 0
-            if is_shaped and value.shape != saved[name].shape:
-                return f"its state {name} has the shape {tuple(saved[name].shape)}"
+            if is_list != isinstance(saved[name], list) or (
+                is_shaped and value.shape != saved[name].shape
+            ):
+                return f"its state {name} is {_shown(saved[name])}"
         return None
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

@@ -5,14 +5,13 @@ import fnmatch
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from automicro.errors import nearest, suggestion, warn
+from automicro.errors import suggestion, warn
 from automicro.optimizer.step import GradientScaler, clip_gradients, step_optimizer
 from automicro.options import check_choice, check_modules, check_optimizer, innermost_optimizer
 from automicro.ranks.interface import Ranks
@@ -43,9 +42,8 @@ class ParameterGroups:
         read_patterns(groups)
         if isinstance(optimizer, Optimizer) or not callable(optimizer):
             raise ValueError(
-                "parameter_groups sorts the parameters for an optimizer that is still to be built; "
-                "pass optimizer= as a callable such as torch.optim.AdamW, or build the optimizer "
-                "with groups of its own"
+                "parameter_groups needs an optimizer that is still to be built; pass optimizer= as "
+                "a callable such as torch.optim.AdamW"
             )
         self._optimizer, self._groups = optimizer, groups
 
@@ -55,8 +53,15 @@ class ParameterGroups:
     def build(self, model: nn.Module) -> Any:
         """Build the optimizer for a model's parameters."""
         made = self._optimizer(group_parameters(model, self._groups))
-        if isinstance(made, Optimizer):
-            check_group_options(made, self._groups)
+        known = [name for name in getattr(made, "defaults", ()) if name != "params"]
+        for index, group in enumerate(self._groups):
+            # torch stores options that the optimizer lacks, and never reads them.
+            for name in sorted(group.keys() - {"params", *known} if known else ()):
+                raise ValueError(
+                    f"parameter_groups[{index}] has the option {name!r}{suggestion(name, known)}, "
+                    f"which {type(made).__name__} does not know and would ignore: use options of "
+                    f"{', '.join(known)}"
+                )
         return made
 
 
@@ -70,42 +75,30 @@ def group_parameters(model: nn.Module, groups: Sequence[Mapping[str, Any]]) -> l
     """
     # Each parameter is in the first group that matches one of its names (tied weights have
     # several). Unmatched parameters form a group without options, in front of the others.
-    patterns = read_patterns(groups)
     named = list(model.named_parameters(remove_duplicate=False))
     left = {id(parameter): parameter for _, parameter in named}
     grouped = []
-    for index, group in enumerate(groups):
-        found: dict[int, nn.Parameter] = {}
-        for pattern in patterns[index]:
-            matching = [each for each in named if fnmatch.fnmatchcase(each[0], pattern)]
+    for index, (group, patterns) in enumerate(zip(groups, read_patterns(groups), strict=True)):
+        found = set[int]()
+        for pattern in patterns:
+            matching = {id(each) for name, each in named if fnmatch.fnmatchcase(name, pattern)}
             if not matching:
-                raise ValueError(_nothing_named(index, pattern, [name for name, _ in named]))
-            found.update({id(parameter): parameter for _, parameter in matching})
-        if not found.keys() & left.keys():
-            raise ValueError(
-                f"parameter_groups[{index}]: all that {patterns[index]} match is in earlier "
-                "groups, and the first that matches counts: put this group further up, or leave "
-                "it out"
-            )
-        members = [left.pop(key) for key in list(left) if key in found]
-        options = {name: value for name, value in group.items() if name != "params"}
-        grouped.append({"params": members, **options})
-    rest = [{"params": list(left.values())}] if left else []
-    return [*rest, *grouped]
-
-
-def check_group_options(optimizer: Optimizer, groups: Sequence[Mapping[str, Any]]) -> None:
-    """Raise an error for options that the optimizer lacks, which torch stores but never reads."""
-    known = [name for name in optimizer.defaults if name != "params"]
-    for index, group in enumerate(groups):
-        for name in group:
-            if name != "params" and name not in known:
-                hint = suggestion(name, known)
+                names = [name for name, _ in named]
+                hint = suggestion(pattern.strip("*?."), names)
                 raise ValueError(
-                    f"parameter_groups[{index}] has the option {name!r}{hint}, which "
-                    f"{type(optimizer).__name__} does not know and would ignore: use options of "
-                    f"{', '.join(known)}"
+                    f"parameter_groups[{index}]: {pattern!r} matches no parameter of the "
+                    f"model{hint}; use names such as {', '.join(map(repr, names[:3]))}, with * for "
+                    "any letters"
                 )
+            found |= matching
+        members = [left.pop(key) for key in list(left) if key in found]
+        if not members:
+            raise ValueError(
+                f"parameter_groups[{index}]: all that {patterns} match is in earlier groups, and "
+                "the first that matches counts: put this group further up, or leave it out"
+            )
+        grouped.append({**group, "params": members})
+    return [*([{"params": list(left.values())}] if left else []), *grouped]
 
 
 def read_patterns(groups: object) -> list[list[str]]:
@@ -116,27 +109,17 @@ def read_patterns(groups: object) -> list[list[str]]:
     """
     if not isinstance(groups, Sequence) or isinstance(groups, str):
         raise TypeError(f"parameter_groups is of type {type(groups).__name__}, not a list: {FORM}")
-    return [_read_group(f"parameter_groups[{i}]", group) for i, group in enumerate(groups)]
-
-
-def _read_group(where: str, group: object) -> list[str]:
-    params = group.get("params") if isinstance(group, Mapping) else None
-    patterns: Any = [params] if isinstance(params, str) else params
-    is_listed = isinstance(patterns, list | tuple) and len(patterns) > 0
-    if not is_listed or not all(isinstance(each, str) for each in patterns):
-        raise TypeError(f"{where} is {group!r:.60}, without names in 'params': {FORM}")
-    return list(patterns)
-
-
-def _nothing_named(index: int, pattern: str, names: Sequence[str]) -> str:
-    start = f"parameter_groups[{index}]: {pattern!r} matches no parameter of the model"
-    if not names:
-        return f"{start}, which has none: leave parameter_groups out"
-    near = nearest(pattern.strip("*?."), names)
-    if near is not None:
-        return f"{start} (did you mean {near!r}?): correct it"
-    shown = ", ".join(map(repr, names[:3]))
-    return f"{start}: use names such as {shown}, with * for any letters"
+    found = []
+    for index, group in enumerate(groups):
+        params = group.get("params") if isinstance(group, Mapping) else None
+        names: Any = [params] if isinstance(params, str) else params
+        is_listed = isinstance(names, list | tuple) and len(names) > 0
+        if not is_listed or not all(isinstance(each, str) for each in names):
+            raise TypeError(
+                f"parameter_groups[{index}] is {group!r:.60}, without names in 'params': {FORM}"
+            )
+        found.append(list(names))
+    return found
 
 
 OptimizerOrFactory: TypeAlias = Optimizer | ParameterGroups | Callable[[list[Any]], Optimizer]
@@ -170,41 +153,29 @@ def build_optimizer(
     >>> type(build_optimizer(torch.optim.AdamW, model, [model])).__name__
     'AdamW'
     """
-    build: Callable[[], Any] | None = None
+    made: Any = optimizer
     if isinstance(optimizer, ParameterGroups):
-        build = partial(optimizer.build, model)
+        made = optimizer.build(model)
     elif callable(optimizer) and not isinstance(optimizer, Optimizer):
-        build = partial(optimizer, list(model.parameters()))
-    if build is not None:
-        made = build()
-        if not isinstance(made, Optimizer):
-            raise TypeError(
-                f"optimizer={optimizer!r} made a {type(made).__name__} of the model's parameters, "
-                "not a torch.optim.Optimizer; return the optimizer"
-            )
-        optimizer = made
-    innermost = check_optimizer(optimizer, modules)
-    if _only_hands_on(optimizer):
-        optimizer = innermost
-    if optimizer is not None and not isinstance(optimizer, Optimizer):
-        raise TypeError(
-            f"optimizer is a {type(optimizer).__name__} around a {type(innermost).__name__}, and "
-            "no torch.optim.Optimizer itself, which the Trainer steps and saves; pass the one "
-            "inside of it"
-        )
-    if optimizer is not None and isinstance(loss_fn, nn.Module):
-        _warn_of_untrained(loss_fn, optimizer)
-    return optimizer
-
-
-def _only_hands_on(optimizer: object) -> bool:
-    """Whether an optimizer is another trainer's wrapper, whose step adds nothing in this loop."""
-    return comes_from(
-        optimizer,
+        made = optimizer(list(model.parameters()))
+    innermost = check_optimizer(made, modules)
+    # The steps of these wrappers of other trainers add nothing in this loop.
+    if comes_from(
+        made,
         "accelerate.AcceleratedOptimizer",
         "lightning.LightningOptimizer",
         "pytorch_lightning.LightningOptimizer",
-    )
+    ):
+        made = innermost
+    if made is not None and not isinstance(made, Optimizer):
+        raise TypeError(
+            f"optimizer is a {type(made).__name__} around a {type(innermost).__name__}, and no "
+            "torch.optim.Optimizer itself, which the Trainer steps and saves; pass the one inside"
+        )
+    if isinstance(made, Optimizer) and isinstance(loss_fn, nn.Module):
+        _warn_of_untrained(loss_fn, made)
+    built: Optimizer | None = made
+    return built
 
 
 def _warn_of_untrained(loss_fn: nn.Module, optimizer: Optimizer) -> None:
@@ -335,11 +306,6 @@ class Update:
     def learning_rates(self) -> tuple[float, ...]:
         """Learning rates of the next step, one for each parameter group."""
         return tuple(float(g["lr"]) for g in self.optimizer.param_groups if "lr" in g)
-
-    @property
-    def is_scaled(self) -> bool:
-        """Whether the loss is scaled, so that gradients can overflow and steps be skipped."""
-        return self.scaler is not None
 
     def unscale(self) -> None:
         """Unscale the gradients, if the loss is scaled."""

@@ -18,15 +18,6 @@ from automicro.trainer.processes import Process, copy_from_first
 PARALLEL_MODES = ("ddp", "fsdp")
 
 
-def read_parallel(parallel: str | None) -> str | None:
-    """Check the ``parallel`` argument of the `Trainer`.
-
-    >>> read_parallel("ddp"), read_parallel(None)
-    ('ddp', None)
-    """
-    return None if parallel is None else check_choice("parallel", parallel, PARALLEL_MODES)
-
-
 def check_parallel(
     parallel: str | None,
     modules: Sequence[nn.Module],
@@ -37,7 +28,9 @@ def check_parallel(
     optimizer: object = None,
 ) -> None:
     """Raise an error for options with which several processes cannot train one model."""
-    if parallel is None:
+    if parallel is not None:
+        check_choice("parallel", parallel, PARALLEL_MODES)
+    else:
         if place.world_size > 1 and not is_parallel(modules):
             raise ValueError(
                 f"there are {place.world_size} processes (this one is rank {place.rank}), and the "
@@ -65,12 +58,6 @@ def check_parallel(
             "parallel='fsdp' puts shards in the place of the parameters, which this "
             f"{type(optimizer).__name__} has from before; pass a callable that makes it, such as "
             "optimizer=torch.optim.AdamW or functools.partial(torch.optim.AdamW, lr=0.01)"
-        )
-    odd = [name for name, each in modules[0].named_parameters() if not each.is_contiguous()]
-    if parallel == "fsdp" and odd:
-        raise ValueError(
-            f"parallel='fsdp' shards parameters that are contiguous, and {odd[0]!r} has another "
-            "memory format, such as channels_last; leave the model as it is, or use parallel='ddp'"
         )
     if parallel == "fsdp" and (compiles or is_compiled(modules[0])):
         raise ValueError(

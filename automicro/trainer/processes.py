@@ -16,7 +16,6 @@ from torch import Tensor
 from torch.distributed.rendezvous import rendezvous
 
 from automicro.errors import PeerLostError
-from automicro.sharding import num_ranks
 from automicro.torch_private_distributed import HashStore, PrefixStore, Store
 
 _MEETING = timedelta(minutes=10)
@@ -162,15 +161,6 @@ def copy_from_first(tensors: Iterable[Tensor]) -> None:
             dist.broadcast(whole, 0)
             if whole is not data:
                 data.copy_(whole)
-
-
-def said_by_first(value: int, device: torch.device) -> int:
-    """Return the number of rank 0 on every rank; all ranks must call this."""
-    if num_ranks() == 1:
-        return value
-    tensor = torch.tensor([value], dtype=torch.int64, device=device)
-    dist.broadcast(tensor, 0)
-    return int(tensor.item())
 
 
 def _store(place: Process) -> Store:

@@ -21,13 +21,12 @@ from rich.text import Text
 from torch import nn
 
 from automicro.events.run import GlobalBatch, LoopState, Run, Sizes, Window, describe_hours
-from automicro.memory.device import peak_bytes
 from automicro.policy.policy import Policy
 from automicro.savers.levels import Savers
 from automicro.step.results import EvalResult, StepResult
 from automicro.torch_private import is_uninitialized
 from automicro.trainer.device import describe_device
-from automicro.units import Duration, Unit, format_bytes
+from automicro.units import Duration, Unit
 
 WINDOW_SECONDS = 5.0
 
@@ -293,36 +292,17 @@ def _share_done(state: LoopState, max_duration: Duration, num_batches: int | Non
 
 
 def batch_status(
-    run: Run,
-    result: StepResult,
+    state: LoopState,
+    max_duration: Duration,
+    words: Sequence[str],
     *,
     num_batches: int | None,
-    speed: Speed,
-    learning_rate: float | None,
     time_left: TimeLeft,
 ) -> StatusLine:
     """Describe the status of training after a batch."""
-    state, max_duration = run.state, run.max_duration
+    where = position(state, max_duration, num_batches)
     if max_duration.unit is not Unit.EPOCHS:
-        where = f"{position(state, max_duration)}, epoch {state.epoch + 1}"
-    elif num_batches is None:
-        where = f"epoch {state.epoch + 1}/{max_duration.value}, batch {state.epoch_batch}"
-    else:
-        where = position(state, max_duration, num_batches)
-    assert state.loss is not None
-    cut, peak = Sizes.of(result), peak_bytes(run.device)
-    unit = "" if cut.unit == "rows" else f" {cut.unit}"
-    measuring = " (measuring)" if result.is_measuring else ""
-    words = [
-        f"loss {describe_number(state.loss)}",
-        f"microbatches {cut.num_microbatches} × {cut.microbatch_size}{unit}{measuring}",
-        str(speed),
-    ]
-    if peak is not None:
-        words.append(f"peak memory {format_bytes(peak)}")
-    if learning_rate is not None:
-        words.append(f"lr {learning_rate:.3g}")
-    words.append(f"global batch {state.most_rows:,}")
+        where += f", epoch {state.epoch + 1}"
     share = _share_done(state, max_duration, num_batches)
     return StatusLine(where=where, words=words, share=share, seconds_left=time_left.at(share))
 

@@ -1,7 +1,6 @@
 """Checks that ranks have the same arguments, and agreement among ranks between steps."""
 
-import contextlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import fields
 from typing import Any, TypeAlias
 
@@ -10,7 +9,7 @@ import torch.distributed as dist
 from torch import nn
 
 from automicro.callbacks import ExponentialMovingAverage
-from automicro.errors import DesyncError, facts_of
+from automicro.errors import DesyncError
 from automicro.events.callback import Callback
 from automicro.features import WORDS
 from automicro.ranks.interface import Ranks
@@ -36,8 +35,16 @@ def outline_options(given: Mapping[str, Any]) -> dict[str, str]:
     """
     found: dict[str, str] = {}
     for name, value in given.items():
-        if name not in MAY_DIFFER:
-            found |= _SPECIAL[name](name, value) if name in _SPECIAL else {name: as_text(value)}
+        if name in ("model", "modules"):
+            found |= _modules(name, value)
+        elif name == "eval_dataloader":
+            found |= outline_evaluations(name, value)
+        elif name == "callbacks":  # others than these can be on a single rank
+            changing = [type(each).__qualname__ for each in value if _changes_training(each)]
+            label = f"{name} that change batches, gradients or weights"
+            found[label] = ", ".join(changing) or "none"
+        elif name not in MAY_DIFFER:
+            found[name] = _DESCRIBE.get(name, as_text)(value)
     return found
 
 
@@ -81,12 +88,6 @@ def _metrics(given: Any) -> str:
     return as_text(dict(named()) if callable(named) else given)
 
 
-def _seed(name: str, given: int | None) -> dict[str, str]:
-    """Describe whether there is a seed."""
-    # Its value can differ between ranks, but with a seed, sizes are found differently.
-    return {name: "None" if given is None else "a number"}
-
-
 def _modules(name: str, given: Any) -> dict[str, str]:
     found: dict[str, str] = {}
     modules = {name: given}
@@ -108,17 +109,11 @@ def _form(tensor: Any) -> str:
     return f"{str(tensor.dtype).removeprefix('torch.')} of shape {list(tensor.shape)}"
 
 
-def _callbacks(name: str, given: Iterable[Callback]) -> dict[str, str]:
-    """Describe the callbacks that change training; others can be on a single rank."""
-    changing = [type(each).__qualname__ for each in given if _changes_training(each)]
-    return {f"{name} that change batches, gradients or weights": ", ".join(changing) or "none"}
-
-
-def _features(name: str, given: Iterable[Feature]) -> dict[str, str]:
+def _features(given: Iterable[Feature]) -> str:
     """Describe the features that a config can name; others can be on a single rank."""
     compared = {word.feature for word in WORDS.values()}
     kinds = [(type(each).__name__, vars(each)) for each in given]
-    return {name: as_text({kind: held for kind, held in kinds if kind in compared})}
+    return as_text({kind: held for kind, held in kinds if kind in compared})
 
 
 def _changes_training(callback: Callback) -> bool:
@@ -130,15 +125,16 @@ def _changes_training(callback: Callback) -> bool:
     return overrides or isinstance(callback, ExponentialMovingAverage)
 
 
-_SPECIAL: Mapping[str, Callable[[str, Any], dict[str, str]]] = {
-    "callbacks": _callbacks,
-    "eval_dataloader": outline_evaluations,
+def _seed(given: int | None) -> str:
+    # Its value can differ between ranks, but with a seed, sizes are found differently.
+    return "None" if given is None else "a number"
+
+
+_DESCRIBE: Mapping[str, Callable[[Any], str]] = {
     "features": _features,
-    "metrics": lambda name, given: {name: _metrics(given)},
-    "model": _modules,
-    "modules": _modules,
+    "metrics": _metrics,
     "seed": _seed,
-    "train_dataloader": lambda name, loader: {name: describe_for_ranks(loader)},
+    "train_dataloader": describe_for_ranks,
 }
 
 
@@ -150,19 +146,6 @@ def any_rank(ranks: Ranks, *answers: bool) -> list[bool]:
     [True, False]
     """
     return [number > 0 for number in ranks.add_up(map(float, answers))]
-
-
-@contextlib.contextmanager
-def announcing_once(ranks: Ranks) -> Iterator[None]:
-    """Notify the other ranks of an error in the block unless they know of it."""
-    # An orderly stop, which all ranks have agreed on, is not an error.
-    try:
-        yield
-    except BaseException as error:
-        known = facts_of(error)
-        if not known.is_told and known.stopped is None:
-            ranks.fail(error)
-        raise
 
 
 def of_all_ranks(ranks: Ranks, value: Any, point: str) -> list[Any]:
@@ -179,9 +162,8 @@ def of_all_ranks(ranks: Ranks, value: Any, point: str) -> list[Any]:
 _SHOWN = 8
 _SHORT = 300  # letters
 _GIVE_THE_SAME = (
-    "Give every rank the same. All ranks train, evaluate, count metrics and save checkpoints "
-    "together, and rank 0 alone shows and logs what comes of it: nothing of this has to be left "
-    "out elsewhere."
+    "Give every rank the same. All ranks train, evaluate and save together, and rank 0 alone shows "
+    "and logs, so nothing has to be left out on other ranks."
 )
 
 
@@ -207,9 +189,8 @@ def _describe_differences(outlines: Sequence[Outline], *, what: str) -> str:
     >>> print(_describe_differences([{"metrics": "None"}, {"metrics": "F1"}], what="options"))
     ranks were given different options:
       metrics: None on rank 0; F1 on rank 1
-    Give every rank the same. All ranks train, evaluate, count metrics and save checkpoints \
-    together, and rank 0 alone shows and logs what comes of it: nothing of this has to be left out \
-    elsewhere.
+    Give every rank the same. All ranks train, evaluate and save together, and rank 0 alone shows \
+    and logs, so nothing has to be left out on other ranks.
     """
     lines = []
     for name in dict.fromkeys(name for each in outlines for name in each):
@@ -251,9 +232,8 @@ def compare_orders(checksums: Sequence[int | None], name: str) -> None:
     found = _by_rank(["none" if each is None else letters[each] for each in checksums])
     raise DesyncError(
         f"the rows of {name} come in another order on some ranks ({found}), so some would be used "
-        "twice and others never. Its sampler draws from something that is not alike on all ranks: "
-        "give its generator a fixed seed, or let it draw from the global random numbers of torch, "
-        "Python or NumPy, which are the same everywhere while it draws"
+        "twice and others never. Let its sampler draw from the global random numbers of torch, "
+        "Python or NumPy, which are the same on all ranks, or give its generator a fixed seed"
     )
 
 

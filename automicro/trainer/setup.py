@@ -18,17 +18,14 @@ from automicro.lengths.unit import unit_name
 from automicro.microbatcher import Microbatcher
 from automicro.modules import is_parallel
 from automicro.optimizer.step import GradientScaler
-from automicro.options import read_amount, resolve_device, unwrapped
+from automicro.options import check_choice, read_amount, resolve_device, unwrapped
 from automicro.policy.choose import make_policy
+from automicro.ranks.interface import Ranks
 from automicro.step.feature import Feature
 from automicro.trainer.context import RunContext
 from automicro.trainer.counting import Counter
+from automicro.trainer.data import loading
 from automicro.trainer.data.feed import Feed
-from automicro.trainer.data.loading import (
-    average_batch,
-    choose_accumulation,
-    read_accumulation,
-)
 from automicro.trainer.data.sharing import LoaderSharing, shared_sampler
 from automicro.trainer.device import choose_device, seed_everything
 from automicro.trainer.evaluation import Evaluation, EvaluationPlan
@@ -40,15 +37,11 @@ from automicro.trainer.optimizer import (
     gather_modules,
     read_scheduler_interval,
 )
-from automicro.trainer.parallel import check_parallel, read_parallel, splits_layers, wrap
-from automicro.trainer.processes import Process, meet, own_device, process_here, said_by_first
+from automicro.trainer.parallel import check_parallel, splits_layers, wrap
+from automicro.trainer.processes import Process, meet, own_device, process_here
 from automicro.trainer.progress import RunSettings
-from automicro.trainer.rehearsal import Rehearsal, read_rehearsal
-from automicro.trainer.resume.checkpointer import (
-    Checkpointer,
-    check_best_metric,
-    read_checkpoint,
-)
+from automicro.trainer.rehearsal import MODES, Rehearsal
+from automicro.trainer.resume.checkpointer import Checkpointer, check_best_metric, read_checkpoint
 from automicro.trainer.resume.snapshot import Part, Scope, Snapshot
 from automicro.trainer.same_on_all_ranks import outline_given, outline_options, require_same
 from automicro.trainer.step import FinitenessGuard, TrainingStep
@@ -60,7 +53,7 @@ class PlacedModel:
 
     def __init__(self, options: Mapping[str, Any]) -> None:
         self._options = options
-        self._parallel = read_parallel(options["parallel"])
+        self._parallel: str | None = options["parallel"]
         model, device = options["model"], options["device"]
         everything = gather_modules(model, options["modules"], options["loss_fn"])
         is_wrapped = is_parallel(everything)
@@ -103,13 +96,13 @@ class PlacedModel:
         if self._parallel is not None:
             self.called = wrap(self._parallel, self.modules, self.device, self.place)
 
-    def sharing(self) -> Callable[..., Any]:
+    def sharing(self, ranks: Ranks) -> Callable[..., Any]:
         """Return the function that shares a loader among ranks; all ranks must call this."""
         if not self.is_shared:
             return lambda loader, name, is_evaluated=False: loader
         seed = self._options["seed"]
-        order = torch.initial_seed() if seed is None else seed
-        order = said_by_first(order % 2**32, self.device)
+        own = torch.initial_seed() if seed is None else seed
+        order = int(ranks.from_first([float(own % 2**32)])[0])
         return LoaderSharing(
             self.place,
             seed=order,
@@ -188,7 +181,7 @@ class MicrobatcherFactory:
 
 def _expected(loader: object, num_devices: int, accumulate_batches: int) -> GlobalBatch | None:
     """Return the average optimization batch if batches differ and lengths are known."""
-    average = average_batch(loader)
+    average = loading.average_batch(loader)
     if average is None or not isinstance(shared_sampler(loader), LengthBatchSampler):
         return None
     return GlobalBatch(
@@ -215,10 +208,10 @@ def assemble_fit(
     # All options are checked, even without training data.
     run, ranks, every = context.run, context.ranks, options["eval_interval"]
     optimizer, scaler = run.optimizer, factory.scaler
-    size = read_accumulation(options["accumulate_batches"])
+    size = loading.read_accumulation(options["accumulate_batches"])
     accumulate_batches, chosen = size if isinstance(size, int) else 1, None
     if not isinstance(size, int) and loader is not None:
-        accumulate_batches = choose_accumulation(size, loader, ranks.world_size)
+        accumulate_batches = loading.choose_accumulation(size, loader, ranks.world_size)
         chosen = f"accumulate_batches {accumulate_batches} (reaches '{size}')"
     schedule = build_scheduler(options["scheduler"], optimizer)
     scheduler_interval = read_scheduler_interval(schedule, options["scheduler_interval"])
@@ -226,7 +219,8 @@ def assemble_fit(
     grad_clip_norm = read_amount("grad_clip_norm", options["grad_clip_norm"])
     non_finite = last_of("NonFinite", options["features"]) or NonFinite()
     counts = last_of("CountData", options["features"]) or CountData()
-    rehearse = read_rehearsal(options["rehearse"])
+    if options["rehearse"] is not None:
+        check_choice("rehearse", options["rehearse"], MODES)
     durations = {"max_duration": run.max_duration, "eval_interval": every}
     tokens = Counter(Unit.TOKENS, counts.tokens, **durations)
     sampler = shared_sampler(loader)
@@ -257,18 +251,6 @@ def assemble_fit(
         accumulate_batches=accumulate_batches,
     )
     plan = EvaluationPlan(evaluations, context)
-    rehearsal = None
-    if rehearse is not None:
-        rehearsal = Rehearsal(
-            loader=loader,
-            microbatcher=microbatcher,
-            metrics=metrics,
-            evaluations=evaluations,
-            context=context,
-            count_rows=BatchLayout(options["batch_layout"]).num_rows,
-            accumulate_batches=accumulate_batches,
-            repeatable=options["repeatable"],
-        )
     config = read_checkpoint(options["checkpoint"])
     checkpointer = None
     if config is not None:
@@ -298,16 +280,21 @@ def assemble_fit(
             scheduler_interval=scheduler_interval,
         )
         checkpointer = Checkpointer(config, snapshot, context)
+    step = TrainingStep(
+        microbatcher=microbatcher,
+        update=update,
+        metrics=metrics,
+        guard=FinitenessGuard(non_finite.mode),
+        tokens=tokens,
+        seconds=seconds,
+        context=context,
+    )
+    rehearsal = None
+    if options["rehearse"] is not None:
+        count_rows = BatchLayout(options["batch_layout"]).num_rows
+        rehearsal = Rehearsal(step=step, feed=feed, evaluations=plan, count_rows=count_rows)
     return Fit(
-        step=TrainingStep(
-            microbatcher=microbatcher,
-            update=update,
-            metrics=metrics,
-            guard=FinitenessGuard(non_finite.mode),
-            tokens=tokens,
-            seconds=seconds,
-            context=context,
-        ),
+        step=step,
         feed=feed,
         context=context,
         evaluations=plan,

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import FrameType
-from typing import Any, NoReturn
+from typing import Any
 
 from automicro.errors import Stopped, add_note, remember
 from automicro.ranks.interface import Ranks
@@ -19,8 +19,8 @@ SIGTERM_EXIT_CODE = 128 + signal.SIGTERM
 _is_end_told = contextvars.ContextVar("is_end_told", default=False)
 _ONE_SIGNAL_SECONDS = 1.0
 
-_NAMES = {signal.SIGINT: "Ctrl-C", signal.SIGTERM: "SIGTERM"}
-_AGAIN = {
+_NAMES: dict[int, str] = {signal.SIGINT: "Ctrl-C", signal.SIGTERM: "SIGTERM"}
+_AGAIN: dict[int, str] = {
     signal.SIGINT: "press again to stop at once",
     signal.SIGTERM: "a second one stops at once",
 }
@@ -30,7 +30,7 @@ class Interruption:
     """The signal that asked a run to end, if any."""
 
     def __init__(self) -> None:
-        self._first: signal.Signals | None = None
+        self._first: int | None = None
 
     @property
     def name(self) -> str | None:
@@ -47,11 +47,11 @@ class Interruption:
         'SIGTERM'
         """
         if self._first is None:
-            self._first = signal.Signals(number)
+            self._first = number
 
     def take_note_of_peers(self, ranks: Ranks) -> None:
         """Record the signals of other ranks; all ranks must call this."""
-        asked = ranks.add_up([float(self._first is number) for number in _NAMES])
+        asked = ranks.add_up([float(self._first == number) for number in _NAMES])
         for number, count in zip(_NAMES, asked, strict=True):
             if count > 0:
                 self.take_note(number)
@@ -70,9 +70,7 @@ class Interruption:
         end = Stopped(by=str(self.name), where=where, checkpoint=saved)
         if not is_end_told():
             say(str(end))
-        error: BaseException = KeyboardInterrupt()
-        if self._first is signal.SIGTERM:
-            error = SystemExit(SIGTERM_EXIT_CODE)
+        error = _ending(self._first)
         add_note(error, f"automicro: {end}")
         remember(error, stopped=end)
         raise error
@@ -127,64 +125,40 @@ def catching_signals(
     if threading.current_thread() is not threading.main_thread():
         yield interruption
         return
-    with contextlib.ExitStack() as stack:
-        for number in _NAMES:
-            before = signal.getsignal(number)
-            if before is None or before is signal.SIG_IGN:
-                continue
-            handler = _handler(interruption, before, saves=saves, has_peers=has_peers, say=say)
-            stack.callback(_put_back, number, handler, before)
-            signal.signal(number, handler)
-        yield interruption
-
-
-def _handler(
-    interruption: Interruption,
-    before: Any,
-    *,
-    saves: bool,
-    has_peers: bool,
-    say: Callable[[str], None],
-) -> Callable[[int, FrameType | None], None]:
-    owner = os.getpid()
-    is_callers_own = callable(before) and before is not signal.default_int_handler
-    came_at: float | None = None
+    owner, came_at = os.getpid(), dict[int, float]()
+    known: dict[int, Any] = {number: signal.getsignal(number) for number in _AGAIN}
+    before = {n: each for n, each in known.items() if each not in (None, signal.SIG_IGN)}
 
     def take_note(number: int, frame: FrameType | None) -> None:
-        nonlocal came_at
         if os.getpid() != owner:
-            _behave_as_a_worker(number)
+            # A terminal sends Ctrl-C to all processes, but the parent ends its workers itself.
+            if number == signal.SIGTERM:
+                signal.signal(number, signal.SIG_DFL)
+                signal.raise_signal(number)
             return
-        if came_at is not None:
-            if has_peers and time.monotonic() - came_at < _ONE_SIGNAL_SECONDS:
+        if number in came_at:
+            # A launcher of several ranks passes on what the terminal has sent already.
+            if has_peers and time.monotonic() - came_at[number] < _ONE_SIGNAL_SECONDS:
                 return
-            _stop(number)
-        came_at = time.monotonic()
+            raise _ending(number)
+        came_at[number] = time.monotonic()
         interruption.take_note(number)
         then = "saving" if saves else "stopping"
-        known = signal.Signals(number)
-        say(f"{_NAMES[known]}: finishing this batch, then {then}; {_AGAIN[known]}")
-        if is_callers_own:
-            before(number, frame)
+        say(f"{_NAMES[number]}: finishing this batch, then {then}; {_AGAIN[number]}")
+        if callable(before[number]) and before[number] is not signal.default_int_handler:
+            before[number](number, frame)
 
-    return take_note
-
-
-def _stop(number: int) -> NoReturn:
-    if number == signal.SIGTERM:
-        raise SystemExit(SIGTERM_EXIT_CODE)
-    raise KeyboardInterrupt
-
-
-def _behave_as_a_worker(number: int) -> None:
-    """Handle a signal in a forked process."""
-    # A terminal sends Ctrl-C to all processes, but the parent ends its workers itself.
-    if number == signal.SIGTERM:
-        signal.signal(number, signal.SIG_DFL)
-        signal.raise_signal(number)
+    for number in before:
+        signal.signal(number, take_note)
+    try:
+        yield interruption
+    finally:
+        for number, each in before.items():
+            # A handler that other code has installed in the block stays.
+            if signal.getsignal(number) is take_note:
+                signal.signal(number, each)
 
 
-def _put_back(number: signal.Signals, handler: object, before: Any) -> None:
-    # A handler that other code has installed in the block stays.
-    if signal.getsignal(number) is handler:
-        signal.signal(number, before)
+def _ending(number: int) -> BaseException:
+    """Return the exception that ends a program after a signal."""
+    return SystemExit(SIGTERM_EXIT_CODE) if number == signal.SIGTERM else KeyboardInterrupt()

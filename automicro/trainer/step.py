@@ -43,20 +43,17 @@ class FinitenessGuard:
 
     def object_to(self, loss: float, norm: float | None, state: LoopState) -> str | None:
         """Describe the value that is not finite; None if the optimizer can step."""
-        what = None
-        if not math.isfinite(loss):
-            what = f"the loss is {loss}"
-        elif norm is not None and not math.isfinite(norm):
-            what = f"the loss is {loss:.6g}, but the norm of its gradient is {norm}"
-        if what is None or not self.decides:
+        if not self.decides or (math.isfinite(loss) and math.isfinite(norm or 0.0)):
             return None
+        what = f"the loss is {loss:.6g}"
+        if math.isfinite(loss):
+            what += f", but the norm of its gradient is {norm}"
         if self._mode == "skip":
             return self.skip(what, state)
         raise NonFiniteLossError(
             f"{what} in {place_of(state)}; the optimizer did not step. Lower the learning rate, "
-            "warm it up, clip gradients (grad_clip_norm=1.0), look for NaN and infinite values in "
-            "this batch, or leave such batches out with NonFinite('skip') (in a config "
-            "non_finite: skip)"
+            "clip gradients (grad_clip_norm=1.0), look for NaN in this batch, or skip such batches "
+            "with NonFinite('skip') (in a config non_finite: skip)"
         )
 
     def take_note_of_step(self) -> None:
@@ -70,8 +67,8 @@ class FinitenessGuard:
             return f"{what} in {place_of(state)}"
         raise NonFiniteLossError(
             f"{what} in {place_of(state)}, as in the {MOST_IN_A_ROW} batches before it, which were "
-            "skipped; the weights themselves may be NaN or infinite. Go on from an earlier "
-            "checkpoint with a lower learning rate, or clip gradients (grad_clip_norm=1.0)"
+            "skipped; the weights may be NaN. Go on from an earlier checkpoint with a lower "
+            "learning rate, or clip gradients (grad_clip_norm=1.0)"
         )
 
 
@@ -131,12 +128,12 @@ class TrainingStep:
             norm = update.clip()
         length: float | None = None
         objection: str | None = None
-        reads_first = self.guard.decides or update.is_scaled
+        reads_first = self.guard.decides or update.scaler is not None
         if reads_first:  # the guard has already read the loss, so this waits for nothing new
             state.loss, length, losses = self._read(result, norm)
             # With a scaled loss, gradients overflow occasionally, and the scaler skips the step.
             objection = self.guard.object_to(
-                state.loss, None if update.is_scaled else length, state
+                state.loss, None if update.scaler is not None else length, state
             )
         if objection is None and not update.step():
             # The scaler lowers the scale, so this is an error only after many batches in a row.
@@ -167,16 +164,11 @@ class TrainingStep:
         if names:
             shown = ", ".join(names[:5]) + (", …" if len(names) > 5 else "")
             warn(
-                f"each forward changes {shown}, which no checkpoint holds: a run that is taken up "
-                "begins with what it was at first. Make it a buffer (register_buffer), or let its "
-                "module have get_extra_state and set_extra_state",
+                f"each forward changes {shown}, which no checkpoint holds, so a resumed run begins "
+                "with its first value. Make it a buffer, or give its module get_extra_state and "
+                "set_extra_state",
                 CheckpointWarning,
             )
-
-    @property
-    def loss_average_is(self) -> str:
-        """How the average of the loss is known, see `StepResult`."""
-        return self.microbatcher.loss_average_is
 
     def _read(
         self, result: StepResult, norm: Tensor | None

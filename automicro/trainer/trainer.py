@@ -21,10 +21,10 @@ from automicro.loggers import Logger, LoggerGroup
 from automicro.loss.averages import LossAverage
 from automicro.microbatcher import answering_unknown
 from automicro.nested.parts import NestedParts
-from automicro.options import check_model, read_count, read_flag
+from automicro.options import check_model, read_flag
 from automicro.policy.explore import Explore
 from automicro.policy.policy import Policy
-from automicro.ranks.interface import announcing_failed_construction
+from automicro.ranks.interface import announcing_failed_construction, announcing_failure
 from automicro.savers.levels import Savers
 from automicro.step.feature import Feature, check_features
 from automicro.trainer.context import RunContext
@@ -43,10 +43,7 @@ from automicro.trainer.optimizer import (
 from automicro.trainer.parallel import whole_state_dict
 from automicro.trainer.progress import count_of, describe_parameters
 from automicro.trainer.report import FitSummary
-from automicro.trainer.same_on_all_ranks import (
-    announcing_once,
-    require_same,
-)
+from automicro.trainer.same_on_all_ranks import require_same
 from automicro.trainer.setup import MicrobatcherFactory, PlacedModel, assemble_fit
 from automicro.trainer.surroundings import RunSurroundings, noting, prepare_cublas
 from automicro.units import Duration, parse_time, read_duration
@@ -219,7 +216,7 @@ class Trainer:
         check_loader("train_dataloader", train_dataloader)
         evaluators = read_evaluators("eval_dataloader", eval_dataloader)
         duration = read_duration("max_duration", max_duration)
-        check_passes(train_dataloader, duration)
+        check_passes("train_dataloader", train_dataloader, duration)
         every = None if eval_interval is None else read_duration("eval_interval", eval_interval)
         if read_flag("deterministic", deterministic):
             prepare_cublas(device)  # before anything uses the device
@@ -241,6 +238,7 @@ class Trainer:
             microbatch_size,
             eval_microbatch_size,
             *(each.microbatch_size for each in evaluators.values()),
+            is_seeded=seed is not None,
             deterministic=deterministic,
         )
         asked = last_of("RememberSizes", features)
@@ -271,12 +269,6 @@ class Trainer:
             optimizer=optimizer,
             features=of_callbacks,
         )
-        if by_clock and seed is not None:
-            warn(
-                f"{_BY_CLOCK}, so two runs with seed={seed} may differ by rounding; to repeat a "
-                f"run, {_SIZE_FOUND}",
-                DeterminismWarning,
-            )
         self._context = RunContext(
             run=self._run,
             state=state,
@@ -286,13 +278,15 @@ class Trainer:
             failures=Failures(device=device, rank=place.rank),
             mode=OptimizerMode(optimizer),
         )
-        share = placed.sharing()
+        share = placed.sharing(self._microbatcher.ranks)
         self._evaluating = EvaluationFactory(
             microbatcher=self._microbatcher,
             make_microbatcher=partial(factory.make, features=of_callbacks),
-            metrics=model_metrics(model, is_train=False) if metrics is None else metrics,
-            microbatch_size=eval_microbatch_size,
-            interval=every,
+            inherited={
+                "metrics": model_metrics(model, is_train=False) if metrics is None else metrics,
+                "microbatch_size": eval_microbatch_size,
+                "interval": every,
+            },
             device=device,
             share=share,
         )
@@ -427,7 +421,7 @@ class Trainer:
                 fit.extend(more)
             fit.require_more()
             with (
-                announcing_once(ranks),
+                announcing_failure(ranks),
                 ranks.guarding_calls(),
                 self._session.open(self._context),
                 noting(fit.where),
@@ -445,13 +439,12 @@ class Trainer:
         """
         self._context.failures.folder = Path(folder)
 
-    def eval(self, dataloader: Any = None, *, max_batches: int | None = None) -> dict[str, float]:
+    def eval(self, dataloader: Any = None) -> dict[str, float]:
         """Evaluate the model.
 
         Args:
-            dataloader: data in any form of ``eval_dataloader``, which is the default.
-            max_batches: maximum number of batches of each loader; None for the limit of its
-                `Evaluator`.
+            dataloader: data in any form of ``eval_dataloader``, which is the default; an
+                `Evaluator` can limit the batches.
 
         Returns:
             ``"loss"`` and the metrics by name. The loss is that of all rows, whatever the batch
@@ -463,8 +456,6 @@ class Trainer:
             DataLoaderError: the pass over the data yielded no batch.
             SampleTooLargeError: not even one row fits.
         """
-        if max_batches is not None:
-            read_count("max_batches", max_batches)
         evaluations = self._evaluations
         if dataloader is not None:
             evaluations = self._evaluating.make_given(dataloader)
@@ -474,13 +465,9 @@ class Trainer:
                 "loader to eval()"
             )
         phase, ranks = PhaseState(), self._microbatcher.ranks
-        with (
-            announcing_once(ranks),
-            ranks.guarding_calls(),
-            self._session.open(self._context),
-        ):
+        with announcing_failure(ranks), ranks.guarding_calls(), self._session.open(self._context):
             for evaluation in evaluations:
-                evaluation.run(phase, self._context, max_batches=max_batches)
+                evaluation.run(phase, self._context)
         return phase.metrics
 
     def predict(self, dataloader: Iterable[Any]) -> list[Any]:
@@ -508,16 +495,15 @@ class Trainer:
             return predict_all(self._microbatcher, dataloader, self._context)
 
 
-_BY_CLOCK = 'microbatch_size="explore" finds sizes by the clock'
-_SIZE_FOUND = "give the size that it found, as in microbatch_size=16"
-
-
-def _are_found_by_clock(*sizes: Any, deterministic: bool) -> bool:
+def _are_found_by_clock(*sizes: Any, is_seeded: bool, deterministic: bool) -> bool:
     """Whether sizes depend on measured time, and so differ from run to run."""
     by_clock = any(each == "explore" or isinstance(each, Explore) for each in sizes)
-    if by_clock and deterministic:
-        raise ValueError(
-            f"{_BY_CLOCK}, so with deterministic=True two runs would still differ by rounding; "
-            f"{_SIZE_FOUND}"
+    if by_clock and (is_seeded or deterministic):
+        text = (
+            'microbatch_size="explore" finds sizes by the clock, so two runs may differ by '
+            "rounding; to repeat a run, give the size that it found, as in microbatch_size=16"
         )
+        if deterministic:
+            raise ValueError(f"deterministic=True was given, and {text}")
+        warn(text, DeterminismWarning)
     return by_clock

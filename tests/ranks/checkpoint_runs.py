@@ -149,7 +149,7 @@ class Training:
         while self.state.batch < until:
             for number in self.feed.batches(self.state.epoch):
                 self.step(self.state.epoch * BATCHES_PER_EPOCH + number)
-                self.checkpointer.save_if_due()
+                self.checkpointer.save_if_due({}, is_due=False)
                 if self.state.batch == until:
                     break
 

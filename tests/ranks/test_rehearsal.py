@@ -65,7 +65,7 @@ def train(
         "metrics": dict(summary.eval_metrics),
         "ooms": summary.ooms,
         "rehearsed_ooms": 0 if report is None else report.ooms,
-        "batches": [] if report is None else list(report.batches),
+        "batches": [each.batch and each.batch.rows for each in report.batches] if report else [],
         "random": torch.get_rng_state(),
         "sizes": found,
     }
@@ -87,7 +87,7 @@ def test_ranks_train_with_the_same_bits_after_a_rehearsal(world2: World, paralle
     for one, other in zip(rehearsed, plain, strict=True):
         assert same_values(without_report(one), without_report(other))
     worst = [result["batches"][0] for result in rehearsed]
-    assert worst[0].dataset_rows != worst[1].dataset_rows
+    assert worst[0] != worst[1]
 
 
 @pytest.mark.parametrize(

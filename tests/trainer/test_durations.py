@@ -102,8 +102,3 @@ def test_time_that_is_over_ends_training_after_one_batch_at_least() -> None:
     before = summary.steps
     assert before >= 1
     assert trainer.fit(max_time=timedelta(microseconds=1)).steps == before + 1
-
-
-def test_a_misspelt_word_for_batches_that_are_not_finite_is_answered() -> None:
-    with pytest.raises(ValueError, match=r"did you mean 'skip'\?\); use one of stop, skip, ignore"):
-        NonFinite("skpi")

@@ -155,22 +155,20 @@ def test_evaluating_a_model_that_gives_no_loss_reports_the_metrics() -> None:
 def test_a_loader_without_a_batch_is_refused_before_training() -> None:
     empty = DataLoader(make_data(5), batch_size=16, drop_last=True)
     trainer = make_trainer(make_model(), eval_dataloader={"seen": make_loader(), "new": empty})
-    with pytest.raises(DataLoaderError, match=r"eval_dataloader\['new'\].* has 5 rows, fewer than"):
+    with pytest.raises(DataLoaderError, match=r"eval_dataloader\['new'\].* no batch from 5 rows"):
         trainer.fit()
     assert trainer.state.batch == 0
     never = Evaluator(dataloader=empty, interval=None)
     assert make_trainer(make_model(), eval_dataloader=never).fit().steps == 4
 
 
-@pytest.mark.parametrize("kind", [DataLoader, lambda data: Evaluator(dataloader=data)])
-def test_several_loaders_without_names_are_refused_at_once(kind: Any) -> None:
-    loaders = (kind(make_data()), kind(make_data()))
-    with pytest.raises(TypeError, match=r"eval_dataloader is a tuple of 2, and not of batches: .*"
-                       "; name them in a mapping"):  # fmt: skip
+def test_several_loaders_without_names_are_refused_at_once() -> None:
+    loaders = (DataLoader(make_data()), DataLoader(make_data()))
+    with pytest.raises(TypeError, match="eval_dataloader is a tuple of loaders, not of batches"):
         make_trainer(make_model(), eval_dataloader=loaders)
-    with pytest.raises(TypeError, match=r"dataloader is a list of 2, .*; name them in a mapping"):
+    with pytest.raises(TypeError, match=r"dataloader is a list of loaders, .* in a mapping"):
         make_trainer(make_model()).eval(list(loaders))
-    with pytest.raises(TypeError, match=r"train_dataloader is a tuple of 2, .*ConcatDataset"):
+    with pytest.raises(TypeError, match=r"train_dataloader is a tuple of loaders, .*ConcatDataset"):
         make_trainer(make_model(), loaders)
 
 

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 from torchmetrics.classification import MulticlassAccuracy
 
-from automicro import CheckpointConfig
+from automicro import CheckpointConfig, Evaluator
 from tests.trainer.runs import CLASSES, make_loader, make_model, make_trainer
 
 BATCHES = 4  # of make_loader()
@@ -40,9 +40,7 @@ def test_what_is_no_duration_is_answered(
 def test_eval_may_see_fewer_batches() -> None:
     metrics = {"accuracy": MulticlassAccuracy(CLASSES)}
     trainer = make_trainer(make_model(), eval_dataloader=make_loader(), metrics=metrics)
-    first = list(make_loader())[:2]
-    assert trainer.eval(max_batches=2) == trainer.eval(first)
-    assert trainer.eval(make_loader(), max_batches=2) == trainer.eval(first)
-    assert trainer.eval(max_batches=99) == trainer.eval()
-    with pytest.raises(ValueError, match="max_batches=-1 must be at least 1"):
-        trainer.eval(max_batches=-1)
+    few = Evaluator(dataloader=make_loader(), max_batches=2)
+    assert trainer.eval(few) == trainer.eval(list(make_loader())[:2])
+    many = Evaluator(dataloader=make_loader(), max_batches=99)
+    assert trainer.eval(many) == trainer.eval()

@@ -233,7 +233,7 @@ def test_a_pass_goes_on_after_ctrl_c_where_it_was_left(batch: int, unknown: bool
     assert (summary.steps, summary.samples, summary.epochs) == (8, 100, 2)
 
 
-AGAIN = "epoch 1, which begins again: 2 batches of it .* come once more.* a checkpoint with"
+AGAIN = "epoch 1, which begins again, so 2 batches of it come once more.* from checkpoints"
 
 
 def test_an_epoch_begins_again_after_an_error_which_is_said() -> None:

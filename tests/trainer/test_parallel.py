@@ -243,20 +243,12 @@ def test_an_environment_that_makes_no_sense_is_refused(
         process_in_environment()
 
 
-# The stubs of torch do not know it.
-CHANNELS_LAST: dict[str, Any] = {"memory_format": torch.channels_last}
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [
         ({"parallel": None}, "each of them would train a model of its own"),
         ({"parallel": "fsdp", "compiles": True}, "use parallel='ddp', or compile each block"),
         ({"parallel": "ddp", "model": nn.LazyLinear(2)}, "run the model once first"),
-        (
-            {"parallel": "fsdp", "model": nn.Conv2d(2, 2, 3).to(**CHANNELS_LAST)},
-            "'weight' has another memory format",
-        ),
         ({"parallel": "ddp", "more": [nn.Linear(2, 2)]}, "make it a part of the model"),
     ],
 )

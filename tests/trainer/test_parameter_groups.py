@@ -69,11 +69,6 @@ WRONG: dict[str, tuple[Any, str]] = {
         f"parameter_groups is of type dict, not a list: {FORM}",
     ),
     "text": ("*.bias", f"parameter_groups is of type str, not a list: {FORM}"),
-    "patterns without a mapping": (["*.bias"], f"parameter_groups[0] is '*.bias', {UNNAMED}"),
-    "no params": (
-        [{"params": "*.bias"}, {"weight_decay": 0.0}],
-        f"parameter_groups[1] is {{'weight_decay': 0.0}}, {UNNAMED}",
-    ),
     "no names": ([{"params": []}], f"parameter_groups[0] is {{'params': []}}, {UNNAMED}"),
     "a number for a name": (
         [{"params": [3]}],
@@ -86,11 +81,12 @@ WRONG: dict[str, tuple[Any, str]] = {
     "a mistyped name": (
         [{"params": "norm.*"}, {"params": ["norm.bias", "blok.weight"]}],
         "parameter_groups[1]: 'blok.weight' matches no parameter of the model (did you mean "
-        "'block.weight'?): correct it",
+        "'block.weight'?); use names such as 'embed.weight', 'block.weight', 'block.bias', with * "
+        "for any letters",
     ),
     "nothing like it": (
         [{"params": "*zzz*"}],
-        "parameter_groups[0]: '*zzz*' matches no parameter of the model: use names such as "
+        "parameter_groups[0]: '*zzz*' matches no parameter of the model; use names such as "
         "'embed.weight', 'block.weight', 'block.bias', with * for any letters",
     ),
     "all taken": (

@@ -15,7 +15,6 @@ from torchmetrics.classification import MulticlassAccuracy
 from automicro import Callback, CheckpointConfig, Microbatcher, SampleTooLargeError
 from automicro.callbacks import ExponentialMovingAverage
 from automicro.checkpoints.rng import rng_state
-from automicro.features import RememberSizes
 from automicro.trainer.rehearsal import RehearsalReport
 from automicro.values import same_values
 from tests.trainer.rehearsals import (
@@ -216,7 +215,8 @@ def test_what_has_no_indices_is_passed_over_without_workers() -> None:
     trainer = make_trainer(Model(), loader)
     trainer.fit()
     worst = reported(trainer).batches[0]
-    assert (worst.index, worst.dataset_rows, worst.cost) == (1, (), 2 * 2 * 30)
+    assert worst.batch is not None
+    assert (worst.batch.index, worst.batch.rows, worst.batch.cost) == (1, (), 2 * 2 * 30)
     assert trainer.state.batch == 2
 
 
@@ -328,24 +328,12 @@ def test_batches_that_make_up_one_step_lie_beside_each_others_gradients() -> Non
         )
         summary = trainer.fit()
         worst = reported(trainer).batches[0]
-        assert (worst.rows, worst.microbatch_size, worst.num_microbatches) == (32, 32, 1)
+        assert str(worst.cut) == "1 × 32 of 32"
         assert worst.peak_bytes is not None
         assert summary.peak_memory_bytes is not None
         assert worst.peak_bytes == pytest.approx(summary.peak_memory_bytes, rel=0.01)
         peaks[batches] = worst.peak_bytes
     assert peaks[2] > peaks[1]
-
-
-def test_no_clock_decides_what_is_looked_at_where_runs_are_to_repeat(mocker: Any) -> None:
-    mocker.patch("automicro.trainer.rehearsal.SCANNED_SECONDS", 0.0)
-    looked_at = []
-    for seed in (0, None):
-        trainer = make_trainer(
-            Model(), loader_of(log_normal(8, 80)), seed=seed, features=[RememberSizes(False)]
-        )
-        trainer.fit()
-        looked_at.append(reported(trainer).looked_at["train_dataloader"])
-    assert looked_at == ["all 10 batches", "the first 1 of 10 batches"]
 
 
 steps_of_all = torch.zeros(())
@@ -406,7 +394,7 @@ def test_slices_by_tokens_are_rehearsed_in_tokens_and_leave_no_trace() -> None:
     summary = trainer.fit()
     assert reported(trainer).ooms > 0
     assert summary.ooms == 0
-    assert {each.microbatch_unit for each in reported(trainer).batches} == {"tokens"}
+    assert {each.cut.unit for each in reported(trainer).batches} == {"tokens"}
     assert " tokens or more, after " in (summary.rehearsed or "")
     models = [Named(), Named()]
     for model, rehearse in zip(models, ("worst", None), strict=True):

@@ -11,27 +11,7 @@ from automicro.data import LengthBatchSampler
 from automicro.errors import CheckpointError, CheckpointWarning, DataLoaderError, warn
 from automicro.ranks.interface import Ranks
 from automicro.torch_private import forget_workers
-from automicro.trainer.data.loading import (
-    announce_epoch,
-    begin,
-    empty,
-    find_generators,
-    grouped,
-    has_persistent_workers,
-    num_batches,
-    read_attributes,
-    read_generators,
-    rest,
-    write_attributes,
-    write_generators,
-)
-from automicro.trainer.data.sharing import (
-    IN_A_RUN,
-    OF_SHARED_ORDER,
-    changed,
-    describe_loader,
-    shared_sampler,
-)
+from automicro.trainer.data import loading, sharing
 from automicro.trainer.same_on_all_ranks import require_same_order
 from automicro.values import same_values
 
@@ -73,32 +53,32 @@ class Feed:
     def __init__(
         self, loader: Any, name: str, *, has_peers: bool = False, accumulate_batches: int = 1
     ) -> None:
-        self._loader = loader
-        self._sampler = sampler = shared_sampler(loader)
+        self.loader = loader
+        self._sampler = sampler = sharing.shared_sampler(loader)
         self._plans = sampler if isinstance(sampler, LengthBatchSampler) else None
         self.group_size = accumulate_batches
         self._name = name
         self._has_peers = has_peers
-        self._is_persistent = has_persistent_workers(loader)
+        self._is_persistent = loading.has_persistent_workers(loader)
         methods = (getattr(loader, each, None) for each in ("state_dict", "load_state_dict"))
         self._keeps_state = all(map(callable, methods))
         # Persistent workers continue their random numbers from pass to pass, so all passes since
         # they started are needed; otherwise only the last one is.
         self._passes: list[_Pass] = []
         self._loaded: Mapping[str, Any] | None = None  # a loaded state, until the next pass
-        self._first_attributes = read_attributes(loader)
+        self._first_attributes = loading.read_attributes(loader)
         self._seconds = 0.0  # of the batches yielded since `take_seconds`
 
     def num_batches(self, epoch: int) -> int | None:
         """Number of batches in a pass, if the loader has a length."""
         if self._plans is None:
-            return num_batches(self._loader)
+            return loading.num_batches(self.loader)
         self._plans.set_epoch(epoch)
         return self._plans.num_rounds_before + len(self._plans)
 
     def groups(self, epoch: int) -> Iterator[list[Any]]:
         """Yield the optimization batches of a pass, each as a list of loader batches."""
-        return grouped(self.batches(epoch), self.group_size)
+        return loading.grouped(self.batches(epoch), self.group_size)
 
     def num_groups(self, epoch: int) -> int | None:
         """Number of optimization batches in a pass, if the loader has a length."""
@@ -119,17 +99,16 @@ class Feed:
         """Yield the batches of a pass, or the rest of a loaded one."""
         # A loaded pass continues if it belongs to this epoch and has not ended. The rest can be
         # empty.
-        iterator = None
-        if self._loaded is not None:
-            iterator = self._take_up(epoch)
-            self._loaded = None
+        iterator, loaded = None, self._loaded
+        if loaded is not None:
+            iterator, self._loaded = self._take_up(loaded, epoch), None
             # The last batches were one group, so the end was reached before training on them.
             if self._passes and self._passes[-1].is_complete and self._passes[-1].epoch == epoch:
                 return
         if iterator is None:
             iterator = self._begin(epoch)
         current = self._passes[-1]
-        for batch in rest(iterator):
+        for batch in loading.rest(iterator):
             if self._plans is not None and self.knows_seconds:
                 self._seconds += self._plans.total_of(current.given, "seconds")
             current.given += 1
@@ -141,7 +120,7 @@ class Feed:
 
     def emptiness(self) -> DataLoaderError:
         """Create the error for a pass without a batch on any rank."""
-        return empty(self._loader, self._name)
+        return loading.empty(self.loader, self._name)
 
     def require_same_order(self, ranks: Ranks) -> None:
         """Compare the order of the current pass with other ranks; all ranks must call this."""
@@ -153,19 +132,19 @@ class Feed:
         if self._loaded is not None:
             return dict(self._loaded)
         # Calling `state_dict` before a pass makes torchdata's loader begin one.
-        own = self._loader.state_dict() if self._passes and self._keeps_state else None
+        own = self.loader.state_dict() if self._passes and self._keeps_state else None
         return {
             "persistent": self._is_persistent,
             "now": self._place(),
             "passes": [dict(vars(each)) for each in self._passes],
             "loader": own,
-            "order": describe_loader(self._loader),
+            "order": sharing.describe_loader(self.loader),
             "accumulate_batches": self.group_size,
         }
 
     def reshard(self, states: Sequence[Mapping[str, Any]], *, rank: int) -> dict[str, Any]:
         """Convert the state within a pass for another number of ranks."""
-        order, last = describe_loader(self._loader), states[0]["passes"][-1]
+        order, last = sharing.describe_loader(self.loader), states[0]["passes"][-1]
         # In the last batches of a pass, some ranks can be out of rows.
         given = max(int(each["passes"][-1]["given"]) for each in states if each["passes"])
         start, is_over = dict(last["start"]), False
@@ -216,21 +195,19 @@ class Feed:
     ) -> None:
         """Raise an error if the ranks share no order, or not the saved one."""
         was, reason = states[0]["order"], ""
-        if states[0]["loader"] is not None or hasattr(self._loader, "load_state_dict"):
+        if states[0]["loader"] is not None or hasattr(self.loader, "load_state_dict"):
             reason = "keeps a position of its own on each rank, which says nothing about other rows"
         elif None in (was["shared_by"], here["shared_by"]):
             where = "here" if here["shared_by"] is None else "in the checkpoint"
             reason = (
-                f"has no order that ranks share {where}, as a DataLoader over a data set with a "
-                "length has, without a DistributedSampler; pass parallel='ddp' in one process, "
-                "too, from the beginning of the run"
+                f"has no order that ranks share {where}; give it a data set with a length and no "
+                "DistributedSampler, and pass parallel='ddp' in one process, too"
             )
-        elif differing := changed({key: was[key] for key in OF_SHARED_ORDER}, here):
-            rows = was["entries_per_step"]
+        elif differing := sharing.changed({key: was[key] for key in sharing.OF_SHARED_ORDER}, here):
             reason = (
-                f"had {', '.join(differing)}; pass the same data and the same sampler, and let the "
-                f"DataLoader cut batches of {rows} over all ranks (batch_size, or "
-                "global_batch_size in a config)"
+                f"had {', '.join(differing)}; pass the same data and sampler, and let the "
+                f"DataLoader cut batches of {was['entries_per_step']} over all ranks (batch_size, "
+                "or global_batch_size in a config)"
             )
         else:
             for place in was["generators"]:
@@ -238,7 +215,7 @@ class Feed:
                 if not all(same_values(each[0], other) for other in each):
                     reason = f"has a generator {place} that stood at another place on each rank"
         if reason:
-            raise CheckpointError(f"{self._name} ({type(self._loader).__name__}) {reason}")
+            raise CheckpointError(f"{self._name} ({type(self.loader).__name__}) {reason}")
 
     def between_epochs(self, state: Mapping[str, Any]) -> dict[str, Any]:
         """Convert a state to one from which the next pass begins at its start."""
@@ -250,8 +227,7 @@ class Feed:
         if state["loader"] is not None and not self._keeps_state:
             raise DataLoaderError(
                 f"the checkpoint holds the position of a {self._name} that kept its own, and this "
-                f"{type(self._loader).__name__} has no load_state_dict; pass the same kind of "
-                "loader, or go on from a checkpoint that was made with this kind"
+                f"{type(self.loader).__name__} has no load_state_dict; pass a loader of that kind"
             )
         last = passes[-1] if passes else None
         # Training can end with the last batch, before the loader reports the end of the pass.
@@ -264,7 +240,7 @@ class Feed:
                 f"which the batches of {self._name} would come in another order; pass that"
             )
         self._passes, self._loaded = passes, state
-        write_generators(find_generators(self._loader), state["now"]["generators"])
+        loading.write_generators(loading.find_generators(self.loader), state["now"]["generators"])
         if self._sampler is not None and state["order"]["shared_by"] is not None:
             self._sampler.seed = state["order"]["seed"]  # for the following passes
         if last is not None and not last.is_complete:
@@ -275,11 +251,11 @@ class Feed:
         first = self._first_attributes
         return {
             "rng": rng_state(),
-            "generators": read_generators(find_generators(self._loader)),
+            "generators": loading.read_generators(loading.find_generators(self.loader)),
             # Only the attributes that have changed since before the first pass.
             "attributes": {
                 place: value
-                for place, value in read_attributes(self._loader).items()
+                for place, value in loading.read_attributes(self.loader).items()
                 if place not in first or not same_values(first[place], value)
             },
             "position": None,  # set for a `LengthBatchSampler`
@@ -288,8 +264,8 @@ class Feed:
     def _go_back(self, place: Mapping[str, Any]) -> None:
         """Restore all state that decides the batches of a pass."""
         restore_rng_state(place["rng"])
-        write_generators(find_generators(self._loader), place["generators"])
-        write_attributes(self._loader, {**self._first_attributes, **place["attributes"]})
+        loading.write_generators(loading.find_generators(self.loader), place["generators"])
+        loading.write_attributes(self.loader, {**self._first_attributes, **place["attributes"]})
 
     def _set_plan(self, start: _Pass) -> None:
         """Restore the position of the sampler before a pass."""
@@ -308,107 +284,97 @@ class Feed:
             self._passes.clear()
         start = _Pass(epoch=epoch, start=self._place())
         self._passes.append(start)
-        announce_epoch(self._loader, epoch)
+        loading.announce_epoch(self.loader, epoch)
         if self._plans is not None:
             start.start["position"] = self._plans.state_dict(batches_given=0)
-        return begin(self._loader)
+        return loading.begin(self.loader)
 
-    def _take_up(self, epoch: int) -> Iterator[Any] | None:
+    def _take_up(self, loaded: Mapping[str, Any], epoch: int) -> Iterator[Any] | None:
         """Continue the loaded pass if it was saved in the middle of this epoch."""
-        assert self._loaded is not None
         last = self._passes[-1] if self._passes else None
         is_in_the_middle = last is not None and not last.is_complete and last.epoch == epoch
-        here = rng_state()
-        iterator = None
+        here, iterator = rng_state(), None
         try:
-            if self._loaded["loader"] is not None:
-                assert last is not None
-                iterator = self._load_position(last, is_in_the_middle=is_in_the_middle)
-            elif self._is_persistent:
-                forget_workers(self._loader)
+            if last is not None and loaded["loader"] is not None:
+                iterator = self._load_position(loaded["loader"], last, is_in_the_middle)
+            elif self._is_persistent or is_in_the_middle:
+                if self._is_persistent:
+                    forget_workers(self.loader)
                 for each in self._passes:
                     iterator = self._repeat(each)
-            elif is_in_the_middle:
-                assert last is not None
-                iterator = self._repeat(last)
         finally:
-            now = self._loaded["now"]
-            write_generators(find_generators(self._loader), now["generators"])
-            write_attributes(self._loader, now["attributes"])
+            now = loaded["now"]
+            loading.write_generators(loading.find_generators(self.loader), now["generators"])
+            loading.write_attributes(self.loader, now["attributes"])
             restore_rng_state(here)
         return iterator if is_in_the_middle else None
 
-    def _load_position(self, last: _Pass, *, is_in_the_middle: bool) -> Iterator[Any] | None:
+    def _load_position(self, own: Any, last: _Pass, is_in_the_middle: bool) -> Iterator[Any] | None:
         """Load the loader's own state, and begin the pass if it was saved in the middle."""
-        assert self._loaded is not None
-        own = self._loaded["loader"]
-        self._loader.load_state_dict(own)
+        self.loader.load_state_dict(own)
         # After the state of a pass that has ended, torchdata's loader would begin twice, and draw
         # twice.
         has_ended = isinstance(own, Mapping) and own.get("_iterator_finished", False)
         if not is_in_the_middle and last.is_complete and not has_ended:
             return None
         self._go_back({**last.start, "generators": {}})
-        announce_epoch(self._loader, last.epoch)
-        iterator = begin(self._loader)
+        loading.announce_epoch(self.loader, last.epoch)
+        iterator = loading.begin(self.loader)
         if not is_in_the_middle and not last.is_complete:
-            for batch in rest(iterator):  # run to the end, which was not reached before the save
+            for batch in loading.rest(
+                iterator
+            ):  # run to the end, which was not reached before the save
                 del batch
         return iterator
 
     def _repeat(self, start: _Pass) -> Iterator[Any]:
         """Begin a pass again and discard the batches that it had yielded."""
         # Checked by type, because calling `iter` on a loader can start workers.
-        if isinstance(self._loader, Iterator):
+        if isinstance(self.loader, Iterator):
             warn(
-                f"{self._name} is an iterator ({type(self._loader).__name__}), which cannot begin "
-                f"again: {start.given} batches are taken from it and thrown away, which is right "
-                "only if it is new and gives the same ones. Pass what can begin again, such as a "
-                "DataLoader, or give it state_dict and load_state_dict",
+                f"{self._name} is an iterator ({type(self.loader).__name__}), and its first "
+                f"{start.given} batches are skipped, which is right only if it gives the same ones "
+                "again. Pass a DataLoader, or give it state_dict and load_state_dict",
                 CheckpointWarning,
             )
-        logger.info(
-            "%s: making the %d batches of epoch %d again that were trained on%s",
-            self._name,
-            start.given,
-            start.epoch + 1,
-            ", as persistent workers draw from pass to pass" if self._is_persistent else "",
-        )
+        what = f"the {start.given} batches of epoch {start.epoch + 1} that were trained on"
+        logger.info("%s: making %s again", self._name, what)
         self._go_back(start.start)
-        announce_epoch(self._loader, start.epoch)
+        loading.announce_epoch(self.loader, start.epoch)
         self._set_plan(start)
-        iterator = begin(self._loader)
-        batches = rest(iterator)
+        iterator = loading.begin(self.loader)
+        batches = loading.rest(iterator)
         for given in range(start.given):
             if next(batches, _END) is _END:
                 raise DataLoaderError(
                     f"{self._name} ended after {given} batches, and {start.given} of this pass "
-                    "were trained on when the checkpoint was made; pass the same data, or go on "
-                    "from a checkpoint of the end of an epoch"
+                    f"were trained on before the checkpoint; {_SAME_DATA}"
                 )
         if start.is_complete:
             next(batches, _END)
         return iterator
 
     def _check_rows(self, was: Mapping[str, Any], given: int) -> None:
-        here = describe_loader(self._loader)
-        differing = changed({key: was[key] for key in IN_A_RUN if was[key] is not None}, here)
+        here = sharing.describe_loader(self.loader)
+        differing = sharing.changed(
+            {key: was[key] for key in sharing.IN_A_RUN if was[key] is not None}, here
+        )
         if given == 0 or not differing:
             return
         said = (
             f"{self._name} gives other batches than when the checkpoint was made, after {given} of "
             f"a pass: {', '.join(differing)}"
         )
-        remedy = "pass the same data and the same options of the loader, or"
         if None not in (was["batches"], here["batches"]) and here["batches"] < was["batches"]:
-            raise DataLoaderError(
-                f"{said}; {remedy} go on from a checkpoint of the end of an epoch"
-            )
+            raise DataLoaderError(f"{said}; {_SAME_DATA}")
         warn(
-            f"{said}. Rows may come twice or not at all in this epoch; {remedy} change them at the "
-            "end of an epoch",
+            f"{said}. Rows may come twice or not at all in this epoch; {_SAME_DATA}",
             CheckpointWarning,
         )
 
 
+_SAME_DATA = (
+    "pass the same data and options of the loader, or go on from a checkpoint of the end of an "
+    "epoch"
+)
 _END = object()

@@ -19,7 +19,7 @@ from automicro.errors import DataLoaderError
 from automicro.options import read_count
 from automicro.reach import generators_in, kinds_of_loading
 from automicro.units import Duration, Unit, read_duration
-from automicro.values import comes_from, is_generator, same_values, set_state, state_of
+from automicro.values import is_generator, same_values, set_state, state_of
 
 Generator: TypeAlias = torch.Generator | random.Random | np.random.Generator | np.random.RandomState
 
@@ -144,22 +144,17 @@ def write_generators(generators: Mapping[str, Generator], states: Mapping[str, A
             set_state(each, state.cpu() if isinstance(state, Tensor) else state)
 
 
-def check_loader(name: str, loader: object) -> None:
+def check_loader(name: str, loader: Any) -> None:
     """Raise an error for an object that cannot yield batches."""
     if isinstance(loader, Mapping):
         raise TypeError(
             f"{name} is a {type(loader).__name__} with the keys {list(loader)}, not a loader; "
             "pass the loader itself"
         )
-    if (type(loader) is list or type(loader) is tuple) and any(map(_is_loader, loader)):
-        remedy = (
-            "name them in a mapping, such as {'seen': loader, 'new': another}"
-            if name.startswith(("eval_dataloader", "dataloader"))
-            else "pass one, whose data set may join several: torch.utils.data.ConcatDataset"
-        )
+    if type(loader) in (list, tuple) and any(isinstance(e, DataLoader | Iterator) for e in loader):
         raise TypeError(
-            f"{name} is a {type(loader).__name__} of {len(loader)}, and not of batches: "
-            f"{', '.join(type(each).__name__ for each in loader)}; {remedy}"
+            f"{name} is a {type(loader).__name__} of loaders, not of batches; name "
+            "evaluations in a mapping, or join data sets with torch.utils.data.ConcatDataset"
         )
     # Objects with `__getitem__` can be iterated over, but a class is not such an object.
     is_indexable = hasattr(type(loader), "__getitem__") and not isinstance(loader, type)
@@ -170,14 +165,19 @@ def check_loader(name: str, loader: object) -> None:
         )
 
 
-def check_passes(loader: object, duration: Duration) -> None:
-    """Raise an error for an iterator if the duration needs several passes."""
-    if isinstance(loader, Iterator) and duration.unit is Unit.EPOCHS and duration.value > 1:
+def check_passes(
+    name: str, loader: object, max_duration: Duration, every: Duration | None = None
+) -> None:
+    """Raise an error for an iterator if training, or an evaluation, needs several passes."""
+    if every is None:  # of training, in which a duration in batches can end within the first pass
+        is_once = max_duration.unit is not Unit.EPOCHS or max_duration.value == 1
+    else:
+        is_once = every.unit is max_duration.unit and every.value >= max_duration.value
+    if isinstance(loader, Iterator) and not is_once:
         raise ValueError(
-            f"train_dataloader is an iterator ({type(loader).__name__}), which can be passed over "
-            f"only once, and max_duration='{duration}' needs {duration.value} passes; pass "
-            "something that starts again for each epoch, such as a DataLoader or a list, or a "
-            "duration in batches"
+            f"{name} is an iterator ({type(loader).__name__}), which can be passed over only once, "
+            f"and max_duration='{max_duration}' needs more passes; pass something that starts "
+            "again, such as a DataLoader or a list"
         )
 
 
@@ -218,25 +218,14 @@ def rest(iterator: Iterator[Any]) -> Iterator[Any]:
 
 
 def empty(loader: object, name: str) -> DataLoaderError:
-    """Create the error for a pass without a batch, with the likely reason."""
-    why = "check its dataset and its sampler, which must give at least one batch in every pass"
+    """Create the error for a pass without a batch."""
     dataset = getattr(loader, "dataset", None)
-    rows = num_batches(dataset) if dataset is not None else None
-    most = getattr(loader, "batch_size", None) or 0
-    most *= getattr(getattr(loader, "batch_sampler", None), "world_size", 1)
-    if isinstance(loader, Iterator):
-        why = (
-            "it is an iterator and used up, because an iterator can be passed over only once; pass "
-            "something that starts again for each epoch, such as a DataLoader or a list"
-        )
-    elif rows and rows < most and getattr(loader, "drop_last", False):
-        why = (
-            f"its dataset has {rows} rows, fewer than the {most} of a batch, and drop_last=True "
-            "drops them; use drop_last=False or a smaller batch"
-        )
-    elif rows == 0:
-        why = "its dataset is empty; check the path and the filters"
-    return DataLoaderError(f"{name} ({type(loader).__name__}) gave no batch: {why}")
+    rows = None if dataset is None else num_batches(dataset)
+    had = "" if rows is None else f" from {rows} rows"
+    return DataLoaderError(
+        f"{name} ({type(loader).__name__}) gave no batch{had}: check its dataset and its sampler. "
+        "drop_last=True drops a batch that is not full, and an iterator is used up after a pass"
+    )
 
 
 def grouped(batches: Iterable[Any], size: int) -> Iterator[list[Any]]:
@@ -345,8 +334,3 @@ def announce_epoch(loader: object, epoch: int) -> None:
         if callable(set_epoch) and not any(each is one for one in told):
             set_epoch(epoch)
             told.append(each)
-
-
-def _is_loader(value: object) -> bool:
-    """Whether an element of a list is a loader instead of a batch."""
-    return isinstance(value, DataLoader | Iterator) or comes_from(value, "automicro.Evaluator")

@@ -20,40 +20,11 @@ from automicro.checkpoints.rng import restore_rng_state, rng_state
 from automicro.data import LengthBatchSampler, with_batch_sampler
 from automicro.errors import warn
 from automicro.torch_private import forget_workers
-from automicro.trainer.data.loading import (
-    attached_generators,
-    batch_order,
-    num_batches,
-    read_generators,
-    samplers_of,
-    write_generators,
-)
+from automicro.trainer.data import loading
 from automicro.trainer.processes import Process
 from automicro.values import as_text
 
 Indices = Iterable[Any]
-
-
-def _share_of(rows: int, place: int, places: int) -> slice:
-    """Part of the rows that one of several ranks takes; the first ranks get the larger parts.
-
-    >>> [_share_of(8, rank, 3) for rank in range(3)]
-    [slice(0, 3, None), slice(3, 6, None), slice(6, 8, None)]
-    """
-    each, more = divmod(rows, places)
-    start = place * each + min(place, more)
-    return slice(start, start + each + (place < more))
-
-
-def _num_sharing(rows: int, places: int, batch_size: int) -> int:
-    """Number of ranks that take a part of the rows.
-
-    >>> [_num_sharing(rows, 4, 8) for rows in (1, 2, 3, 5, 8, 9)]
-    [1, 1, 1, 2, 4, 4]
-    """
-    if batch_size == 1 or rows >= 2 * places:
-        return places
-    return max(1, rows // 2)
 
 
 class _OneOrder(Sampler[Any]):
@@ -123,8 +94,14 @@ class SharedBatchSampler(_OneOrder):
         return full + (last.stop > last.start and not self.drop_last)
 
     def _share(self, rows: int) -> slice:
-        places = _num_sharing(rows, self.world_size, self.batch_size)
-        return _share_of(rows, self.rank, places) if self.rank < places else slice(0, 0)
+        """Part of the rows of a batch that this rank takes; the first ranks get the larger ones."""
+        is_enough = self.batch_size == 1 or rows >= 2 * self.world_size
+        places = self.world_size if is_enough else max(1, rows // 2)
+        if self.rank >= places:
+            return slice(0, 0)
+        each, more = divmod(rows, places)
+        start = self.rank * each + min(self.rank, more)
+        return slice(start, start + each + (self.rank < more))
 
 
 class SharedSampler(_OneOrder):
@@ -203,7 +180,7 @@ class LoaderSharing:
                 raise ValueError(_not_shared(loader, name, place))
             return loader
         batch_sampler = loader.batch_sampler
-        for sampler in samplers_of(loader):
+        for sampler in loading.samplers_of(loader):
             if isinstance(sampler, DistributedSampler):
                 _check_padding(sampler, name, is_evaluated=is_evaluated)
                 return loader
@@ -218,8 +195,8 @@ class LoaderSharing:
                 return loader
             here = batch_sampler.at(rank=place.rank, world_size=place.world_size)
             return with_batch_sampler(loader, here)
-        order = batch_order(loader)
-        if place.world_size > 1 and num_batches(order) is None:
+        order = loading.batch_order(loader)
+        if place.world_size > 1 and loading.num_batches(order) is None:
             raise ValueError(
                 f"the sampler of {name} ({type(order).__name__}) has no length, so its rows "
                 f"cannot be shared among {place.world_size} ranks; give it __len__, or let it "
@@ -250,11 +227,11 @@ class LoaderSharing:
         """Set the generators of samplers to the state of rank 0, so all ranks draw one order."""
         if self.place.world_size == 1 or not dist.is_initialized():
             return
-        own = attached_generators(loader)
-        mine = [read_generators(own) if own else None]
+        own = loading.attached_generators(loader)
+        mine = [loading.read_generators(own) if own else None]
         dist.broadcast_object_list(mine, 0, device=self.device)
         if mine[0] is not None:
-            write_generators(own, mine[0])
+            loading.write_generators(own, mine[0])
 
 
 def _not_shared(loader: object, name: str, place: Process) -> str:
@@ -302,20 +279,20 @@ def describe_loader(loader: object) -> dict[str, Any]:
     >>> told["rows"], told["batch_size"], told["sampler"], told["shared_by"]
     (8, 4, 'RandomSampler', None)
     """
-    of_loader, batch_sampler, of_batches = samplers_of(loader)
+    of_loader, batch_sampler, of_batches = loading.samplers_of(loader)
     dataset, shared = getattr(loader, "dataset", None), shared_sampler(loader)
     sampler = of_loader if of_batches is None else of_batches
     is_plain = type(batch_sampler) is BatchSampler or isinstance(batch_sampler, SharedBatchSampler)
     is_of_torch = type(sampler).__module__ == BatchSampler.__module__
     is_stream = isinstance(dataset, IterableDataset)
-    own = {id(each) for each in attached_generators(shared).values()}
+    own = {id(each) for each in loading.attached_generators(shared).values()}
     return {
         "loader": type(loader).__name__,
         "dataset": None if dataset is None else type(dataset).__name__,
-        "batches": num_batches(loader),
-        "rows": None if dataset is None else num_batches(dataset),
+        "batches": loading.num_batches(loader),
+        "rows": None if dataset is None else loading.num_batches(dataset),
         "sampler": None if sampler is None else _named(sampler),
-        "entries": num_batches(sampler),
+        "entries": loading.num_batches(sampler),
         "batch_sampler": None if batch_sampler is None else type(batch_sampler).__name__,
         "batch_size": batch_sampler.batch_size if is_plain else None,
         "drop_last": batch_sampler.drop_last if is_plain else None,
@@ -326,7 +303,7 @@ def describe_loader(loader: object) -> dict[str, Any]:
         "seed": getattr(shared, "seed", None),
         "world_size": getattr(shared, "world_size", 1),
         "generators": [
-            place for place, each in attached_generators(loader).items() if id(each) in own
+            place for place, each in loading.attached_generators(loader).items() if id(each) in own
         ],
     }
 

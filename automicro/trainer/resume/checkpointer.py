@@ -3,7 +3,6 @@
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 from automicro.batch.device import on_host
@@ -15,10 +14,9 @@ from automicro.events.run import IN_EVALUATION, NO_EVALUATION, ExpectedValues
 from automicro.memory.oom import once_more
 from automicro.trainer.context import RunContext
 from automicro.trainer.evaluation import Interval
-from automicro.trainer.resume.snapshot import Snapshot, describe_change
+from automicro.trainer.progress import count_of
+from automicro.trainer.resume.snapshot import Snapshot
 from automicro.units import Duration
-
-_NO_METRICS: Mapping[str, float] = MappingProxyType({})
 
 
 def read_checkpoint(checkpoint: object) -> CheckpointConfig | None:
@@ -100,7 +98,10 @@ class Checkpointer:
             self._saved_at = self._now
         progress.line(f"resumed from {opened.path}, after batch {state.batch}")
         if opened.world_size != self._world_size:
-            progress.line(describe_change(was=opened.world_size, now=self._world_size))
+            progress.line(
+                f"saved by {count_of(opened.world_size, 'rank')} and resumed by "
+                f"{count_of(self._world_size, 'rank')}: random numbers are drawn anew from here on"
+            )
         return saved
 
     def _choose(self) -> FoundCheckpoint | Path | None:
@@ -115,9 +116,9 @@ class Checkpointer:
     def _is_here(self, path: Path) -> bool:
         return path.resolve().parent == self._store.folder.resolve()
 
-    def save_if_due(self, metrics: Mapping[str, float] = _NO_METRICS) -> None:
-        """Save if the interval is reached or a callback has asked for it."""
-        is_due = self._interval.is_due(self._context.state)
+    def save_if_due(self, metrics: Mapping[str, float], *, is_due: bool) -> None:
+        """Save if it is due anyway, by the interval or the best metric, or by a callback's wish."""
+        is_due |= self._interval.is_due(self._context.state) or self.best_metric in metrics
         if self._context.run.requests.take("wants_checkpoint") or is_due:
             self.save(metrics)
 
@@ -126,32 +127,29 @@ class Checkpointer:
         with on_host():  # the random number states are on the host
             self._snapshot.rehearse()
 
-    def save(self, metrics: Mapping[str, float] = _NO_METRICS) -> None:
+    def save(self, metrics: Mapping[str, float]) -> None:
         """Save the run unless its current state is already saved."""
         if self._saved_at == self._now:
             return
+        batch = self._context.state.batch
         with self._context.mode.evaluating():  # a checkpoint has the weights for inference
-            self._save(self._context.state.batch, metrics)
-
-    def _save(self, batch: int, metrics: Mapping[str, float]) -> None:
-        snapshot = together(self._snapshot.peers, self._gather)
-        try:
-            with on_host():  # the data to be written is read on the host
-                own = self._snapshot.own(snapshot)
-                path = self._store.save(snapshot, step=batch, metrics=metrics, own=own)
-        except CheckpointError as error:
-            if not isinstance(error.__cause__, OSError):
-                raise  # the state cannot be saved, now or later
-            warn(f"no checkpoint after batch {batch}: {error}", CheckpointWarning)
-            return
-        self._saved_at = self._now
-        self._context.progress.status(lambda: f"saved a checkpoint after batch {batch}")
-        self._context.tell("checkpoint_end", path)
+            snapshot = together(self._snapshot.peers, self._gather)
+            try:
+                with on_host():  # the data to be written is read on the host
+                    own = self._snapshot.own(snapshot)
+                    path = self._store.save(snapshot, step=batch, metrics=metrics, own=own)
+            except CheckpointError as error:
+                if not isinstance(error.__cause__, OSError):
+                    raise  # the state cannot be saved, now or later
+                warn(f"no checkpoint after batch {batch}: {error}", CheckpointWarning)
+                return
+            self._saved_at = self._now
+            self._context.progress.status(lambda: f"saved a checkpoint after batch {batch}")
+            self._context.tell("checkpoint_end", path)
 
     def _gather(self) -> dict[str, Any]:
         self._context.tell("checkpoint_start")
         if self._world_size > 1:  # the other ranks would wait for a second attempt
             return self._snapshot.gather()
-        return once_more(
-            self._snapshot.gather, self._context.device, doing="gathering a checkpoint"
-        )
+        device = self._context.run.device
+        return once_more(self._snapshot.gather, device, doing="gathering a checkpoint")

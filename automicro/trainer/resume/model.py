@@ -182,14 +182,9 @@ def _load_buffers(module: nn.Module, saved: Mapping[str, Tensor]) -> None:
         if old is None:
             holder.register_buffer(last, new, persistent=False)
         else:
-            _replace(module, old, new)
-
-
-def _replace(module: nn.Module, old: Tensor, new: Tensor) -> None:
-    """Replace a buffer whose shape has changed, in all modules that share it."""
-    for each in module.modules():
-        table = buffer_table(each)
-        table.update({name: new for name, buffer in table.items() if buffer is old})
+            for each in module.modules():  # all that share it
+                table = buffer_table(each)
+                table.update({name: new for name, buffer in table.items() if buffer is old})
 
 
 def _to_device_of(module: nn.Module, value: Tensor, old: Tensor | None) -> Tensor:

@@ -88,20 +88,14 @@ def compare_groups(
     listed = [name for group in state["groups"] for name in group["names"]]
     there = [len(group["names"]) for group in state["groups"]]
     if listed != names or there != here:
-        is_added = there[: len(here)] == here and listed[: len(names)] == names
         pairs = [each for each in zip(listed, names, strict=False) if each[0] != each[1]]
         other = f", with {pairs[0][0]!r} where this one has {pairs[0][1]!r}" if pairs else ""
         raise CheckpointError(
             f"the optimizer of the checkpoint has groups of {there} parameters, and this one of "
             f"{here}{other}; use the optimizer and the parameter groups "
-            f"of the run that saved it, or start anew with resume='never'{_ADDED * is_added}"
+            f"of the run that saved it, or start anew with resume='never'. Groups that a callback "
+            "adds later are missing at a resume: use FreezeSchedule with all groups from the start"
         )
-
-
-_ADDED = (
-    ". A group that a callback adds in the middle of a run is not there yet at a resume: give the "
-    "optimizer all groups from the start, and freeze their parameters until then: FreezeSchedule"
-)
 
 
 def _names(optimizer: torch.optim.Optimizer, modules: Sequence[nn.Module]) -> list[str]:

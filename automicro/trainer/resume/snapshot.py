@@ -31,16 +31,9 @@ from automicro.options import unwrapped
 from automicro.sharding import is_sharded
 from automicro.torch_private import is_uninitialized
 from automicro.trainer.context import RunContext
-from automicro.trainer.metrics import MetricSet
+from automicro.trainer.progress import count_of
+from automicro.trainer.resume import optimizer as by_name
 from automicro.trainer.resume.model import MODEL_KEYS, ModuleState
-from automicro.trainer.resume.optimizer import (
-    compare_groups,
-    given_options,
-    load_optimizer_state,
-    optimizer_state,
-    refuse_other_classes,
-    warn_of_other_options,
-)
 
 
 class Scope(enum.Enum):
@@ -87,14 +80,16 @@ class Snapshot:
         self._state = context.state
         self._run = run
         self._owners = owners
-        self._given = given_options(run.optimizer, owners.get("scheduler"), scheduler_interval)
+        self._given = by_name.given_options(
+            run.optimizer, owners.get("scheduler"), scheduler_interval
+        )
         self._saved_given = self._given
 
     def gather(self) -> dict[str, Any]:
         """Gather the current state without copying its tensors."""
         return {
             **self._models.gather(),
-            "optimizer": optimizer_state(self._optimizer, self._modules),
+            "optimizer": by_name.optimizer_state(self._optimizer, self._modules),
             "parts": {name: _state_of(name, each) for name, each in self._owners.items()},
             "callbacks": self._callbacks.state_dicts(),
             "given": self._saved_given,
@@ -107,6 +102,8 @@ class Snapshot:
         """Select the state that can differ between ranks; rank 0's is in the main state."""
         if self.peers.rank == 0:
             return {}
+        everything = (self._run.model, *self._run.modules, *self._modules)
+        names = {name for module in everything for name, _ in module.named_parameters()}
         return {
             **self._models.own(),
             "parts": {
@@ -114,7 +111,7 @@ class Snapshot:
                 for name, part in self._parts.items()
                 if part.scope is not Scope.RUN
             },
-            "callbacks": _without_parameters(state["callbacks"], self._parameter_names()),
+            "callbacks": _without_parameters(state["callbacks"], names),
             "progress": state["progress"],
             "rng": state["rng"],
         }
@@ -123,25 +120,40 @@ class Snapshot:
         """Gather the state without saving it, to find errors before training."""
         state = self.gather()
         for key in ("modules", "buffers"):  # lazy modules will have a shape at the first save
-            state[key] = [_initialized(each) for each in state[key]]
+            state[key] = [
+                {name: value for name, value in each.items() if not is_uninitialized(value)}
+                for each in state[key]
+            ]
         take_apart(state)
 
     def compare(self, opened: FoundCheckpoint) -> None:
         """Raise an error for a checkpoint of another run, and warn of state that is missing."""
         saved = opened.structure
-        refuse_other_classes(saved["given"], self._given)
+        by_name.refuse_other_classes(saved["given"], self._given)
         self._models.compare(opened)
-        compare_groups(self._optimizer, self._modules, saved["optimizer"])
+        by_name.compare_groups(self._optimizer, self._modules, saved["optimizer"])
         # Metrics can change at the end of an epoch; within one, their counts would be wrong.
         if "metrics" in self._owners and saved["progress"]["epoch_batch"] > 0:
-            _compare_metrics(saved["parts"]["metrics"], self._owners["metrics"])
+            lacks, extra = self._owners["metrics"].differences(saved["parts"]["metrics"])
+            if lacks:
+                raise CheckpointError(
+                    "the checkpoint is from within an epoch and lacks what these metrics have "
+                    f"counted in it: {', '.join(lacks)}. Pass the metrics of the run that saved "
+                    "it, or add others when going on from the end of an epoch"
+                )
+            if extra:
+                warn(
+                    f"the checkpoint has the counts of the metrics {', '.join(extra)}, which this "
+                    "run has not: they are dropped",
+                    CheckpointWarning,
+                )
         scalers = [
             {name: each for name, each in parts.items() if name == "scaler"}
             for parts in (saved["parts"], self._owners)
         ]
         _warn_of_others("part", *scalers)
         _warn_of_others("callback", saved["callbacks"], self._named_callbacks())
-        warn_of_other_options(saved["given"], self._given)
+        by_name.warn_of_other_options(saved["given"], self._given)
 
     def restore(self, opened: FoundCheckpoint) -> dict[str, Any]:
         """Restore all state except random numbers, and return the state without the models."""
@@ -182,18 +194,12 @@ class Snapshot:
                 of_all = [states[name], *(each[name] for each in others)]
                 states[name] = part.owner.reshard(of_all, rank=rank)
             except CheckpointError as error:
+                ranks = count_of(was, "rank")
                 raise CheckpointError(
-                    f"{_ranks(was)} saved it after {batches} batches of an epoch, and the rest of "
-                    f"the epoch cannot be shared out on {_ranks(now)}: {error}. Otherwise go on "
-                    f"with {_ranks(was)}, or from a checkpoint of the end of an epoch"
+                    f"{ranks} saved it after {batches} batches of an epoch, and the rest of the "
+                    f"epoch cannot be shared out on {count_of(now, 'rank')}: {error}. Otherwise go "
+                    f"on with {ranks}, or from a checkpoint of the end of an epoch"
                 ) from error
-
-    def _parameter_names(self) -> set[str]:
-        return {
-            name
-            for module in (self._run.model, *self._run.modules, *self._modules)
-            for name, _ in module.named_parameters()
-        }
 
     def _sharded_targets(self, opened: FoundCheckpoint) -> dict[str, Tensor]:
         """Create the tensors into which state sharded like a parameter is read, by place."""
@@ -205,15 +211,12 @@ class Snapshot:
         return {place: each for place, each in tensors_of(state).items() if is_sharded(each)}
 
     def _restore_others(self, saved: Mapping[str, Any]) -> None:
-        load_optimizer_state(self._optimizer, self._modules, _arriving(saved["optimizer"]))
+        by_name.load_optimizer_state(self._optimizer, self._modules, _arriving(saved["optimizer"]))
         for name, part in self._parts.items():
             if name not in saved["parts"]:
                 continue
             state = saved["parts"][name]
-            if isinstance(part.owner, Microbatcher):
-                _load_sizes(name, part.owner, state)
-            else:
-                _load(name, part.owner, state if part.is_on_host else _arriving(state))
+            _load(name, part.owner, state if part.is_on_host else _arriving(state))
         callbacks = self._named_callbacks()
         for name, state in saved["callbacks"].items():
             if name in callbacks:
@@ -242,20 +245,19 @@ def _state_of(name: str, part: Any) -> Any:
     return part.state_dict()
 
 
-def _initialized(state: Mapping[str, Any]) -> dict[str, Any]:
-    return {
-        name: value
-        for name, value in state.items()
-        if not (isinstance(value, Tensor) and is_uninitialized(value))
-    }
-
-
 def _load(name: str, part: Any, state: Any) -> None:
     try:
         part.load_state_dict(state)
     except CheckpointError:
         raise
     except Exception as error:
+        if isinstance(part, Microbatcher) and isinstance(error, ValueError):
+            warn(
+                f"the {name} in the checkpoint are of another policy ({error}): they are dropped, "
+                "and start fresh, which changes no result",
+                CheckpointWarning,
+            )
+            return
         raise CheckpointError(
             f"the state of {name} in the checkpoint cannot be taken over "
             f"({describe_error(error)}); use the options of the run that saved it, or "
@@ -285,34 +287,6 @@ def _warn_of_others(what: str, saved: Mapping[str, Any], here: Mapping[str, Any]
                 f"the checkpoint has no state of the {what} {name}, which starts fresh",
                 CheckpointWarning,
             )
-
-
-def _compare_metrics(saved: Mapping[str, Any], metrics: MetricSet) -> None:
-    """Raise an error if the checkpoint lacks the counts of a metric in this epoch."""
-    lacks, extra = metrics.differences(saved)
-    if lacks:
-        raise CheckpointError(
-            f"the checkpoint is from within an epoch and lacks what these metrics have counted in "
-            f"it: {', '.join(lacks)}. Pass the metrics of the run that saved it, or add others "
-            "when going on from the end of an epoch"
-        )
-    if extra:
-        warn(
-            f"the checkpoint has the counts of the metrics {', '.join(extra)}, which this run has "
-            "not: they are dropped",
-            CheckpointWarning,
-        )
-
-
-def _load_sizes(name: str, microbatcher: Microbatcher, state: Any) -> None:
-    try:
-        microbatcher.load_state_dict(state)
-    except ValueError as error:
-        warn(
-            f"the {name} in the checkpoint are of another policy ({error}): they are dropped, and "
-            "start fresh, which changes no result",
-            CheckpointWarning,
-        )
 
 
 def _like_parameters(tree: Any, parameters: Mapping[str, Tensor]) -> Any:
@@ -363,19 +337,3 @@ def _overlay(saved: dict[Any, Any], own: Mapping[Any, Any]) -> None:
             _overlay(there, value)
         else:
             saved[key] = value
-
-
-def describe_change(*, was: int, now: int) -> str:
-    """Describe in a line how another number of ranks changes the result.
-
-    >>> describe_change(was=2, now=1)
-    'saved by 2 ranks and resumed by 1 rank: random numbers are drawn anew from here on'
-    """
-    return (
-        f"saved by {_ranks(was)} and resumed by {_ranks(now)}: random numbers are drawn anew from "
-        "here on"
-    )
-
-
-def _ranks(count: int) -> str:
-    return f"{count} rank{'s' * (count != 1)}"

@@ -451,7 +451,7 @@ def test_a_failed_taking_up_can_be_repeated(monkeypatch: pytest.MonkeyPatch) -> 
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr("automicro.trainer.data.feed.announce_epoch", interrupt)
+        patch.setattr("automicro.trainer.data.loading.announce_epoch", interrupt)
         with pytest.raises(KeyboardInterrupt):
             next(later.batches(0))
     assert list(later.batches(0)) == [3]

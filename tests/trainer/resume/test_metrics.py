@@ -118,7 +118,7 @@ OTHERS: dict[str, tuple[Callable[[], Any], Callable[[], Any], str]] = {
     "another shape": (
         lambda: {"it": MulticlassAUROC(CLASSES, thresholds=5)},
         lambda: {"it": MulticlassAUROC(CLASSES, thresholds=7)},
-        r": it \(its state confmat has the shape \(5, 3, 2, 2\)\)",
+        r": it \(its state confmat is a tensor of shape \(5, 3, 2, 2\)\)",
     ),
 }
 

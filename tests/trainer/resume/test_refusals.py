@@ -166,8 +166,8 @@ def test_a_group_that_was_added_in_the_middle_of_a_run_is_refused_with_the_way_o
 
     start("2ba").fit()
     message = (
-        r"has groups of \[4, 2\] parameters, and this one of \[4\].* A group that a callback adds "
-        r".*: give the optimizer all groups .* FreezeSchedule"
+        r"has groups of \[4, 2\] parameters, and this one of \[4\].* Groups that a callback adds "
+        r".*: use FreezeSchedule with all groups"
     )
     with pytest.raises(CheckpointError, match=message):
         start("4ba").fit()
