@@ -59,5 +59,10 @@ def raised(work: Callable[[], object]) -> tuple[str, str]:
     try:
         work()
     except Exception as error:
-        return type(error).__name__, "\n".join([str(error), *getattr(error, "__notes__", [])])
+        try:
+            text = "\n".join([str(error), *getattr(error, "__notes__", [])])
+        except Exception:
+            text = "?"
+        # A lone surrogate cannot go home by a pipe.
+        return type(error).__name__, text.encode(errors="backslashreplace").decode()
     return "", ""
