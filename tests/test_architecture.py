@@ -5,7 +5,7 @@ import gc
 import graphlib
 import inspect
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -86,7 +86,6 @@ NEEDED_BY_EACH_STEP = {
 }
 
 FORBIDDEN_STEMS = {"common", "helper", "helpers", "manager", "misc", "util", "utils"}
-LONG_FILE = 600  # lines; longer files are reported, because they might contain two subjects
 MOST_PARAMETERS = 8
 
 # Public constructors may have more parameters. docs/reference.md pins the names of the package.
@@ -254,14 +253,6 @@ def test_functions_take_a_few_parameters() -> None:
     assert not wrong, "\n".join(wrong)
 
 
-def test_long_files_are_reported(record_property: Callable[[str, object], None]) -> None:
-    for module, path in MODULES.items():
-        lines = len(path.read_text(encoding="utf-8").splitlines())
-        if lines > LONG_FILE:
-            record_property(module, lines)
-            print(f"{module} has {lines} lines: does it have one subject?")
-
-
 def test_every_public_name_exists_and_is_documented() -> None:
     for name in automicro.__all__:
         value = getattr(automicro, name)
@@ -269,10 +260,6 @@ def test_every_public_name_exists_and_is_documented() -> None:
         # A dataclass without a docstring gets its signature as docstring.
         documented = bool(docstring) and not docstring.startswith(f"{name}(")
         assert documented, f"automicro.{name} has no docstring of its own"
-
-
-def test_the_package_is_marked_as_typed() -> None:
-    assert (PACKAGE / "py.typed").is_file()
 
 
 def test_contributing_names_what_is_there() -> None:

@@ -131,15 +131,7 @@ class Block(nn.Module):
 
 
 class Net(nn.Module):
-    """A model of blocks.
-
-    Args:
-        faults: where it runs out of memory.
-        norm: whether it has BatchNorm.
-        recompute: whether blocks keep no activations.
-        rare: whether it has a layer for a few rows, which many microbatches do not use, and one
-            that nothing uses.
-    """
+    """A model of blocks."""
 
     def __init__(
         self,

@@ -31,14 +31,7 @@ def batch(step: int, rank: int, options: dict[str, Any]) -> tuple[Tensor, Tensor
 def run_steps(
     kind: str, plan: Sequence[Fault], options: dict[str, Any], like: Stepper | None = None
 ) -> tuple[Stepper, dict[str, Tensor]]:
-    """Three steps and an evaluation; the stepper and all state at the end.
-
-    Args:
-        kind: of wrapper.
-        plan: of faults.
-        options: of the model, and others.
-        like: one whose sizes, and how late its gradients were reduced, are repeated.
-    """
+    """Three steps and an evaluation; the stepper and all state at the end."""
     faults = Faults(plan)
     model = build(kind, [faults], options)
     sync: Any = {"sync": options["sync"]} if "sync" in options else {}
@@ -128,13 +121,7 @@ def calls_of_own_collectives(plan: Sequence[Fault]) -> tuple[dict[str, int], int
 
 
 def connections(kind: str, *, takes_memory: bool, alone: int | None = None) -> dict[str, Any]:
-    """What was connected before the first forward of three steps, and what after it.
-
-    Args:
-        kind: of wrapper.
-        takes_memory: whether communicators count as having memory on the device.
-        alone: a rank that would connect one thing more than the others.
-    """
+    """What was connected before the first forward of three steps, and what after it."""
     ran: list[str] = []
     run, takes = warm_up._run, warm_up.Use.takes_device_memory
 

@@ -21,12 +21,7 @@ ADAMW = functools.partial(torch.optim.AdamW, lr=0.01)
 
 
 class HalvingOnly(Policy):
-    """Halves what fails, and stays at one row, because planned faults go away.
-
-    Args:
-        size: rows to start from.
-        sizes: those to be used instead, for a run that repeats another's.
-    """
+    """Halves what fails, and stays at one row, because planned faults go away."""
 
     def __init__(self, size: int, sizes: Sequence[int] = ()) -> None:
         self.size = size

@@ -93,14 +93,7 @@ def tell_an_error(name: str, where: str) -> tuple[str, str]:
 def construct(
     what: str, options: dict[str, Any], *, rank: int, again: bool
 ) -> tuple[str, str, str, float]:
-    """A constructor that fails on one rank; the others go on to train.
-
-    Args:
-        what: ``"Microbatcher"`` or ``"Trainer"``.
-        options: that one rank has.
-        rank: which.
-        again: whether ranks have met before.
-    """
+    """A constructor that fails on one rank; the others go on to train."""
     if not again:
         anew()
     own = options if dist.get_rank() == rank else {}

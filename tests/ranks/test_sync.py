@@ -131,12 +131,7 @@ def mean_square(outputs: Tensor, targets: Tensor) -> Tensor:
 
 
 def train_choosing(sharded: Sequence[str], *, looks: bool = True) -> dict[str, Any]:
-    """How far gradients of two steps are from those of one process; the all-reduces of each.
-
-    Args:
-        sharded: what `fully_shard` is applied to before the root.
-        looks: whether it is found out what gradients are of.
-    """
+    """How far gradients of two steps are from those of one process; the all-reduces of each."""
     world, rank = dist.get_world_size(), dist.get_rank()
     model, plain = Choosing(), Choosing()
     wrapped("hsdp", model, *map(model.get_submodule, sharded))

@@ -239,14 +239,7 @@ def train(
     sizes: Sequence[int] = (),
     sync: str = "each",
 ) -> tuple[list[Tensor], list[int], bool]:
-    """Three steps; all parameters, the size of each step, and whether the fault came.
-
-    Args:
-        name: of a wrapping.
-        fault: the step, the rank and the operation that fails.
-        sizes: to use, else they are found.
-        sync: with which microbatch sharded gradients are reduced.
-    """
+    """Three steps; all parameters, the size of each step, and whether the fault came."""
     torch.manual_seed(0)
     model = {**WRAPPINGS, **ON_FOUR}[name](Transformer())
     failing = FailingOperation(-1 if fault is None else fault[2])
