@@ -120,7 +120,7 @@ search: $(INSTALLED)  ## judge two thousand random combinations of what people w
 
 # A run of its own: the device stays for the life of a process.
 standin: $(INSTALLED)  ## test the simulated device, and automicro on it; needs a C++ compiler
-	OMP_NUM_THREADS=1 $(PYTEST) --dist loadfile -q -p tests.standin.plugin -m standin tests/standin
+	OMP_NUM_THREADS=1 $(PYTEST) --dist loadfile -q -p tests.standin.plugin -m 'standin or gpu' tests/standin tests/gpu
 
 gpu: $(INSTALLED)  ## run all that needs a GPU and write a dated report
 	$(BIN)/python -m benchmarks.gpu_report

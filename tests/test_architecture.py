@@ -3,15 +3,15 @@
 import ast
 import gc
 import graphlib
-import importlib
 import inspect
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 
+import automicro
 from tests.tree import (
     MODULES,
     PACKAGE,
@@ -86,75 +86,10 @@ NEEDED_BY_EACH_STEP = {
 }
 
 FORBIDDEN_STEMS = {"common", "helper", "helpers", "manager", "misc", "util", "utils"}
-LONG_FILE = 600  # lines; longer files are reported, because they might contain two subjects
 MOST_PARAMETERS = 8
 
-# The public names are a contract: adding one is a decision, removing one breaks users.
-PUBLIC_NAMES = [
-    "AutomicroError",
-    "AutomicroWarning",
-    "BatchError",
-    "BatchNormWarning",
-    "BufferWarning",
-    "Callback",
-    "CheckpointConfig",
-    "CheckpointError",
-    "CheckpointWarning",
-    "ConfigError",
-    "Contrastive",
-    "DataLoaderError",
-    "EvalResult",
-    "Evaluator",
-    "Explore",
-    "ExploreReport",
-    "Feature",
-    "FitSummary",
-    "Fixed",
-    "DeterminismWarning",
-    "GradientWarning",
-    "Halving",
-    "LoggerWarning",
-    "LossAverageError",
-    "LossAverageWarning",
-    "LossError",
-    "MemoryBudget",
-    "MetricWarning",
-    "PaddingWarning",
-    "MicrobatchRun",
-    "Microbatcher",
-    "NestedSplit",
-    "NonFiniteLossError",
-    "Observing",
-    "OptimizerStepError",
-    "Outcome",
-    "ParameterGroups",
-    "PlanReport",
-    "Policy",
-    "RollbackError",
-    "Run",
-    "SampleTooLargeError",
-    "SizeCacheWarning",
-    "StateWarning",
-    "StepResult",
-    "Trainer",
-    "UnsplittableModelError",
-    "UntraceableModelError",
-    "VerifyReport",
-    "explore",
-    "find_batchnorm",
-    "is_extra_pass",
-    "is_out_of_memory",
-    "num_rows",
-    "plan",
-    "register_batch_type",
-    "replay",
-    "split",
-    "split_batch",
-    "verify",
-]
-
-# Their constructors may have more parameters, too.
-PUBLIC_IN_DATA = ["LengthBatchSampler"]
+# Public constructors may have more parameters. docs/reference.md pins the names of the package.
+PUBLIC = {*automicro.__all__, "LengthBatchSampler"}
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -312,39 +247,19 @@ def test_functions_take_a_few_parameters() -> None:
                 if not isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef):
                     continue
                 count = parameters(function)
-                if count > MOST_PARAMETERS and (owner or function.name) not in (
-                    *PUBLIC_NAMES,
-                    *PUBLIC_IN_DATA,
-                ):
+                if count > MOST_PARAMETERS and (owner or function.name) not in PUBLIC:
                     name = f"{owner}.{function.name}" if owner else function.name
                     wrong.append(f"{module}: {name} takes {count} parameters: an object is missing")
     assert not wrong, "\n".join(wrong)
 
 
-def test_long_files_are_reported(record_property: Callable[[str, object], None]) -> None:
-    for module, path in MODULES.items():
-        lines = len(path.read_text(encoding="utf-8").splitlines())
-        if lines > LONG_FILE:
-            record_property(module, lines)
-            print(f"{module} has {lines} lines: does it have one subject?")
-
-
-def test_public_names_are_pinned() -> None:
-    automicro = importlib.import_module("automicro")
-    assert sorted(automicro.__all__) == sorted(PUBLIC_NAMES)
-
-
 def test_every_public_name_exists_and_is_documented() -> None:
-    for name in PUBLIC_NAMES:
-        value = getattr(importlib.import_module("automicro"), name)
+    for name in automicro.__all__:
+        value = getattr(automicro, name)
         docstring = inspect.getdoc(value) or ""
         # A dataclass without a docstring gets its signature as docstring.
         documented = bool(docstring) and not docstring.startswith(f"{name}(")
         assert documented, f"automicro.{name} has no docstring of its own"
-
-
-def test_the_package_is_marked_as_typed() -> None:
-    assert (PACKAGE / "py.typed").is_file()
 
 
 def test_contributing_names_what_is_there() -> None:

@@ -157,21 +157,6 @@ CALLS: dict[str, tuple[Any, dict[str, Any], str]] = {
         "warmup=50.0 is not a share of the total: give a number from 0 to below 1, or whole "
         "optimizer steps as an int or text such as '50ba'",
     ),
-    "a flag": (
-        cosine_with_warmup,
-        {"warmup": True, "total": 10},
-        "warmup is True, not a whole number; pass an int such as 0",
-    ),
-    "nothing": (
-        cosine_with_warmup,
-        {"warmup": 1, "total": None},
-        "total is None, not a whole number; pass an int such as 1",
-    ),
-    "a negative warm-up": (
-        constant_with_warmup,
-        {"warmup": -1},
-        "warmup=-1 must be at least 0; pass an int such as 0",
-    ),
     "no steps at all": (
         linear_with_warmup,
         {"warmup": 0, "total": 0},

@@ -5,18 +5,18 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.nn.parallel import DistributedDataParallel
 
 from automicro import Fixed, Halving
 
 
 def train(
-    kind: str, demand: tuple[int, int], failing_step: int, short_rank: int | None
+    kind: str, wrapper: str, demand: tuple[int, int], failing_step: int, short_rank: int | None
 ) -> dict[str, Any]:
     """Three steps; memory is short on one rank, or half of the rows are asked for on all.
 
     Args:
         kind: of device.
+        wrapper: "ddp", or "fsdp" where gloo exchanges tensors of the device.
         demand: MiB a row in forward and in backward.
         failing_step: from which on.
         short_rank: the rank; None for the run without a failure.
@@ -27,12 +27,13 @@ def train(
         install()
         join(dist.distributed_c10d._get_default_group())
     # Only now is there a device for these to find.
-    from tests.gpu.device import DEVICE, MIB, room, snapshot
-    from tests.gpu.subjects import ROWS, Hungry, batch, microbatcher, model
+    from tests.gpu.device import MIB, room
+    from tests.gpu.subjects import ROWS, Hungry, batch, microbatcher
+    from tests.gpu.wrappers import whole_snapshot, wrapped
 
     rank = dist.get_rank()
     torch.use_deterministic_algorithms(True)
-    net = DistributedDataParallel(model(Hungry(*demand)), device_ids=[DEVICE.index])
+    net = wrapped(wrapper, Hungry(*demand))
     optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
     policy = Halving(refine=False)
     step = microbatcher(net, policy, optimizer=optimizer, probe=False)
@@ -46,6 +47,6 @@ def train(
             ooms.append(step.backward(batch(seed=10 * index + rank)).ooms)
         optimizer.step()
         optimizer.zero_grad()
-    state: dict[str, Tensor] = snapshot(net, optimizer)
+    state: dict[str, Tensor] = whole_snapshot(net, optimizer)
     torch.use_deterministic_algorithms(False)
     return {"ooms": ooms, "state": state}

@@ -20,6 +20,9 @@ def world() -> Iterator[World]:
         yield world
 
 
+only_standin = pytest.mark.skipif(
+    DEVICE.type == "cuda", reason="gloo reduces and scatters no tensors of CUDA"
+)
 FORWARD, BACKWARD = (64, 0), (0, 64)
 CASES = {
     "guarded forward": (FORWARD, 0),
@@ -30,16 +33,20 @@ CASES = {
 
 
 @pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("wrapper", ["ddp", pytest.param("fsdp", marks=only_standin)])
 def test_one_of_two_ranks_runs_out_of_memory_and_both_end_with_the_same_bits(
-    case: str, world: World
+    wrapper: str, case: str, world: World
 ) -> None:
     demand, failing_step = CASES[case]
-    expected = world.run(train, DEVICE.type, demand, failing_step, None)
-    found = world.run(train, DEVICE.type, demand, failing_step, 1)
+    arguments = DEVICE.type, wrapper, demand, failing_step
+    expected = world.run(train, *arguments, None)
+    found = world.run(train, *arguments, 1)
     for one, other in zip(expected, found, strict=True):
         assert one["ooms"] == [0, 0, 0]
         assert sum(other["ooms"]) == other["ooms"][failing_step] == 1
         assert differences(one["state"], other["state"]) == []
+    if wrapper == "fsdp":
+        return  # each has shards of its own
     first, second = (each["state"] for each in found)
     both = [name for name in first if name.startswith("parameter")]
     assert both

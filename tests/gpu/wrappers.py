@@ -74,8 +74,10 @@ def whole(net: nn.Module) -> Blocks:
     return inner
 
 
-def whole_snapshot(net: nn.Module) -> dict[str, torch.Tensor]:
-    found = snapshot(net)
+def whole_snapshot(
+    net: nn.Module, optimizer: torch.optim.Optimizer | None = None
+) -> dict[str, torch.Tensor]:
+    found = snapshot(net, optimizer)
     local = {name: getattr(value, "_local_tensor", value) for name, value in found.items()}
     return {name: value.to("cpu", copy=True) for name, value in local.items()}
 

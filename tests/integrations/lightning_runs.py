@@ -25,7 +25,7 @@ from torchmetrics.classification import MulticlassAccuracy, MulticlassConfusionM
 from automicro import Observing
 from automicro.integrations.lightning import AutoMicrobatch
 from automicro.loss.passes import is_extra_pass
-from tests.ranks.steps import local
+from tests.ranks.wrapping import local
 
 ROWS, BATCH = 110, 32  # an epoch of four batches, the last of 14 rows
 WIDTH, LAYERS = 512, 12

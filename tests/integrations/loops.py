@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from automicro import MemoryBudget
 from automicro.integrations.accelerate import microbatcher as in_accelerate
 from automicro.integrations.lightning import microbatcher as in_fabric
-from tests.ranks.steps import whole
+from tests.ranks.wrapping import whole
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.fsdp._fully_shard import _fsdp_collectives
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
@@ -20,6 +19,7 @@ from torch.utils.checkpoint import checkpoint
 from automicro.ranks.guards.ddp import VotingHook
 from automicro.torch_private_distributed import collectives_of
 from tests.outside import Unreached
+from tests.ranks.wrapping import mesh_of
 
 WIDTH = 8
 RARE = 1.0  # rows that begin with more than this: one of six
@@ -41,7 +41,8 @@ class Faults:
     waiting, fired = Unreached(), Unreached()
 
     def __init__(self, plan: Sequence[Fault] = ()) -> None:
-        self.waiting = [fault for fault in plan if fault.rank == dist.get_rank()]
+        rank = dist.get_rank() if dist.is_initialized() else 0
+        self.waiting = [fault for fault in plan if fault.rank == rank]
         self.fired = 0
         self.step = self.microbatch = -1
         self.depth = 3
@@ -130,15 +131,7 @@ class Block(nn.Module):
 
 
 class Net(nn.Module):
-    """A model of blocks.
-
-    Args:
-        faults: where it runs out of memory.
-        norm: whether it has BatchNorm.
-        recompute: whether blocks keep no activations.
-        rare: whether it has a layer for a few rows, which many microbatches do not use, and one
-            that nothing uses.
-    """
+    """A model of blocks."""
 
     def __init__(
         self,
@@ -198,16 +191,13 @@ def build(kind: str, faults: list[Faults], options: dict[str, Any]) -> nn.Module
             hook = allreduce_hook if options["hook"] == "bare" else VotingHook(allreduce_hook)
             model.register_comm_hook(None, hook)
         return model
-    world = dist.get_world_size()
+    mesh = mesh_of(kind)
     if kind == "tensor":
-        mesh = init_device_mesh("cpu", (world,))
         for block in net.blocks:
             plan = {"0": ColwiseParallel(), "2": RowwiseParallel()}
             parallelize_module(cast(Block, block).inner, mesh, plan)
         return net
-    shape = (2, world // 2) if kind == "hsdp" else (world,)
-    names = ("replicate", "shard")[-len(shape) :]
-    keywords = {"mesh": init_device_mesh("cpu", shape, mesh_dim_names=names)}
+    keywords = {"mesh": mesh}
     if options.get("bf16"):
         keywords["mp_policy"] = MixedPrecisionPolicy(
             param_dtype=torch.bfloat16, reduce_dtype=torch.float32

@@ -1,7 +1,6 @@
 """What the processes of a world run."""
 
 import os
-import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -17,7 +16,8 @@ from automicro.ranks.coordinated import coordinate
 from automicro.ranks.guards import guard
 from automicro.torch_private_distributed import collectives_of
 from tests.ranks.faulty_models import Fault, Faults, Net, build
-from tests.ranks.steps import ROWS, Stepper, local, whole
+from tests.ranks.steps import ROWS, Stepper, another, squared_error
+from tests.ranks.wrapping import raised, whole_gradients
 
 
 def batch(step: int, rank: int, options: dict[str, Any]) -> tuple[Tensor, Tensor]:
@@ -30,37 +30,28 @@ def batch(step: int, rank: int, options: dict[str, Any]) -> tuple[Tensor, Tensor
 def run_steps(
     kind: str, plan: Sequence[Fault], options: dict[str, Any], like: Stepper | None = None
 ) -> tuple[Stepper, dict[str, Tensor]]:
-    """Three steps and an evaluation; the stepper and all state at the end.
-
-    Args:
-        kind: of wrapper.
-        plan: of faults.
-        options: of the model, and others.
-        like: one whose sizes, and how late its gradients were reduced, are repeated.
-    """
+    """Three steps and an evaluation; the stepper and all state at the end."""
     faults = Faults(plan)
     model = build(kind, [faults], options)
     sync: Any = {"sync": options["sync"]} if "sync" in options else {}
     forced: Any = {} if like is None else {"sizes": like.sizes, "syncs": like.syncs}
     stepper = Stepper(model, faults, **forced, **sync)
     rank = dist.get_rank() if kind != "tensor" else 0  # which shards the model, not the batch
+    beside = another(model) if options.get("beside") else None
     torch.manual_seed(100 + rank)
     for step in range(options.get("steps", 3)):
         faults.depth = options.get("depths", [3] * 9)[step]
         stepper.train(step, batch(step, rank, options))
-    stepper.evaluate(options.get("steps", 3), batch(99, rank, options))
-    state = {name: local(p.detach()) for name, p in model.named_parameters()}
-    state |= dict(model.named_buffers())
-    for index, slots in enumerate(stepper.optimizer.state.values()):
-        state |= {f"optimizer.{index}.{name}": local(value) for name, value in slots.items()}
-    state |= {"rng": torch.get_rng_state(), "outputs": stepper.outputs}
-    state["losses"] = torch.stack(stepper.losses)
-    return stepper, state
+        if beside is not None:
+            result = beside.evaluate(batch(50 + step, rank, options), return_outputs=True)
+            stepper.outputs.append(result.outputs)
+    if beside is None:
+        stepper.evaluate(options.get("steps", 3), batch(99, rank, options))
+    return stepper, stepper.state()
 
 
 def compare(kind: str, plan: Sequence[Fault], options: dict[str, Any]) -> dict[str, Any]:
     """Whether a run with faults ends as one at the same sizes without."""
-    began = time.perf_counter()
     stepper, state = run_steps(kind, plan, options)
     clean, expected = run_steps(kind, (), options, like=stepper)
     assert clean.attempts == len(clean.sizes), "the run to compare with failed itself"
@@ -72,23 +63,14 @@ def compare(kind: str, plan: Sequence[Fault], options: dict[str, Any]) -> dict[s
         "attempts": stepper.attempts,
         "syncs": stepper.syncs,
         "votes": stepper.votes,
-        "settled_votes": clean.votes,
-        "seconds": time.perf_counter() - began,
+        "buffers": {name: value for name, value in state.items() if "running" in name},
     }
 
 
 def fail(kind: str, plan: Sequence[Fault], options: dict[str, Any]) -> dict[str, Any]:
-    """How a run ends whose plan ends it."""
-    began = time.perf_counter()
-    try:
-        run_steps(kind, plan, options)
-    except BaseException as error:
-        return {
-            "kind": type(error).__name__,
-            "text": "\n".join([str(error), *getattr(error, "__notes__", [])]),
-            "seconds": time.perf_counter() - began,
-        }
-    return {"kind": None}
+    """How a run ends whose plan ends it; the process ends with it where its peer is lost."""
+    error, text = raised(lambda: run_steps(kind, plan, options))
+    return {"kind": error, "text": text}
 
 
 def fail_beside_one(kind: str, plan: Sequence[Fault], options: dict[str, Any]) -> dict[str, Any]:
@@ -136,13 +118,7 @@ def calls_of_own_collectives(plan: Sequence[Fault]) -> tuple[dict[str, int], int
 
 
 def connections(kind: str, *, takes_memory: bool, alone: int | None = None) -> dict[str, Any]:
-    """What was connected before the first forward of three steps, and what after it.
-
-    Args:
-        kind: of wrapper.
-        takes_memory: whether communicators count as having memory on the device.
-        alone: a rank that would connect one thing more than the others.
-    """
+    """What was connected before the first forward of three steps, and what after it."""
     ran: list[str] = []
     run, takes = warm_up._run, warm_up.Use.takes_device_memory
 
@@ -191,8 +167,7 @@ def gradients(kind: str, rows: Sequence[int], **options: Any) -> list[Tensor]:
     x, y = whole_batch(sum(rows))
     part = slice(start, start + rows[dist.get_rank()])
     result = stepper.microbatcher.backward((x[part], y[part]))
-    found = [p.grad for p in model.parameters()] + [result.loss]
-    return [whole(each) for each in found if each is not None]
+    return [*whole_gradients(model), result.loss]
 
 
 def whole_batch(num_rows: int) -> tuple[Tensor, Tensor]:
@@ -204,11 +179,9 @@ def whole_batch(num_rows: int) -> tuple[Tensor, Tensor]:
 def expected_gradients(num_rows: int) -> list[Tensor]:
     """The same, of all rows in one process."""
     torch.manual_seed(0)
-    net = Net([Faults.__new__(Faults)], norm=False).double().eval()
-    for name, value in {"waiting": [], "depth": 3, "step": 0, "microbatch": 0}.items():
-        setattr(net.faults[0], name, value)
+    net = Net([Faults()], norm=False).double().eval()
     x, y = whole_batch(num_rows)
-    loss = (net(x) - y).square().sum() / num_rows
+    loss = squared_error(net(x), y)
     loss.backward()
     return [p.grad for p in net.parameters() if p.grad is not None] + [loss.detach()]
 

@@ -2,9 +2,6 @@
 
 import random
 from collections.abc import Sequence
-from typing import Any
-
-import pytest
 
 from tests.ranks.faulty_models import Fault
 
@@ -48,24 +45,6 @@ def allocations(world_size: int) -> dict[str, list[Fault]]:
         "first gather": [Fault(0, "gather", step=0, layer=1)],
         "first scatter": [Fault(0, "scatter", step=0, layer=1)],
     }
-
-
-# Left to the slow tests, because others are nearly the same.
-RARE = (
-    "after the last microbatch",
-    "before the first forward",
-    "before the first microbatch",
-    "end of the last backward",
-    "first forward",
-    "first gather",
-    "first scatter",
-    "forward",
-    "two ranks at one point",
-)
-
-
-def rarely(point: str) -> Any:
-    return pytest.param(point, marks=[pytest.mark.slow] * (point in RARE))
 
 
 def random_plan(seed: int, world_size: int, *, sharded: bool) -> Sequence[Fault]:

@@ -7,8 +7,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import fully_shard
-from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import (
     DataLoader,
     Dataset,
@@ -24,8 +22,8 @@ from automicro import Callback, CheckpointConfig, Microbatcher, Trainer
 from automicro.data import LengthBatchSampler
 from automicro.features import UpdateMetric
 from tests.loaders import WholeBatches, seeded_generator
-from tests.ranks.steps import whole
 from tests.ranks.trainer_jobs import CLASSES, Net, make_data
+from tests.ranks.wrapping import whole_gradients, whole_parameters, wrapped
 
 PER_BATCH = 12
 """Rows of a batch over all ranks; a multiple of 1, 2, 3 and 4."""
@@ -80,12 +78,6 @@ def make_loader(
     return DataLoader(data, **{**settings, **options})
 
 
-def make_batch_sampled(rows: int) -> DataLoader[Any]:
-    """Batches that the caller cut."""
-    data = Rows(rows)
-    return DataLoader(data, batch_sampler=WholeBatches(range(rows), 4, drop_last=False))
-
-
 def forward(model: nn.Module, batch: Any) -> tuple[Tensor, Tensor]:
     logits = model(batch["inputs"])
     return nn.functional.cross_entropy(logits, batch["target"]), logits
@@ -130,7 +122,7 @@ def train(
     folder: Path | None,
     until: str,
     *,
-    loader: DataLoader[Any] | Callable[[], Any],
+    loader: DataLoader[Any],
     parallel: str | None = "ddp",
     metrics: Sequence[str] = ("accuracy", "area", "highest"),
     **options: Any,
@@ -149,7 +141,7 @@ def train(
     }
     trainer = Trainer(
         Net(),
-        loader() if callable(loader) else loader,
+        loader,
         parallel=parallel,
         max_duration=until,
         callbacks=[notes],
@@ -161,7 +153,7 @@ def train(
     return {
         "rows": notes.rows,
         "losses": notes.losses,
-        "parameters": {name: whole(each).clone() for name, each in model.named_parameters()},
+        "parameters": whole_parameters(model),
         "metrics": dict(summary.train_metrics) | dict(summary.eval_metrics),
         "state": (trainer.state.batch, trainer.state.epoch, trainer.state.samples),
     }
@@ -185,16 +177,10 @@ def train_planned(folder: Path | None, until: str, mode: str, **options: Any) ->
     return train(folder, until, loader=DataLoader(data, batch_sampler=sampler), **settings)
 
 
-def error_of(job: Callable[..., Any], *args: Any, **options: Any) -> str:
-    try:
-        job(*args, **options)
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return ""
-
-
 def train_batch_sampled(folder: Path, until: str) -> Any:
-    return train(folder, until, loader=make_batch_sampled(61))
+    """Batches that the caller cut."""
+    sampler = WholeBatches(range(61), 4, drop_last=False)
+    return train(folder, until, loader=DataLoader(Rows(61), batch_sampler=sampler))
 
 
 def evaluate_few(rows: int, parallel: str) -> dict[str, float]:
@@ -225,10 +211,7 @@ def step_on(
     """A first step on so many rows of each rank; votes of it and a second one, and gradients."""
     torch.manual_seed(3)
     model: nn.Module = Net()
-    if kind == "ddp":
-        model = DistributedDataParallel(model)
-    elif kind == "fsdp":
-        fully_shard(model)
+    model = wrapped(kind, model)
     rank = dist.get_rank() if kind != "plain" else 0
     data = make_data(sum(rows) if kind != "plain" else rows[0])
     loaded = [data[row] for row in range(sum(rows))]
@@ -249,4 +232,4 @@ def step_on(
         before = getattr(microbatcher.ranks, "num_votes", 0)
         microbatcher.backward(batch)
         votes.append(getattr(microbatcher.ranks, "num_votes", 0) - before)
-    return votes, [whole(p.grad) for p in model.parameters() if p.grad is not None]
+    return votes, whole_gradients(model)

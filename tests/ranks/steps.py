@@ -1,11 +1,11 @@
 """Steps of several ranks through the real `Microbatcher`, which run out of memory as planned."""
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from automicro import Microbatcher, Observing
 from automicro.features import with_features
@@ -14,17 +14,14 @@ from automicro.ranks.coordinated import CoordinatedRanks
 from automicro.ranks.interface import Sync
 from automicro.step.results import StepResult
 from tests.ranks.faulty_models import Faults
+from tests.ranks.wrapping import local
 
 ROWS = 32
+ADAMW = functools.partial(torch.optim.AdamW, lr=0.01)
 
 
 class HalvingOnly(Policy):
-    """Halves what fails, and stays at one row, because planned faults go away.
-
-    Args:
-        size: rows to start from.
-        sizes: those to be used instead, for a run that repeats another's.
-    """
+    """Halves what fails, and stays at one row, because planned faults go away."""
 
     def __init__(self, size: int, sizes: Sequence[int] = ()) -> None:
         self.size = size
@@ -59,22 +56,20 @@ class Stepper:
         size: int = ROWS // 2,
         sizes: Sequence[int] = (),
         syncs: Sequence[Sync] = (),
+        policy: Policy | None = None,
+        optimizer: Any = ADAMW,
         **options: Any,
     ) -> None:
         self.model = model
         self.faults = faults
-        self.policy = HalvingOnly(size, sizes)
-        self.optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-        self.microbatcher = Microbatcher(
+        self.policy = policy or HalvingOnly(size, sizes)
+        self.optimizer = optimizer(model.parameters())
+        self.microbatcher = another(
             model,
-            loss_fn=squared_error,
-            loss_average="samples",
             microbatch_size=self.policy,
-            eval_microbatch_size=self.policy,
+            eval_microbatch_size=self.policy if policy is None else "auto",
             optimizer=self.optimizer,
-            batchnorm="ignore",
-            probe=False,
-            **with_features({"features": [Observing(self.observe)], **options}),
+            **{**options, "features": [Observing(self.observe), *options.get("features", [])]},
         )
         self.sizes: list[int] = []
         self.forced_syncs = syncs
@@ -82,7 +77,7 @@ class Stepper:
         self.attempts = 0
         self.votes: list[int] = []
         self.losses: list[Tensor] = []
-        self.outputs = torch.empty(0)
+        self.outputs: list[Tensor] = []
 
     def observe(self, event: str, subject: Any) -> None:
         if event == "attempt_start":
@@ -117,22 +112,35 @@ class Stepper:
         self.sizes.append(result.microbatch_size)
         self.attempts += result.attempts
         if result.outputs is not None:
-            self.outputs = result.outputs
+            self.outputs.append(result.outputs)
+
+    def state(self) -> dict[str, Tensor]:
+        """All that further steps compute with on this rank, and what came of those before."""
+        found = {name: local(each.detach()) for name, each in self.model.named_parameters()}
+        found |= dict(self.model.named_buffers())
+        for index, slots in enumerate(self.optimizer.state.values()):
+            found |= {f"optimizer.{index}.{name}": local(value) for name, value in slots.items()}
+        found |= {f"outputs.{index}": each for index, each in enumerate(self.outputs)}
+        return found | {"rng": torch.get_rng_state(), "losses": torch.stack(self.losses)}
 
     def count_votes(self) -> int:
         ranks = self.microbatcher.ranks
         return ranks.num_votes if isinstance(ranks, CoordinatedRanks) else 0
 
 
+def another(model: nn.Module, **options: Any) -> Microbatcher:
+    """A Microbatcher of its own for a model."""
+    defaults: dict[str, Any] = {
+        "loss_average": "samples",
+        "microbatch_size": 4,
+        "eval_microbatch_size": 4,
+        "batchnorm": "ignore",
+        "probe": False,
+    }
+    if "forward" not in options:
+        defaults["loss_fn"] = squared_error
+    return Microbatcher(model, **with_features(defaults | options))
+
+
 def squared_error(outputs: Tensor, targets: Tensor) -> Tensor:
     return (outputs.to(targets.dtype) - targets).square().sum(1).mean()
-
-
-def local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
-def whole(tensor: Any) -> Tensor:
-    """Of all ranks, without its history. All of them have to ask for it."""
-    found: Tensor = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-    return found.detach()

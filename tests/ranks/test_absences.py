@@ -3,7 +3,6 @@
 import copy
 import os
 import time
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -11,7 +10,6 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
@@ -20,29 +18,12 @@ from automicro.features import Carry
 from automicro.policy.auto import Halving
 from automicro.ranks.guards import guard
 from tests.ranks.world import World
+from tests.ranks.wrapping import furthest, raised, whole_gradients, wrapped
 from tests.sweeps import mostly_in_sweeps
 
 
-def end_of(work: Callable[[], object]) -> dict[str, Any]:
-    began = time.perf_counter()
-    try:
-        work()
-    except Exception as error:
-        try:
-            text = str(error)
-        except Exception:
-            text = "?"
-        notes = getattr(error, "__notes__", [])
-        end = {"kind": type(error).__name__, "text": "\n".join([text, *notes])}
-    else:
-        end = {"kind": "", "text": ""}
-    # A lone surrogate cannot go home by a pipe.
-    end["text"] = end["text"].encode(errors="backslashreplace").decode()
-    return {**end, "seconds": time.perf_counter() - began}
-
-
-def batch(rows: int = 4) -> tuple[Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(dist.get_rank())
+def batch(rows: int = 4, rank: int | None = None) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(dist.get_rank() if rank is None else rank)
     return torch.randn(rows, 4, generator=generator), torch.arange(rows) % 2
 
 
@@ -81,58 +62,63 @@ def trainer(data: Any, **options: Any) -> Trainer:
     )
 
 
-def fit_with_an_error(name: str) -> dict[str, Any]:
+def anew() -> None:
+    """Ranks meet as for the first time."""
     guard._opened = None
-    return end_of(lambda: trainer(Broken(copy.copy(ERRORS[name]))).fit())
 
 
-def forward_with_an_error(name: str) -> dict[str, Any]:
-    guard._opened = None
+def linear(**options: Any) -> Microbatcher:
     model = DistributedDataParallel(nn.Linear(4, 2))
+    loss: Any = {} if "forward" in options else {"loss_fn": nn.CrossEntropyLoss()}
+    return Microbatcher(model, **loss, **options)
 
+
+def failing_on_rank_1(error: Exception, **options: Any) -> Microbatcher:
     def forward(model: Any, batch: Any) -> Tensor:
         if dist.get_rank() == 1:
-            raise copy.copy(ERRORS[name])
+            raise copy.copy(error)
         return F.cross_entropy(model(batch[0]), batch[1])
 
-    found = Microbatcher(model, forward=forward, loss_average="samples", probe=False)
-    return end_of(lambda: found.backward(batch()))
+    return linear(forward=forward, loss_average="samples", probe=False, **options)
 
 
-def construct(what: str, options: dict[str, Any], *, rank: int, again: bool) -> dict[str, Any]:
-    """A constructor that fails on one rank; the others go on to train.
+def tell_an_error(name: str, where: str) -> tuple[str, str]:
+    anew()
+    if where == "a fit":
+        return raised(trainer(Broken(copy.copy(ERRORS[name]))).fit)
+    found = failing_on_rank_1(ERRORS[name])
+    return raised(lambda: found.backward(batch()))
 
-    Args:
-        what: ``"Microbatcher"`` or ``"Trainer"``.
-        options: that one rank has.
-        rank: which.
-        again: whether ranks have met before.
-    """
+
+def construct(
+    what: str, options: dict[str, Any], *, rank: int, again: bool
+) -> tuple[str, str, str, float]:
+    """A constructor that fails on one rank; the others go on to train."""
     if not again:
-        guard._opened = None
+        anew()
     own = options if dist.get_rank() == rank else {}
 
     def work() -> None:
         if what == "Trainer":
             trainer(TensorDataset(*batch(8)), **own).fit()
         else:
-            model = DistributedDataParallel(nn.Linear(4, 2))
-            Microbatcher(model, loss_fn=nn.CrossEntropyLoss(), **own).backward(batch())
+            linear(**own).backward(batch())
 
-    first = end_of(work)
+    began = time.perf_counter()
+    first = raised(work)
+    seconds = time.perf_counter() - began
     own = {}
-    return {**first, "then": end_of(work)["kind"]}
+    return *first, raised(work)[0], seconds
 
 
-def change_inside(kind: str, change: str) -> dict[str, Any]:
+def change_inside(kind: str, change: str) -> tuple[str, str]:
     """A model that changes after the first step, inside its wrapper."""
-    guard._opened = None
+    anew()
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
     if change == "thaw":
         net[0].requires_grad_(False)
-    model: Any = DistributedDataParallel(net) if kind == "ddp" else fully_shard(net)
-    found = Microbatcher(model, loss_fn=nn.CrossEntropyLoss())
+    found = Microbatcher(wrapped(kind, net), loss_fn=nn.CrossEntropyLoss())
     found.backward(batch())
     if change == "add":
         net.append(nn.Linear(2, 2))
@@ -140,28 +126,19 @@ def change_inside(kind: str, change: str) -> dict[str, Any]:
         net[1] = nn.Linear(4, 2)
     elif change == "thaw":
         net[0].requires_grad_(True)
-    return end_of(lambda: found.backward(batch()))
+    return raised(lambda: found.backward(batch()))
 
 
-def too_large(size: Any) -> dict[str, Any]:
+def too_large(size: Any) -> None:
     """One row does not fit on rank 1."""
-    guard._opened = None
-    model = DistributedDataParallel(nn.Linear(4, 2))
-
-    def forward(model: Any, batch: Any) -> Tensor:
-        if dist.get_rank() == 1:
-            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
-        return F.cross_entropy(model(batch[0]), batch[1])
-
-    found = Microbatcher(
-        model, forward=forward, loss_average="samples", probe=False, microbatch_size=size
-    )
-    return end_of(lambda: found.backward(batch()))
+    anew()
+    error = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+    failing_on_rank_1(error, microbatch_size=size).backward(batch())
 
 
 def without_gradients(order: str, options: dict[str, Any], size: int) -> float:
     """A layer that batches do not use, and a forward without gradients; off one process's."""
-    guard._opened = None
+    anew()
     torch.manual_seed(0)
 
     class Net(nn.Module):
@@ -178,67 +155,56 @@ def without_gradients(order: str, options: dict[str, Any], size: int) -> float:
 
     net = Net()
     plain = copy.deepcopy(net)
-    model = DistributedDataParallel(net, **options)
+
+    def target_of(model: Any, x: Tensor) -> Tensor:
+        if order == "in inference":
+            with torch.inference_mode():
+                found: Tensor = model(x * 1.1)
+            return found.clone()
+        with torch.no_grad():
+            return torch.stack([model(x * 1.1) for _ in range(1 + (order == "twice"))]).mean(0)
 
     def forward(model: Any, batch: Any) -> Tensor:
         x, y = batch
         if order == "before":
-            with torch.no_grad():
-                target = model(x * 1.1)
+            target = target_of(model, x)
         outputs = model(x)
-        if order == "after":
-            with torch.no_grad():
-                target = model(x * 1.1)
-        if order == "twice":
-            with torch.no_grad():
-                target = (model(x * 1.1) + model(x * 1.1)) / 2
-        if order == "in inference":
-            with torch.inference_mode():
-                target = model(x * 1.1)
-            target = target.clone()
+        if order != "before":
+            target = target_of(model, x)
         loss: Tensor = F.cross_entropy(outputs, y) + (outputs - target.detach()).square().mean()
         return loss
 
+    model = DistributedDataParallel(net, **options)
     found = Microbatcher(model, forward=forward, loss_average="samples", microbatch_size=size)
-    furthest = 0.0
+    batches = [batch(rank=rank) for rank in range(dist.get_world_size())]
+    x, y = (torch.cat(each) for each in zip(*batches, strict=True))
+    worst = 0.0
     for _ in range(3):
         net.zero_grad()
         plain.zero_grad()
-        found.backward(batch())
-        rows = [
-            torch.randn(4, 4, generator=torch.Generator().manual_seed(rank))
-            for rank in range(dist.get_world_size())
-        ]
-        y = torch.arange(4).repeat(len(rows)) % 2
-        forward(plain, (torch.cat(rows), y)).backward()
-        gradient, expected = net.used.weight.grad, plain.used.weight.grad
-        assert gradient is not None
-        assert expected is not None
-        furthest = max(furthest, float((gradient - expected).abs().max()))
-        assert net.unused.weight.grad is None
-    return furthest
+        found.backward(batches[dist.get_rank()])
+        forward(plain, (x, y)).backward()
+        worst = max(worst, furthest(whole_gradients(net), whole_gradients(plain)))
+    return worst
 
 
 def on_nodes(sizes: list[int]) -> int:
     """How many rows all ranks have, where each is told of another number of processes."""
-    guard._opened = None
+    anew()
     os.environ["LOCAL_WORLD_SIZE"] = str(sizes[dist.get_rank()])
     try:
-        model = DistributedDataParallel(nn.Linear(4, 2))
-        found = Microbatcher(model, loss_fn=nn.CrossEntropyLoss())
-        return found.backward(batch()).num_global_samples
+        return linear().backward(batch()).num_global_samples
     finally:
         del os.environ["LOCAL_WORLD_SIZE"]
-        guard._opened = None
+        anew()
 
 
-def evaluate_alone() -> dict[str, Any]:
+def evaluate_alone() -> None:
     """Rank 0 evaluates, and the others train on."""
-    guard._opened = None
-    model = DistributedDataParallel(nn.Linear(4, 2))
-    found = Microbatcher(model, loss_fn=nn.CrossEntropyLoss())
+    anew()
+    found = linear()
     found.backward(batch())
-    return end_of(lambda: (found.evaluate if dist.get_rank() == 0 else found.backward)(batch()))
+    (found.evaluate if dist.get_rank() == 0 else found.backward)(batch())
 
 
 class BreaksAfterAgreement(Halving):
@@ -252,13 +218,13 @@ class BreaksAfterAgreement(Halving):
     def multiple_of(self, unit: int) -> None: ...
 
 
-def fail_after_agreement(rank: int) -> dict[str, Any]:
+def fail_after_agreement(rank: int) -> None:
     """A rank fails between agreeing on a batch and its attempt; buffers have to be sent there."""
-    guard._opened = None
+    anew()
     model = DistributedDataParallel(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)))
     policy = BreaksAfterAgreement() if dist.get_rank() == rank else Halving()
     found = Microbatcher(model, loss_fn=nn.CrossEntropyLoss(), microbatch_size=policy)
-    return end_of(lambda: found.backward(batch()))
+    found.backward(batch())
 
 
 def carried_and_kept(kind: str) -> list[tuple[int, float, int]]:
@@ -266,48 +232,41 @@ def carried_and_kept(kind: str) -> list[tuple[int, float, int]]:
     torch.manual_seed(0)
     inner = nn.GRU(3, 4, batch_first=True).double()
     twin = copy.deepcopy(inner)
-    model: Any = DistributedDataParallel(inner) if kind == "ddp" else fully_shard(inner)
 
     def forward(model: Any, batch: Any, carry: Any) -> dict[str, Any]:
         outputs, carry = model(batch, carry)
         return {"loss": outputs.square().mean(), "outputs": outputs, "carry": carry}
 
-    found = Microbatcher(
-        model, forward=forward, loss_average="samples", features=[Carry(1)], microbatch_size=2
-    )
+    options: dict[str, Any] = {"loss_average": "samples", "features": [Carry(1)]}
+    found = Microbatcher(wrapped(kind, inner), forward=forward, microbatch_size=2, **options)
     rank = dist.get_rank()
     generator = torch.Generator().manual_seed(rank)
     carry = expected = None
     ends = []
     for last in (False, False, True):
-        rows = (5, 3)[rank]
-        given = torch.randn(rows, 6, 3, generator=generator).double()
+        given = torch.randn((5, 3)[rank], 6, 3, generator=generator).double()
         if last and rank == 1:
             found.backward(None)
             continue
         result = found.backward(given, carry=carry, return_outputs=True)
         with torch.no_grad():
             outputs, expected = twin(given, expected)
-        difference = float((result.outputs["outputs"] - outputs).abs().max())
-        carry = result.carry
-        ends.append((len(result.outputs["outputs"]), difference, carry.shape[1]))
+        carry, own = result.carry, result.outputs["outputs"]
+        ends.append((len(own), furthest([own], [outputs]), carry.shape[1]))
     return ends
 
 
-@pytest.mark.parametrize("where", [fit_with_an_error, forward_with_an_error])
+@pytest.mark.parametrize("where", ["a fit", "a forward"])
 @pytest.mark.parametrize("name", ERRORS)
-def test_an_error_with_any_text_is_told(world2: World, name: str, where: Any) -> None:
-    ends = world2.run(where, name)
-    assert [end["kind"] for end in ends] == [
-        "PeerFailedError",
-        type(ERRORS[name]).__name__,
-    ]
+def test_an_error_with_any_text_is_told(world2: World, name: str, where: str) -> None:
+    (told, text), (own, _) = world2.run(tell_an_error, name, where)
+    assert (told, own) == ("PeerFailedError", type(ERRORS[name]).__name__)
     said = {
         "a lone surrogate": r"rank 1: ValueError: cannot decode caf\udce9.jpg",
         "text that raises": "rank 1: UnreadableError: <its text cannot be read>",
         "a long one": "rank 1: ValueError: éééé",
     }
-    assert said[name] in ends[0]["text"]
+    assert said[name] in text
 
 
 @pytest.mark.parametrize(
@@ -328,39 +287,37 @@ def test_a_constructor_that_fails_keeps_nobody_waiting(
     world2: World, what: str, options: dict[str, Any], rank: int, again: bool
 ) -> None:
     ends = world2.run(construct, what, options, rank=rank, again=again)
-    failed, other = ends[rank], ends[1 - rank]
-    assert failed["kind"] == "ValueError"
-    assert other["kind"] == "PeerFailedError"
-    assert f"rank {rank}: ValueError: " in other["text"]
-    assert [end["then"] for end in ends] == ["", ""], "they go on"
-    assert max(end["seconds"] for end in ends) < 20
+    (failed, _, *_), (other, text, *_) = ends[rank], ends[1 - rank]
+    assert (failed, other) == ("ValueError", "PeerFailedError")
+    assert f"rank {rank}: ValueError: " in text
+    assert [then for _, _, then, _ in ends] == ["", ""], "they go on"
+    assert max(seconds for *_, seconds in ends) < 20
 
 
-@pytest.mark.parametrize("change", ["add", "replace", "thaw"])
-def test_a_layer_that_comes_into_ddp_later_is_refused(world2: World, change: str) -> None:
-    for end in world2.run(change_inside, "ddp", change):
-        assert end["kind"] == "ValueError"
-        assert "after it was wrapped in DistributedDataParallel" in end["text"]
+DDP, FSDP = "after it was wrapped in DistributedDataParallel", "after fully_shard was applied to it"
 
 
-@pytest.mark.parametrize("change", ["add", "replace"])
-def test_a_layer_that_comes_into_a_sharded_model_later_is_refused(
-    world2: World, change: str
+@pytest.mark.parametrize(
+    ("kind", "change", "said"),
+    [
+        *(("ddp", change, DDP) for change in ("add", "replace", "thaw")),
+        *(("fsdp", change, FSDP) for change in ("add", "replace")),
+        ("fsdp", "thaw", ""),  # a shard may be
+    ],
+)
+def test_a_layer_that_comes_in_later_is_refused(
+    world2: World, kind: str, change: str, said: str
 ) -> None:
-    for end in world2.run(change_inside, "fsdp", change):
-        assert end["kind"] == "ValueError"
-        assert "after fully_shard was applied to it" in end["text"]
-
-
-def test_a_shard_may_be_thawed(world2: World) -> None:
-    assert [end["kind"] for end in world2.run(change_inside, "fsdp", "thaw")] == ["", ""]
+    for error, text in world2.run(change_inside, kind, change):
+        assert error == ("ValueError" if said else "")
+        assert said in text
 
 
 @pytest.mark.parametrize("size", ["auto", 2, None])
 def test_a_healthy_rank_says_on_which_one_a_row_does_not_fit(world2: World, size: Any) -> None:
-    ends = world2.run(too_large, size)
-    assert ends[0]["kind"] == "SampleTooLargeError"
-    assert "rank 1" in ends[0]["text"]
+    error, text = world2.ends(too_large, size)[0]
+    assert error == "SampleTooLargeError"
+    assert "rank 1" in text
 
 
 @pytest.mark.parametrize(
@@ -391,20 +348,21 @@ def test_nodes_of_any_sizes_meet(world3: World, sizes: list[int]) -> None:
 
 
 def test_evaluating_on_one_rank_alone_is_named(world2: World) -> None:
-    for end in world2.run(evaluate_alone):
-        assert end["kind"] == "DesyncError"
-        assert "beginning to evaluate a batch" in end["text"]
-        assert "beginning to train on a batch" in end["text"]
+    for kind, text in world2.ends(evaluate_alone):
+        assert kind == "DesyncError"
+        assert "beginning to evaluate a batch" in text
+        assert "beginning to train on a batch" in text
 
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_an_error_between_agreement_and_attempt_keeps_nobody_waiting(
     world2: World, rank: int
 ) -> None:
-    ends = world2.run(fail_after_agreement, rank)
-    assert ends[rank]["kind"] == "ValueError"
-    assert ends[1 - rank]["kind"] == "PeerFailedError"
-    assert f"rank {rank}: ValueError: no unit" in ends[1 - rank]["text"]
+    ends = world2.ends(fail_after_agreement, rank)
+    assert ends[rank][0] == "ValueError"
+    kind, text = ends[1 - rank]
+    assert kind == "PeerFailedError"
+    assert f"rank {rank}: ValueError: no unit" in text
 
 
 @pytest.mark.parametrize("kind", ["ddp", "fsdp"])

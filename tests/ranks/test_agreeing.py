@@ -11,9 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
-from torch.nn.parallel import DistributedDataParallel
 
 from automicro import Microbatcher
 from automicro.features import RememberSizes, WhenTooLarge
@@ -21,10 +19,11 @@ from automicro.memory.residents import OccupiedDevice
 from automicro.optimizer import step as clipping
 from automicro.optimizer.step import GradientScaler, clip_gradients, step_optimizer
 from automicro.ranks.warm_up import COMMUNICATION_SHARE
+from automicro.values import same_values
 from tests.ranks.jobs import connections
-from tests.ranks.steps import whole
-from tests.ranks.uneven import Sum
+from tests.ranks.test_uneven import Sum
 from tests.ranks.world import World
+from tests.ranks.wrapping import furthest, raised, whole, whole_gradients, whole_parameters, wrapped
 from tests.sweeps import mostly_in_sweeps
 
 CPU = torch.device("cpu")
@@ -33,13 +32,7 @@ CPU = torch.device("cpu")
 def wide(kind: str | None, dtype: torch.dtype = torch.float32) -> nn.Module:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(16, 64), nn.Tanh(), nn.Linear(64, 64), nn.Linear(64, 4))
-    model = model.to(dtype)
-    if kind == "ddp":
-        return DistributedDataParallel(model)
-    if kind == "fsdp":
-        fully_shard(model[2])
-        fully_shard(model)
-    return model
+    return wrapped(kind, model.to(dtype), model[2])  # type: ignore[no-any-return]
 
 
 def batch(
@@ -54,8 +47,7 @@ def climb(kind: str, when_too_large: str) -> dict[str, Any]:
     """Steps of which rank 1 has long rows every other time, which do not fit at level 0."""
     torch.manual_seed(0)
     rank = dist.get_rank()
-    model: Any = nn.Linear(1, 1)
-    model = DistributedDataParallel(model) if kind == "ddp" else fully_shard(model)
+    model = wrapped(kind, nn.Linear(1, 1))
 
     def forward(model: nn.Module, x: Tensor) -> Tensor:
         if x.shape[1] > 8 and policy.level == 0:
@@ -89,8 +81,7 @@ def race(kind: str) -> dict[str, Any]:
     """Steps in which single rows fit at the plain level, and microbatches take a while."""
     torch.manual_seed(0)
     rank = dist.get_rank()
-    model: Any = nn.Linear(4, 4)
-    model = DistributedDataParallel(model) if kind == "ddp" else fully_shard(model)
+    model = wrapped(kind, nn.Linear(4, 4))
 
     def forward(model: nn.Module, x: Tensor) -> Tensor:
         if len(x) > 1 and policy.level == 0:
@@ -133,7 +124,7 @@ def train_within(kind: str, limits: list[str], rows: int = 256) -> dict[str, Any
         "told": told,
         "failed": sum(len(each[2]) for each in told[::3]),
         "state": repr(state),
-        "parameters": [whole(p).tolist() for p in model.parameters()],
+        "parameters": whole_parameters(model),
     }
 
 
@@ -144,12 +135,8 @@ def run_out(size: int | str | None) -> tuple[str, str, bool]:
     microbatcher = Microbatcher(
         model, loss_fn=nn.MSELoss(), microbatch_size=size, memory_limit=limit, probe=False
     )
-    try:
-        microbatcher.backward(batch(8))
-    except BaseException as error:
-        is_clean = all(p.grad is None for p in model.parameters())
-        return type(error).__name__, str(error), is_clean
-    return "", "", False
+    found = raised(lambda: microbatcher.backward(batch(8)))
+    return *found, all(p.grad is None for p in model.parameters())
 
 
 def decline(kind: str) -> dict[str, Any]:
@@ -180,28 +167,20 @@ def remember(folder: str) -> list[Any]:
     rank = dist.get_rank()
     os.environ["AUTOMICRO_CACHE"] = f"{folder}/{rank}"
     told: list[Any] = []
+
+    def remembering(model: nn.Module, limit: str) -> Microbatcher:
+        options: Any = {"features": [RememberSizes()], "probe": False}
+        return Microbatcher(model, loss_fn=nn.MSELoss(), memory_limit=limit, **options)
+
     for _ in range(2):
         model = wide("ddp")
-        microbatcher = Microbatcher(
-            model,
-            loss_fn=nn.MSELoss(),
-            memory_limit=["10MiB", "270KiB"][rank],
-            features=[RememberSizes()],
-            probe=False,
-        )
+        microbatcher = remembering(model, ["10MiB", "270KiB"][rank])
         for _ in range(3):
             result = microbatcher.backward(batch(256))
             model.zero_grad()
         told.append((result.microbatch_size, microbatcher._train.size))
     told.append(sorted(os.listdir(folder)))
-    fresh = Microbatcher(
-        wide("ddp"),
-        loss_fn=nn.MSELoss(),
-        memory_limit="10MiB",
-        features=[RememberSizes()],
-        probe=False,
-    )
-    result = fresh.backward(batch(256))
+    result = remembering(wide("ddp"), "10MiB").backward(batch(256))
     return [*told, result.recalled_size, result.failed_sizes]
 
 
@@ -216,7 +195,7 @@ def clip(kind: str | None, rows: list[int]) -> list[Tensor]:
     part = slice(start, start + rows[rank])
     microbatcher.backward((x[part], y[part]))
     norm = clip_gradients(optimizer, 0.1, CPU, ranks=microbatcher.ranks)
-    return [norm, *(whole(p.grad) for p in model.parameters() if p.grad is not None)]
+    return [norm, *whole_gradients(model)]
 
 
 def scale(kind: str) -> dict[str, Any]:
@@ -249,11 +228,11 @@ def scale(kind: str) -> dict[str, Any]:
     return {
         "stepped": stepped,
         "scales": scales,
-        "parameters": [whole(p).tolist() for p in model.parameters()],
+        "parameters": whole_parameters(model),
     }
 
 
-def fail_to_clip() -> str:
+def fail_to_clip() -> None:
     """Memory runs out on one rank while the gradient is clipped."""
     model = wide("fsdp")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -267,10 +246,9 @@ def fail_to_clip() -> str:
         clip_gradients(optimizer, 0.1, CPU, ranks=ranks)
     except Exception as error:
         ranks.fail(error)
-        return f"{type(error).__name__}: {error}"
+        raise
     finally:
         setattr(clipping, name, own)
-    return ""
 
 
 def _no_memory(*_: Any) -> Any:
@@ -292,7 +270,7 @@ KINDS = ["ddp", "fsdp"]
 def test_ranks_with_other_limits_find_one_size(world2: World, kind: str) -> None:
     limit = {"ddp": "330KiB", "fsdp": "300KiB"}[kind]
     first, second = world2.run(train_within, kind, ["10MiB", limit])
-    assert first == second
+    assert same_values(first, second)
     assert first["failed"] > 0
 
 
@@ -347,8 +325,7 @@ def test_a_remembered_size_is_that_of_rank_0(world2: World, tmp_path: Path) -> N
 def test_the_norm_that_is_clipped_is_that_of_the_whole_gradient(world2: World, kind: str) -> None:
     expected = clip(None, [11])
     for found in world2.run(clip, kind, [7, 4]):
-        for one, other in zip(found, expected, strict=True):
-            assert (one - other).abs().max() <= 1e-9
+        assert furthest(found, expected) <= 1e-9
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -356,16 +333,15 @@ def test_a_gradient_that_overflowed_on_one_rank_is_left_out_by_all(
     world2: World, kind: str
 ) -> None:
     first, second = world2.run(scale, kind)
-    assert first == second
+    assert same_values(first, second)
     assert first["stepped"] == [True, False, True]
     assert first["scales"] == [1024.0, 512.0, 512.0]
 
 
 def test_all_ranks_learn_that_one_had_no_memory_to_clip(world2: World) -> None:
-    first, second = world2.run(fail_to_clip)
-    assert first.startswith("PeerFailedError")
-    assert "rank 1: OptimizerStepError: clipping the gradient ran out of memory" in first
-    assert second.startswith("OptimizerStepError")
+    (kind, text), (own_kind, _) = world2.ends(fail_to_clip)
+    assert (kind, own_kind) == ("PeerFailedError", "OptimizerStepError")
+    assert "rank 1: OptimizerStepError: clipping the gradient ran out of memory" in text
 
 
 def test_what_lies_on_a_device_whatever_the_size_is_its_own_shards(world2: World) -> None:

@@ -8,13 +8,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from automicro import Microbatcher, PaddingWarning
 from automicro.features import MicrobatchUnit
-from tests.ranks.steps import whole
 from tests.ranks.world import World
+from tests.ranks.wrapping import furthest, raised, whole_gradients, wrapped
 from tests.step.texts import IGNORED, Reader, texts
 from tests.sweeps import mostly_in_sweeps
 
@@ -24,12 +23,7 @@ Lengths = Sequence[Sequence[int]]  # of the rows of each batch of a rank
 def reader(kind: str | None, **options: Any) -> nn.Module:
     torch.manual_seed(0)
     model = Reader(**options)
-    if kind == "ddp":
-        return DistributedDataParallel(model)
-    if kind == "fsdp":
-        fully_shard(model.mix)
-        fully_shard(model)
-    return model
+    return wrapped(kind, model, model.mix)  # type: ignore[no-any-return]
 
 
 def expected(
@@ -42,7 +36,7 @@ def expected(
     losses = [model(**batch)["loss"] * n for batch, n in zip(batches, counts, strict=True)]
     loss: Tensor = sum(losses, torch.zeros((), dtype=torch.float64)) / sum(counts)
     loss.backward()
-    return [loss.detach(), *_gradients(model)]
+    return [loss.detach(), *whole_gradients(model)]
 
 
 def train(
@@ -87,7 +81,7 @@ def train(
             result = microbatcher.accumulate(batches)
             ooms += result.ooms
     return {
-        "found": [result.loss, *_gradients(model)],
+        "found": [result.loss, *whole_gradients(model)],
         "ran": ran[-result.num_microbatches :],
         "num_microbatches": result.num_microbatches,
         "size": result.microbatch_size,
@@ -140,20 +134,10 @@ def fail(kind: str) -> tuple[str, str]:
     batch: dict[str, Tensor] = texts([9, 3, 6])
     if rank == 1:
         batch["x_lengths"] = torch.ones(3, dtype=torch.int64)
-    try:
-        microbatcher.backward(batch)
-    except Exception as error:
-        told = type(error).__name__, str(error)
-    else:
-        told = "", ""
+    told = raised(lambda: microbatcher.backward(batch))
     model.zero_grad()
     microbatcher.backward(texts([9, 3, 6]))  # and they go on together
     return told
-
-
-def _gradients(model: nn.Module) -> list[Tensor]:
-    found = [each.grad for each in model.parameters() if each.grad is not None]
-    return [whole(each) for each in found]
 
 
 LONG, SHORT = [9, 3, 17, 5, 5, 12, 2, 8], [4, 2, 3, 6, 1]
@@ -173,9 +157,7 @@ def require_same(world: World, kind: str, ranks: Sequence[Lengths], **options: A
     whole = expected(ranks, padded=padded, sees_padding=sees)
     found: list[Any] = world.run(train, kind, ranks, **options)
     for rank in found:
-        assert len(rank["found"]) == len(whole)
-        for one, other in zip(rank["found"], whole, strict=True):
-            assert float((one - other).abs().max()) <= 1e-9
+        assert furthest(rank["found"], whole) <= 1e-9
     assert len({rank["num_microbatches"] for rank in found}) == 1
     assert len({rank["size"] for rank in found}) == 1
     own = [sum(map(len, batches)) for batches in ranks]

@@ -1,6 +1,10 @@
-"""Checkpoints of several ranks: each writes its part, and another number of ranks goes on."""
+"""Checkpoints of several ranks: each writes its part, and another number of ranks goes on.
+
+What goes wrong on one rank of a save lets no rank wait, and costs no older checkpoint.
+"""
 
 import json
+import random
 from pathlib import Path
 from typing import Any
 
@@ -9,25 +13,28 @@ import torch
 from torch import Tensor
 
 from automicro.checkpoints.reading import load_checkpoint
-from automicro.errors import CheckpointError
-from automicro.trainer.data.feed import Feed
-from tests.ranks.checkpoint_runs import Training, error_of, go_on, newest
-from tests.ranks.world import World
+from automicro.errors import DamagedCheckpointError
+from tests.ranks.checkpoint_runs import (
+    count_points,
+    die_in_save,
+    error_of,
+    fail_together,
+    fill_disk,
+    go_on,
+    newest,
+    raise_in_gather,
+)
+from tests.ranks.world import World, world_of
 
 pytestmark = pytest.mark.sweep
 
 KINDS = ["ddp", "fsdp"]
+NOISY = {"noisy": True}
 
 
 def assert_same(one: dict[str, Tensor], other: dict[str, Tensor]) -> None:
     assert one.keys() == other.keys()
     assert [name for name in one if not torch.equal(one[name], other[name])] == []
-
-
-def assert_close(one: dict[str, Tensor], other: dict[str, Tensor]) -> None:
-    assert one.keys() == other.keys()
-    for name in one:
-        torch.testing.assert_close(one[name], other[name], rtol=1e-9, atol=1e-9, msg=name)
 
 
 def alone(folder: Path, until: int, **options: Any) -> dict[str, Any]:
@@ -68,89 +75,61 @@ def test_ranks_share_out_what_is_written(world2: World, tmp_path: Path) -> None:
             name: [chunk["file"] for chunk in entry["chunks"]] for name, entry in index.items()
         }
     first, second = "__0_0.distcp", "__1_0.distcp"
-    assert written["ddp"]["modules.0.first.weight"] == [first]
-    assert written["ddp"]["optimizer.state.first.weight.exp_avg"] == [first]
-    assert written["fsdp"]["modules.0.first.weight"] == [first, second]
-    assert written["fsdp"]["optimizer.state.first.weight.exp_avg"] == [first, second]
+    for name in ("modules.0.first.weight", "optimizer.state.first.weight.exp_avg"):
+        assert written["ddp"][name] == [first]
+        assert written["fsdp"][name] == [first, second]
     for kind in KINDS:
         of_second = [name for name, files in written[kind].items() if files == [second]]
         assert "rank-1.rng.torch" in of_second
         assert all(name.startswith("rank-1.") for name in of_second)
 
 
-def check_chain(worlds: list[tuple[str, World | None]], folder: Path, **options: Any) -> None:
+def check_chain(worlds: list[tuple[str, World | None]], folder: Path) -> None:
     """Each world trains for an epoch, from where the one before ended."""
-    expected = alone(folder / "whole", 3 * len(worlds), averages=True)
-    before: dict[str, Tensor] | None = None
+    expected = alone(folder / "whole", 3 * len(worlds), averages=True)["end"]
+    before: dict[str, Tensor] = {}
     for index, (kind, world) in enumerate(worlds):
-        until = 3 * (index + 1)
-        chosen = {**options, "averages": True}
-        if world is None:
-            results = [alone(folder / "chain", until, **chosen)]
-        else:
-            results = world.run(go_on, kind, folder / "chain", until, **chosen)
+        run = alone if world is None else world.run
+        arguments: Any = (folder / "chain", 3 * (index + 1))
+        arguments = arguments if world is None else (go_on, kind, *arguments)
+        results: Any = run(*arguments, averages=True)
+        results = [results] if world is None else results
         for each in results:
             assert each["resumed_at"] == 3 * index
             assert each["warnings"] == []
-            if before is not None:
+            if before:
                 loaded = each["after_resume"]
                 assert [n for n in loaded if not torch.equal(loaded[n], before[n])] == []
                 line = f"and resumed by {len(results)} rank"
                 assert any(line in text for text in each["lines"])
             assert_same(each["end"], results[0]["end"])
         before = results[0]["end"]
-    assert before is not None
-    assert_close(before, expected["end"])
+    assert before.keys() == expected.keys()
+    for name, value in before.items():
+        torch.testing.assert_close(value, expected[name], rtol=1e-9, atol=1e-9, msg=name)
 
 
 def test_more_and_fewer_ranks_and_none_go_on_in_any_wrapper(
     world2: World, world3: World, tmp_path: Path
 ) -> None:
-    check_chain(
-        [("fsdp", world3), ("ddp", world2), ("plain", None), ("fsdp", world2), ("ddp", world3)],
-        tmp_path,
-    )
+    kinds = [("fsdp", world3), ("ddp", world2), ("plain", None), ("fsdp", world2), ("ddp", world3)]
+    check_chain(kinds, tmp_path)
 
 
 @pytest.mark.slow
 def test_from_four_ranks_to_one_and_to_three(
     world2: World, world3: World, world4: World, tmp_path: Path
 ) -> None:
-    check_chain(
-        [
-            ("hsdp", world4),
-            ("fsdp", world2),
-            ("plain", None),
-            ("fsdp", world3),
-            ("fsdp", world4),
-            ("ddp", world2),
-            ("hsdp", world4),
-        ],
-        tmp_path,
-    )
+    kinds = [("hsdp", world4), ("fsdp", world2), ("plain", None), ("fsdp", world3)]
+    check_chain([*kinds, ("fsdp", world4), ("ddp", world2), ("hsdp", world4)], tmp_path)
 
 
 def test_another_number_of_ranks_draws_other_random_numbers_on_each(
     world2: World, world3: World, tmp_path: Path
 ) -> None:
     world2.run(go_on, "ddp", tmp_path, 3)
-    states = [each["own"]["rng"] for each in world3.run(go_on, "ddp", tmp_path, 3)]
-    again = [each["own"]["rng"] for each in world3.run(go_on, "ddp", tmp_path, 3)]
+    states = [each["own"]["rng"] for each in world3.run(go_on, "ddp", tmp_path, 6)]
     assert len({bytes(state.tolist()) for state in states}) == 3
-    # One of this world was saved meanwhile, which goes on with them.
-    assert all(map(torch.equal, states, again))
-
-
-def test_within_an_epoch_another_number_of_ranks_is_refused(world2: World, tmp_path: Path) -> None:
-    world2.run(go_on, "fsdp", tmp_path, 4)
-    with pytest.raises(
-        CheckpointError,
-        match=r"2 ranks saved it after 1 batches of an epoch.* on 1 rank: train_dataloader",
-    ):
-        alone(tmp_path, 6)
-    alone(tmp_path / "one", 4)
-    for error in world2.run(error_of, "ddp", tmp_path / "one", 6):
-        assert "1 rank saved it after 1 batches" in error
 
 
 def test_damage_in_any_file_makes_all_ranks_take_the_one_before(
@@ -159,11 +138,10 @@ def test_damage_in_any_file_makes_all_ranks_take_the_one_before(
     for kind in KINDS:
         folder = tmp_path / kind
         world2.run(go_on, kind, folder, 3)
-        newest_path = max(folder.iterdir())
-        for file in sorted(newest_path.iterdir()):
-            content = bytearray(file.read_bytes())
-            content[len(content) // 2] ^= 1
+        for file in sorted(max(folder.iterdir()).iterdir()):
             whole = file.read_bytes()
+            content = bytearray(whole)
+            content[len(content) // 2] ^= 1
             file.write_bytes(content)
             found = world2.run(newest, folder)
             file.write_bytes(whole)
@@ -187,21 +165,117 @@ def test_one_process_reads_all_ranks_weights(world2: World, tmp_path: Path) -> N
     assert_same(dict(weights), {name: end[name] for name in weights})
 
 
-def test_every_row_comes_once_where_the_data_know_how_to_go_on(
+# Full disks
+
+
+def check_full_disk(world: World, folder: Path, kind: str, ranks: tuple[int, ...], at: int) -> bool:
+    """Whether the save failed. The one after it did not, and nothing is left behind."""
+    results = world.run(fill_disk, folder, kind, ranks, at)
+    [(before, after)] = {each["steps"] for each in results}
+    is_failed = bool(before == 2)
+    assert after == 4
+    [names] = {tuple(each["names"]) for each in results}
+    assert not [name for name in names if name.startswith(".tmp")]
+    for each in results:
+        told = [text for text in each["warnings"] if "No space left" in text]
+        if is_failed:
+            assert len(told) == 1
+            assert "older ones are as they were" in told[0]
+    if is_failed and ranks == (1,):
+        assert "rank 1: No space left" in results[0]["warnings"][0]
+    return is_failed
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_full_disk_on_one_rank_makes_all_keep_the_older_checkpoint(
+    world2: World, tmp_path: Path, kind: str
+) -> None:
+    assert check_full_disk(world2, tmp_path / "second", kind, (1,), 1)
+    assert check_full_disk(world2, tmp_path / "first", kind, (0,), 4)
+    assert check_full_disk(world2, tmp_path / "both", kind, (0, 1), 2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_full_disk_at_any_point_of_any_rank_costs_no_checkpoint(
+    world2: World, tmp_path: Path, kind: str
+) -> None:
+    counts = world2.run(count_points, tmp_path / "counted", kind)
+    failed = 0
+    for rank, count in enumerate(counts):
+        for at in range(count):
+            failed += check_full_disk(world2, tmp_path / f"{rank}-{at}", kind, (rank,), at)
+    # All but the points that come after the new name is on the disk.
+    assert failed >= sum(counts) - 4
+
+
+def test_a_state_that_one_rank_cannot_gather_ends_all_and_names_it(
     world2: World, tmp_path: Path
 ) -> None:
-    world2.run(go_on, "ddp", tmp_path, 4)
-    training = Training("plain", tmp_path, feed=ReshardableFeed)
-    state = torch.get_rng_state()
-    training.resume()
-    training.train(6)
-    torch.set_rng_state(state)
-    assert_close(training.everything(), alone(tmp_path / "whole", 6)["end"])
+    first, second = world2.run(raise_in_gather, tmp_path, "ddp")
+    assert first.startswith("CheckpointError: rank 1: ")
+    assert second.startswith("CheckpointError: the scheduler is")
+    assert not tmp_path.exists() or not list(tmp_path.iterdir())
 
 
-class ReshardableFeed(Feed):
-    """Of batches of the whole world, each of which every rank has taken its rows from."""
+def test_all_ranks_raise_the_worst_of_what_any_of_them_found(world2: World) -> None:
+    full, damaged = OSError(28, "No space left"), DamagedCheckpointError("weights.bin was changed")
+    assert world2.run(fail_together, [None, full]) == [
+        "OSError: [Errno 28] rank 1: No space left",
+        "OSError: [Errno 28] No space left",
+    ]
+    first, second = world2.run(fail_together, [full, damaged])
+    assert first == "DamagedCheckpointError: rank 1: weights.bin was changed"
+    assert second == "DamagedCheckpointError: weights.bin was changed"
+    first, second = world2.run(fail_together, [KeyError("w"), full])
+    assert first == "KeyError: 'w'"
+    assert second.startswith("CheckpointError: rank 0: KeyError: 'w'\nAll ranks stop")
+    assert world2.run(fail_together, [None, None]) == ["", ""]
 
-    def reshard(self, states: Any, *, rank: int) -> dict[str, Any]:
-        assert len({each["passes"][-1]["given"] for each in states}) == 1
-        return dict(states[0])
+
+# Ranks that die
+
+
+def check_death(folder: Path, kind: str, rank: int, at: int, expected: list[dict[str, Any]]) -> int:
+    """A rank is killed, the other ends, and a new world ends as if nothing had been; from where."""
+    with world_of(2) as world:
+        world.start(die_in_save, folder, kind, rank, at, **NOISY)
+        results = world.results()
+    assert isinstance(results[rank], EOFError), results[rank]
+    assert results[1 - rank]["was"] == "PeerLostError", results[1 - rank]
+    with world_of(2) as world:
+        [found] = {step for step, _ in world.run(newest, folder)}
+        resumed = world.run(go_on, kind, folder, 4, **NOISY)
+    assert not list(folder.glob(".tmp*"))
+    for here, there in zip(resumed, expected, strict=True):
+        assert here["resumed_at"] == found
+        assert_same(here["end"], there["end"])
+        assert_same(here["own"], there["own"])
+    return int(found)
+
+
+@pytest.mark.parametrize(
+    ("kind", "rank", "at"),
+    [("fsdp", 1, 2), pytest.param("ddp", 0, 14, marks=pytest.mark.slow)],
+)
+def test_a_rank_killed_in_a_save_costs_nothing_but_that_save(
+    world2: World, tmp_path: Path, kind: str, rank: int, at: int
+) -> None:
+    expected = world2.run(go_on, kind, tmp_path / "whole", 4, **NOISY)
+    assert check_death(tmp_path / "killed", kind, rank, at, expected) == 2
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_rank_killed_at_any_point_of_a_save_costs_nothing_but_that_save(
+    world2: World, tmp_path: Path, kind: str
+) -> None:
+    expected = world2.run(go_on, kind, tmp_path / "whole", 4, **NOISY)
+    counts = world2.run(count_points, tmp_path / "counted", kind, **NOISY)
+    points = [(rank, at) for rank, count in enumerate(counts) for at in range(count)]
+    found = [
+        check_death(tmp_path / f"{rank}-{at}", kind, rank, at, expected)
+        for rank, at in random.Random(7).sample(points, 8)
+    ]
+    assert set(found) <= {2, 3}

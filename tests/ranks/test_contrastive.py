@@ -7,13 +7,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import fully_shard
-from torch.nn.parallel import DistributedDataParallel
 
 from automicro import MemoryBudget, Microbatcher
 from automicro.contrastive import Contrastive, InfoNCE, gather_rows
-from tests.ranks.steps import whole
 from tests.ranks.world import World
+from tests.ranks.wrapping import furthest, whole_gradients, wrapped
 
 
 def make_model(size: Any, width: int = 8) -> Contrastive:
@@ -34,50 +32,42 @@ def share(rows: Sequence[int], rank: int) -> dict[str, Tensor]:
     return {name: each.split(list(rows))[rank] for name, each in data.items()}
 
 
+def microbatcher_of(model: nn.Module) -> Microbatcher:
+    return Microbatcher(
+        model, microbatch_size=None, eval_microbatch_size=None, loss_average="samples"
+    )
+
+
 def contrastive_step(kind: str, rows: Sequence[int], size: Any) -> list[Tensor]:
     """Loss and whole gradient; of a "plain" loop on ranks with as many rows each, or not."""
     model = make_model(size)
     batch = share(rows, 0 if kind == "alone" else dist.get_rank())
-    wrapped: nn.Module = model
-    if kind.startswith("fsdp"):
-        for encoder in model.encoders.values() if kind == "fsdp, encoders" else ():
-            fully_shard(encoder)
-        fully_shard(model)
-    elif kind != "alone":
-        wrapped = DistributedDataParallel(model)
+    encoders = model.encoders.values() if kind == "fsdp, encoders" else ()
+    wrapper = None if kind == "alone" else "fsdp" if kind.startswith("fsdp") else "ddp"
+    outer = wrapped(wrapper, model, *encoders)
     if kind == "plain":
-        loss = wrapped(**batch)["loss"]
+        loss = outer(**batch)["loss"]
         loss.backward()
         total = loss.detach().clone()
         dist.all_reduce(total)
         total /= dist.get_world_size()
     else:
-        microbatcher = Microbatcher(
-            wrapped, microbatch_size=None, eval_microbatch_size=None, loss_average="samples"
-        )
-        total = torch.as_tensor(float(microbatcher.backward(batch).loss), dtype=torch.double)
-    found = [each.grad for each in model.parameters() if each.grad is not None]
-    return [total, *map(whole, found)]
+        loss = microbatcher_of(outer).backward(batch).loss
+        total = torch.as_tensor(float(loss), dtype=torch.double)
+    return [total, *whole_gradients(model)]
 
 
 def step_with_shards_inside(rows: Sequence[int]) -> None:
     """Each slice of an encoder would communicate."""
     model = make_model(3)
-    for encoder in model.encoders.values():
-        fully_shard(encoder.get_submodule("0"))
-    fully_shard(model)
-    Microbatcher(
-        model, microbatch_size=None, eval_microbatch_size=None, loss_average="samples"
-    ).backward(share(rows, dist.get_rank()))
+    wrapped("fsdp", model, *(each.get_submodule("0") for each in model.encoders.values()))
+    microbatcher_of(model).backward(share(rows, dist.get_rank()))
 
 
 def step_with_little_memory_on_one(rows: Sequence[int]) -> tuple[dict[str, list[int]], Tensor]:
     """Sizes of slices, and a gradient, where rank 0 has less memory."""
     model = make_model("auto", width=1024)
-    wrapped = DistributedDataParallel(model)
-    microbatcher = Microbatcher(
-        wrapped, microbatch_size=None, eval_microbatch_size=None, loss_average="samples"
-    )
+    microbatcher = microbatcher_of(wrapped("ddp", model))
     with MemoryBudget("1MiB" if dist.get_rank() == 0 else "1GiB"):
         microbatcher.backward(share(rows, dist.get_rank()))
     gradient = model.encoders["query"].get_parameter("0.weight").grad
@@ -110,9 +100,7 @@ def test_loss_and_gradients_are_those_of_one_process(
 ) -> None:
     expected = contrastive_step("alone", [sum(rows)], None)
     for found in world2.run(contrastive_step, kind, rows, size):
-        assert len(found) == len(expected)
-        for one, other in zip(found, expected, strict=True):
-            assert (one - other).abs().max() <= 1e-9
+        assert furthest(found, expected) <= 1e-9
 
 
 def test_shards_inside_of_an_encoder_are_refused_with_what_helps(world2: World) -> None:

@@ -16,12 +16,7 @@ from tests.sweeps import mostly_in_sweeps
 
 
 def train(wrapper: str, rows: tuple[int, ...]) -> dict[str, Any]:
-    """Thirty steps: the sizes, what was told, and the parameters' sum in the end.
-
-    Args:
-        wrapper: ``"ddp"`` or ``"fsdp"``.
-        rows: of each rank's batches.
-    """
+    """Thirty steps: the sizes, what was told, and the parameters' sum in the end."""
     torch.manual_seed(0)
     rank = dist.get_rank()
     inner = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))

@@ -19,14 +19,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import fully_shard
-from torch.nn.parallel import DistributedDataParallel
 
 from automicro import Microbatcher
 from automicro.ranks.coordinated import open_exchange
 from automicro.ranks.heartbeat import EXIT_CODE, watch_peers
 from automicro.torch_private_distributed import TCPStore
 from tests.ranks.test_trainer_torchrun import JOB, MODULE, free_port, weights
+from tests.ranks.wrapping import raised, wrapped
 
 pytestmark = pytest.mark.sweep
 
@@ -44,22 +43,18 @@ def step_for_ever(
     dist.init_process_group(
         "gloo", store=store, rank=rank, world_size=world_size, timeout=GROUP_TIMEOUT
     )
-    microbatcher = Microbatcher(
-        _wrapped(kind),
-        loss_fn=torch.nn.MSELoss(),
-        microbatch_size=2,
-    )
+    model = wrapped(kind, nn.Linear(8, 8))
+    microbatcher = Microbatcher(model, loss_fn=nn.MSELoss(), microbatch_size=2)
     batch = (torch.ones(4, 8), torch.zeros(4, 8))
     for _ in range(3):
         microbatcher.backward(batch)
     pipe.send("steps")
-    said: Any = None
-    try:
+
+    def go_on() -> None:
         while True:
             microbatcher.backward(batch)
-    except BaseException as error:
-        said = (type(error).__name__, str(error))
-    pipe.send(said)
+
+    pipe.send(raised(go_on))
     os._exit(0)
 
 
@@ -76,14 +71,6 @@ def wait_for_a_lost_peer(
     pipe.send("waits")
     while True:
         time.sleep(1.0)
-
-
-def _wrapped(kind: str) -> nn.Module:
-    model = nn.Linear(8, 8)
-    if kind == "ddp":
-        return DistributedDataParallel(model)
-    fully_shard(model)
-    return model
 
 
 RANKS = 3
@@ -138,7 +125,7 @@ def ranks_that_run(
     """So many processes with a store outside of them, as torchrun has it."""
     store = TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["tests.ranks.jobs", "tests.ranks.host_jobs"])
+    context.set_forkserver_preload(["tests.ranks.jobs"])
     pipes, processes = [], []
     try:
         for rank in range(RANKS):

@@ -7,12 +7,10 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.fsdp import fully_shard
-from torch.nn.parallel import DistributedDataParallel
 
 from automicro import LossAverageWarning, Microbatcher
-from tests.ranks.steps import whole
 from tests.ranks.world import World
+from tests.ranks.wrapping import furthest, whole_gradients, wrapped
 
 KINDS = ("a mean", "a sum", "gathered")
 
@@ -27,35 +25,36 @@ def _loss(kind: str, outputs: Tensor, targets: Tensor) -> Tensor:
     return loss
 
 
+def net() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2)).double()
+
+
+def batch_of(rank: int) -> tuple[Tensor, Tensor]:
+    drawn = torch.Generator().manual_seed(1 + rank)
+    rows = torch.randn(6, 6, generator=drawn, dtype=torch.float64)
+    return rows[:, :4], rows[:, 4:]
+
+
 def train(wrapper: str, kind: str) -> dict[str, Any]:
     """Three steps with looks: what rank by rank is warned of, and the gradient that remains."""
-    torch.manual_seed(0)
-    inner = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2)).double()
-    plain = {name: value.clone() for name, value in inner.state_dict().items()}
-    model: Any = DistributedDataParallel(inner) if wrapper == "ddp" else fully_shard(inner)
+    model, alone = wrapped(wrapper, net()), net()
     microbatcher = Microbatcher(
         model, forward=lambda m, batch: _loss(kind, m(batch[0]), batch[1]), microbatch_size=2
     )
-    torch.manual_seed(1 + dist.get_rank())
-    batch = torch.randn(6, 4, dtype=torch.float64), torch.randn(6, 2, dtype=torch.float64)
+    batches = [batch_of(rank) for rank in range(dist.get_world_size())]
+    batch = batches[dist.get_rank()]
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for _ in range(3):
             model.zero_grad()
             result = microbatcher.backward(batch)
-    gradient = next(iter(model.parameters())).grad
-    gathered = [torch.empty_like(each) for each in batch for _ in range(dist.get_world_size())]
-    half = len(gathered) // 2
-    dist.all_gather(gathered[:half], batch[0])
-    dist.all_gather(gathered[half:], batch[1])
-    alone = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2)).double()
-    alone.load_state_dict(plain)
-    F.mse_loss(alone(torch.cat(gathered[:half])), torch.cat(gathered[half:])).backward()
-    expected: Any = alone[0].weight.grad
+    inputs, targets = (torch.cat(each) for each in zip(*batches, strict=True))
+    F.mse_loss(alone(inputs), targets).backward()
     return {
         "messages": [str(w.message) for w in caught if w.category is LossAverageWarning],
         "is": result.loss_average_is,
-        "error": (whole(gradient) - expected).abs().max().item(),
+        "error": furthest(whole_gradients(model), whole_gradients(alone)),
     }
 
 

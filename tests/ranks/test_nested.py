@@ -8,13 +8,11 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.fsdp import fully_shard
-from torch.nn.parallel import DistributedDataParallel
 
 from automicro import Microbatcher, split
 from automicro.features import Nested
-from tests.ranks.steps import whole
 from tests.ranks.world import World
+from tests.ranks.wrapping import furthest, whole_gradients, wrapped
 from tests.sweeps import mostly_in_sweeps
 
 pytestmark = pytest.mark.sweep
@@ -51,22 +49,10 @@ class Model(nn.Module):
 
 def _wrapped(model: Any, how: str) -> Any:
     if how.startswith("ddp"):
-        return DistributedDataParallel(
-            model, find_unused_parameters="unused" in how, gradient_as_bucket_view="view" in how
-        )
-    if how == "part of its own":
-        fully_shard(model.part)
-    if how == "inside the part":
-        fully_shard(model.part.layers[0])
-    return fully_shard(model)
-
-
-def _gradients(model: nn.Module) -> list[Tensor]:
-    found = []
-    for each in model.parameters():
-        assert each.grad is not None
-        found.append(whole(each.grad).clone())
-    return found
+        options = {"find_unused_parameters": "unused" in how}
+        return wrapped("ddp", model, gradient_as_bucket_view="view" in how, **options)
+    parts = {"part of its own": [model.part], "inside the part": [model.part.layers[0]]}
+    return wrapped("fsdp", model, *parts.get(how, []))
 
 
 def differences(how: str, gives_loss: bool, in_own_loop: bool) -> dict[str, Any]:
@@ -77,7 +63,6 @@ def differences(how: str, gives_loss: bool, in_own_loop: bool) -> dict[str, Any]
     x, targets = torch.randn(8 * size, 6), torch.randint(5, (8 * size,))
     plain = copy.deepcopy(model)
     plain(x, targets)["loss"].backward()
-    wanted = [each.grad for each in plain.parameters() if each.grad is not None]
     model = _wrapped(model, how)
     part: Any = next(each for each in model.modules() if isinstance(each, Part))
     rows = slice(8 * rank, 8 * rank + 8)
@@ -93,11 +78,8 @@ def differences(how: str, gives_loss: bool, in_own_loop: bool) -> dict[str, Any]
         for _ in range(2):
             model.zero_grad()
             result = microbatcher.backward({"x": x[rows], "targets": targets[rows]})
-    found = _gradients(model)
     return {
-        "error": max(
-            float((one - other).abs().max()) for one, other in zip(found, wanted, strict=True)
-        ),
+        "error": furthest(whole_gradients(model), whole_gradients(plain)),
         "sizes": nested.sizes,
         "outer": None if result is None else (result.microbatch_size, result.attempts),
     }
@@ -138,11 +120,11 @@ def shortage_in_backward(how: str) -> dict[str, Any]:
         "outer": result.microbatch_size,
         "attempts": result.attempts,
         "sizes": nested.sizes,
-        "gradients": [each.tolist() for each in _gradients(model)],
+        "gradients": [each.tolist() for each in whole_gradients(model)],
     }
 
 
-def exact_batchnorm() -> list[float]:
+def exact_batchnorm() -> float:
     """How far gradients are from those of whole batches, with slices of other numbers per rank."""
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 5)).double()
@@ -152,12 +134,11 @@ def exact_batchnorm() -> list[float]:
     found = []
     for options in ({"batchnorm": "disable"}, {"batchnorm": "exact", "microbatch_size": 2}):
         model = copy.deepcopy(net)
-        microbatcher = Microbatcher(
-            DistributedDataParallel(model), loss_fn=nn.CrossEntropyLoss(), **options
-        )
-        microbatcher.backward(batch)
-        found.append([each.grad for each in model.parameters() if each.grad is not None])
-    return [float((one - other).norm()) for one, other in zip(*found, strict=True)]
+        loss_fn: Any = nn.CrossEntropyLoss()
+        Microbatcher(wrapped("ddp", model), loss_fn=loss_fn, **options).backward(batch)
+        found.append(whole_gradients(model))
+    assert len(found[0]) == 6
+    return furthest(*found)
 
 
 WAYS = ("ddp", "ddp, unused", "ddp, view", "ddp, unused, view", "root", "part of its own")
@@ -197,6 +178,4 @@ def test_all_ranks_repeat_the_same_size_where_one_part_has_a_smaller_one(
 
 
 def test_batchnorm_has_the_statistics_of_the_batch_of_its_rank(world2: World) -> None:
-    first, second = world2.run(exact_batchnorm)
-    assert len(first) == 6
-    assert max(*first, *second) < 1e-12
+    assert max(world2.run(exact_batchnorm)) < 1e-12

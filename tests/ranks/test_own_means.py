@@ -1,6 +1,5 @@
 """Ranks that are left to whoever calls: each has its own mean, and DDP averages them."""
 
-import copy
 from typing import Any
 
 import pytest
@@ -8,14 +7,12 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule, fully_shard
-from torch.nn.parallel import DistributedDataParallel
 
 from automicro import Microbatcher
 from automicro.errors import PeerFailedError
 from automicro.features import RankReduction
-from tests.ranks.steps import local
 from tests.ranks.world import World
+from tests.ranks.wrapping import furthest, whole_gradients, wrapped
 
 pytestmark = pytest.mark.sweep
 
@@ -29,19 +26,15 @@ def batch(rank: int) -> tuple[Tensor, Tensor]:
     return inputs, targets
 
 
-def wrapped(kind: str) -> nn.Module:
+def net(kind: str | None) -> Any:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 3)).double()
-    if kind == "ddp":
-        return DistributedDataParallel(model)
-    fully_shard(model)
-    return model
+    return wrapped(kind, model)
 
 
 def compare(kind: str, scales: bool, fails: bool) -> dict[str, Any]:
     rank = dist.get_rank()
-    model = wrapped(kind)
-    plain = wrapped(kind) if kind == "fsdp" else copy.deepcopy(model)
+    model, plain = net(kind), net(kind)
     inputs, targets = batch(rank)
     calls = []
 
@@ -64,13 +57,9 @@ def compare(kind: str, scales: bool, fails: bool) -> dict[str, Any]:
     own.backward()
     mean = own.detach().clone()
     dist.all_reduce(mean)
-    ours, its = (
-        [local(each.grad) for each in net.parameters() if each.grad is not None]
-        for net in (model, plain)
-    )
     return {
         "ooms": result.ooms,
-        "differs": max(float((a - b).abs().max()) for a, b in zip(ours, its, strict=True)),
+        "differs": furthest(whole_gradients(model), whole_gradients(plain)),
         "loss": float(result.loss),
         "mean of losses": float(mean) / 2,
         "rank loss": float(result.rank_loss),
@@ -98,8 +87,7 @@ def test_the_gradient_of_one_batch_is_another_where_targets_are_uneven(world2: W
 
 
 def withhold() -> str:
-    model = wrapped("fsdp")
-    assert isinstance(model, FSDPModule)
+    model = net("fsdp")
     step = Microbatcher(model, loss_fn=F.cross_entropy, loss_average="tokens", probe=False)
     model.set_requires_gradient_sync(False)
     with pytest.raises((ValueError, PeerFailedError)) as caught:

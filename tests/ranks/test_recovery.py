@@ -16,13 +16,17 @@ from tests.ranks.jobs import (
     guard_model,
     sums_over_replicas,
 )
-from tests.ranks.plans import allocations, points, rarely
+from tests.ranks.plans import allocations, points
 from tests.ranks.world import World
+from tests.ranks.wrapping import furthest
+from tests.sweeps import mostly_in_sweeps
 
 pytestmark = pytest.mark.sweep
 
 POINTS = list(points(2))
 ALLOCATIONS = list(allocations(2))
+CASES = [("ddp", point) for point in POINTS]
+CASES += [("fsdp", point) for point in POINTS + ALLOCATIONS]
 
 
 def require_equal(
@@ -34,16 +38,19 @@ def require_equal(
     return results
 
 
-def require_recovered(world: World, kind: str, plan: Sequence[Fault], **options: Any) -> None:
+def require_recovered(
+    world: World, kind: str, plan: Sequence[Fault], **options: Any
+) -> list[dict[str, Any]]:
     results = require_equal(world, kind, plan, options)
     assert sum(result["fired"] for result in results) == len(plan)
     assert results[0]["attempts"] > len(results[0]["sizes"])
+    return results
 
 
-@pytest.mark.parametrize("point", [*map(rarely, POINTS)])
-@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
-def test_a_wrapper_recovers_on_two_ranks(world2: World, kind: str, point: str) -> None:
-    require_recovered(world2, kind, points(2)[point])
+@pytest.mark.parametrize("case", mostly_in_sweeps(CASES, few=18), ids=", ".join)
+def test_a_wrapper_recovers_on_two_ranks(world2: World, case: tuple[str, str]) -> None:
+    kind, point = case
+    require_recovered(world2, kind, {**points(2), **allocations(2)}[point])
 
 
 def test_memory_may_run_out_again_while_a_failed_rank_takes_part_for_its_peers(
@@ -54,11 +61,6 @@ def test_memory_may_run_out_again_while_a_failed_rank_takes_part_for_its_peers(
         Fault(1, "scatter", step=2, microbatch=1, layer=2),  # of what is played
     ]
     require_recovered(world2, "fsdp", plan)
-
-
-@pytest.mark.parametrize("point", [*map(rarely, ALLOCATIONS)])
-def test_fsdp_recovers_where_a_collective_allocates(world2: World, point: str) -> None:
-    require_recovered(world2, "fsdp", allocations(2)[point])
 
 
 WORLDS: list[tuple[int, str, dict[str, Any]]] = [
@@ -180,8 +182,7 @@ def test_gradients_are_those_of_all_rows_in_one_process(
 ) -> None:
     expected = expected_gradients(sum(rows))
     for found in worlds(len(rows)).run(gradients, kind, rows, sync=sync):
-        for one, other in zip(found, expected, strict=True):
-            assert (one - other).abs().max() <= 1e-12
+        assert furthest(found, expected) <= 1e-12
 
 
 @pytest.mark.slow

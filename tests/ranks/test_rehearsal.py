@@ -10,8 +10,8 @@ from torch import nn
 
 from automicro import SampleTooLargeError
 from automicro.values import same_values
-from tests.ranks.steps import whole
 from tests.ranks.world import World
+from tests.ranks.wrapping import whole
 from tests.trainer.rehearsals import Model, loader_of, log_normal, make_trainer
 
 

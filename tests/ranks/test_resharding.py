@@ -7,10 +7,11 @@ from typing import Any
 import pytest
 import torch
 
+from automicro import CheckpointError
 from tests.ranks import resharding_runs as runs
 from tests.ranks.test_trainer import differ
-from tests.ranks.test_trainer_torchrun import Run, summary, weights
 from tests.ranks.world import RaisedError, World, world_of
+from tests.ranks.wrapping import furthest
 
 pytestmark = pytest.mark.sweep
 
@@ -116,7 +117,7 @@ def test_other_optimization_batches_by_length_are_refused(
 ) -> None:
     world2.run(runs.train_planned, tmp_path, "1ba", "duration")
     arguments = (runs.train_planned, tmp_path, "2ep", "duration")
-    for error in world3.run(runs.error_of, *arguments, accumulate_batches=1):
+    for _, error in world3.ends(*arguments, accumulate_batches=1):
         assert "made of 2 batches of train_dataloader (ranks × accumulate_batches)" in error
         assert "2 are not a multiple of 3 ranks" in error
 
@@ -127,10 +128,11 @@ def test_another_batch_over_all_ranks_is_refused_and_nothing_is_changed(
     options = {"parallel": "ddp"}
     world2.run(runs.train_on, tmp_path, "1ba", ROWS, "shuffled", **options)
     arguments = (runs.train_on, tmp_path, "2ep", ROWS, "shuffled")
-    for error in world3.run(runs.error_of, *arguments, per_batch=18, **options):
-        assert error.startswith("CheckpointError: 2 ranks saved it after 1 batches")
+    for kind, error in world3.ends(*arguments, per_batch=18, **options):
+        assert kind == "CheckpointError"
+        assert error.startswith("2 ranks saved it after 1 batches")
         assert "entries_per_step=12 (here 18); pass the same data" in error
-        assert error.endswith("go on with 2 ranks, or from a checkpoint of the end of an epoch")
+        assert "go on with 2 ranks, or from a checkpoint of the end of an epoch" in error
     results = world3.run(runs.train_on, tmp_path, "2ep", ROWS, "shuffled", **options)
     assert results[0]["state"] == (8, 2, 2 * ROWS)
 
@@ -141,13 +143,11 @@ def test_one_process_that_draws_an_order_of_its_own_is_refused(
     state = torch.get_rng_state()
     here = {"parallel": None, "seed": None}
     world2.run(runs.train_on, tmp_path / "two", "1ba", ROWS, "shuffled")
-    text = runs.error_of(runs.train_on, tmp_path / "two", "2ep", ROWS, "shuffled", **here)
-    assert "pass parallel='ddp' in one process, too" in text
+    with pytest.raises(CheckpointError, match="pass parallel='ddp' in one process, too"):
+        runs.train_on(tmp_path / "two", "2ep", ROWS, "shuffled", **here)
     runs.train_on(tmp_path / "one", "1ba", ROWS, "shuffled", **here)
     torch.set_rng_state(state)
-    for error in world2.run(
-        runs.error_of, runs.train_on, tmp_path / "one", "2ep", ROWS, "shuffled"
-    ):
+    for _, error in world2.ends(runs.train_on, tmp_path / "one", "2ep", ROWS, "shuffled"):
         assert "pass parallel='ddp' in one process, too" in error
 
 
@@ -155,7 +155,7 @@ def test_whole_batches_of_the_caller_are_refused(
     world2: World, world3: World, tmp_path: Path
 ) -> None:
     world2.run(runs.train_batch_sampled, tmp_path, "1ba")
-    for error in world3.run(runs.error_of, runs.train_batch_sampled, tmp_path, "2ep"):
+    for _, error in world3.ends(runs.train_batch_sampled, tmp_path, "2ep"):
         assert "let the DataLoader cut batches of " in error
 
 
@@ -193,8 +193,7 @@ def test_rows_are_lent_once_and_cost_settled_steps_nothing(
     _, expected = runs.step_on("plain", [5])
     for votes, gradients in results:
         assert votes[1] == settled
-        for mine, whole in zip(gradients, expected, strict=True):
-            torch.testing.assert_close(mine, whole, rtol=1e-9, atol=1e-9)
+        assert furthest(gradients, expected) < 1e-9
 
 
 def test_rows_that_cannot_be_sent_end_all_ranks_with_the_reason() -> None:
@@ -206,45 +205,3 @@ def test_rows_that_cannot_be_sent_end_all_ranks_with_the_reason() -> None:
     assert (other.kind, owner.kind) == ("PeerFailedError", "BatchError")
     assert "another rank has no rows, and those of rank 1" in owner.text
     assert "stays here" in other.text
-
-
-# The command line
-
-MODULE = """
-from torch.utils.data import DataLoader
-from wide import Rows
-
-def loader(batch_size):
-    return DataLoader(Rows(101), batch_size=batch_size, shuffle=True, num_workers=2)
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(300)  # five processes that import torch, on a busy machine
-def test_a_config_with_a_global_batch_goes_on_with_fewer_processes(tmp_path: Path) -> None:
-    def train(name: str, duration: str, processes: int, checkpoint: str = "null") -> str:
-        folder = tmp_path / name
-        folder.mkdir()
-        (folder / "many.py").write_text(MODULE, encoding="utf-8")
-        data = '{call: many.loader, args: {batch_size: "${global_batch_size}"}}'
-        return Run(
-            folder,
-            "parallel=ddp",
-            "global_batch_size=24",
-            f"train_dataloader={data}",
-            f"max_duration={duration}",
-            f"checkpoint={checkpoint}",
-            processes=processes,
-        ).end(within_seconds=120)
-
-    saved = f"{{folder: {tmp_path / 'checkpoints'}}}"
-    train("before", "3ba", 3, saved)
-    said = train("after", "2ep", 2, saved)
-    assert "after batch 3" in said
-    assert "saved by 3 ranks and resumed by 2 ranks" in said
-    train("whole", "2ep", 2)
-    expected = weights(tmp_path / "whole")
-    for name, found in weights(tmp_path / "after").items():
-        torch.testing.assert_close(found, expected[name], rtol=1e-9, atol=1e-9)
-    for key in ("steps", "samples", "train_metrics"):
-        assert summary(tmp_path / "after")[key] == summary(tmp_path / "whole")[key]

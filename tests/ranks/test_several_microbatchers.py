@@ -3,7 +3,6 @@
 import gc
 import os
 import weakref
-from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -13,62 +12,16 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from automicro import BatchError, Halving, Microbatcher
+from automicro import BatchError, Halving
 from automicro.errors import PeerFailedError
 from tests.ranks.faulty_models import Fault, Faults, build
 from tests.ranks.jobs import batch
 from tests.ranks.plans import points
-from tests.ranks.steps import Stepper, local, squared_error
+from tests.ranks.steps import another, squared_error
+from tests.ranks.test_recovery import require_recovered
 from tests.ranks.world import World, world_of
 
 pytestmark = pytest.mark.sweep
-
-
-def another(model: nn.Module, **options: Any) -> Microbatcher:
-    defaults: dict[str, Any] = {
-        "loss_fn": squared_error,
-        "loss_average": "samples",
-        "microbatch_size": 4,
-        "eval_microbatch_size": 4,
-        "batchnorm": "ignore",
-        "probe": False,
-    }
-    return Microbatcher(model, **(defaults | options))
-
-
-def run_beside_another(
-    kind: str, plan: Sequence[Fault], sizes: Sequence[int] = ()
-) -> tuple[Stepper, dict[str, Tensor]]:
-    """Three steps, each with an evaluation by a Microbatcher that was made later."""
-    faults, rank = Faults(plan), dist.get_rank()
-    model = build(kind, [faults], {})
-    stepper = Stepper(model, faults, sizes=sizes)
-    evaluator = another(model)
-    torch.manual_seed(100 + rank)
-    outputs = []
-    for step in range(3):
-        stepper.train(step, batch(step, rank, {}))
-        result = evaluator.evaluate(batch(50 + step, rank, {}), return_outputs=True)
-        assert result.outputs is not None
-        outputs.append(result.outputs)
-    state = {name: local(p.detach()) for name, p in model.named_parameters()}
-    state |= {"outputs": torch.cat(outputs), "rng": torch.get_rng_state()}
-    return stepper, state | dict(model.named_buffers())
-
-
-def compare_beside_another(kind: str, plan: Sequence[Fault]) -> dict[str, Any]:
-    stepper, state = run_beside_another(kind, plan)
-    _, expected = run_beside_another(kind, (), stepper.sizes)
-    buffers = [value for name, value in state.items() if "running" in name]
-    common = [buffer.clone() for buffer in buffers]
-    for buffer in common:
-        dist.broadcast(buffer, 0)
-    return {
-        "differing": [name for name in expected if not torch.equal(state[name], expected[name])],
-        "fired": stepper.faults.fired,
-        "failures": stepper.attempts - len(stepper.sizes),
-        "buffers_are_common": all(map(torch.equal, buffers, common)),
-    }
 
 
 def count_threads(kind: str) -> tuple[int, int]:
@@ -126,7 +79,6 @@ def train_adversaries(fails: bool) -> list[Tensor]:
     of_judge = another(judge, microbatch_size=Halving(initial=4))
     of_maker = another(
         maker,
-        loss_fn=None,
         microbatch_size=Halving(initial=4),
         forward=lambda model, rows: squared_error(judge(model(rows[0])), rows[1]),
         modules=[judge],
@@ -173,13 +125,9 @@ POINTS = ["first batch", "last backward", "successive batches"]
 def test_a_model_recovers_whichever_microbatcher_is_newer(
     world2: World, kind: str, point: str
 ) -> None:
-    plan = points(2)[point]
-    results = world2.run(compare_beside_another, kind, plan)
-    assert [result["differing"] for result in results] == [[], []]
-    assert sum(result["fired"] for result in results) == len(plan)
-    assert all(result["failures"] for result in results)
+    first, second = require_recovered(world2, kind, points(2)[point], beside=True)
     if kind == "ddp":  # which sends rank 0's before each step
-        assert all(result["buffers_are_common"] for result in results)
+        assert all(torch.equal(each, second["buffers"][n]) for n, each in first["buffers"].items())
 
 
 @pytest.mark.parametrize("kind", KINDS)

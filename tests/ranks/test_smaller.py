@@ -3,21 +3,26 @@
 import dataclasses
 import random
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from automicro import Halving, Microbatcher, Observing
-from automicro.features import Nested, WhenTooLarge
+from automicro import Halving, Microbatcher
+from automicro.features import Nested, RankReduction, WhenTooLarge
 from automicro.savers import offload
-from tests.ranks.family_jobs import compare_levels
+from automicro.savers.recompute import Recompute, repeated_blocks
 from tests.ranks.faulty_models import Fault, Faults, build
-from tests.ranks.steps import local, squared_error
+from tests.ranks.jobs import batch
+from tests.ranks.steps import Stepper
 from tests.ranks.world import World
+from tests.ranks.wrapping import local, wrapped
+from tests.savers.families import LANGUAGE, OTHERS, Family
 from tests.sweeps import SEED, mostly_in_sweeps
 from tests.torture.engine.cuts import Cut, Noting
 from tests.torture.engine.subject import begin_at_level
@@ -71,81 +76,36 @@ def plan_of(seed: int, what: str, kind: str) -> list[Fault]:
     ]
 
 
-def batch(step: int) -> tuple[Tensor, Tensor]:
-    rank = dist.get_rank()
-    generator = torch.Generator().manual_seed(step * 100 + rank)
-    rows = ROWS[rank]
-    return torch.randn(rows, 4, generator=generator), torch.randn(rows, 2, generator=generator)
-
-
 def run_cut(
     kind: str, plan: Sequence[Fault], options: dict[str, Any], cuts: Sequence[Cut] = ()
 ) -> dict[str, Any]:
     """Some steps, with faults or cut as told: how each was cut, and all state at the end."""
-    with mock.patch.object(offload, "SMALL_BYTES", 1):  # else nothing of them would be offloaded
-        return _run_cut(kind, plan, options, cuts)
-
-
-def _run_cut(
-    kind: str, plan: Sequence[Fault], options: dict[str, Any], cuts: Sequence[Cut]
-) -> dict[str, Any]:
     faults = Faults(plan)
     model = build(kind, [faults], {**options, "norm": False})
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-
-    def observe(event: str, subject: Any) -> None:
-        if event == "attempt_start":
-            faults.microbatch = 0
-            faults.reach("before")
-        elif event == "microbatch_start":
-            faults.microbatch = subject.index
-            faults.reach("between")
-        elif event == "attempt_end":
-            faults.reach("end")
-
-    more: dict[str, Any] = {"loss_fn": squared_error}
-    if options.get("tail"):
-        more = {"forward": lambda model, microbatch: model(*microbatch)}
-    microbatcher = Microbatcher(
+    parts = {  # declared, so that no fault hits a check
+        name: {"microbatch_size": part(size), "loss_average": "samples"}
+        for name, size in options.get("nested", {}).items()
+    }
+    own_loss: Any = {"forward": lambda model, microbatch: model(*microbatch)}
+    stepper = Stepper(
         model,
-        microbatch_size=Scripted([each.size for each in cuts]) if cuts else part(options["size"]),
-        loss_average="samples",
-        optimizer=optimizer,
-        probe=False,
-        features=[
-            Observing(observe),
-            Nested(
-                {
-                    # Declared, so that no fault hits a check.
-                    name: {"microbatch_size": part(size), "loss_average": "samples"}
-                    for name, size in options.get("nested", {}).items()
-                }
-            ),
-            WhenTooLarge(options.get("levels", "error")),
-        ],
-        **more,
+        faults,
+        policy=Scripted([each.size for each in cuts]) if cuts else part(options["size"]),
+        features=[Nested(parts), WhenTooLarge(options.get("levels", "error"))],
+        **own_loss if options.get("tail") else {},
     )
     torch.manual_seed(100 + dist.get_rank())
     found: list[Cut] = []
-    losses = []
-    attempts = 0
-    for step in range(STEPS):
-        faults.step = step
-        cut = cuts[step] if cuts else None
-        if cut is not None and cut.level:
-            begin_at_level(microbatcher, cut.level)
-        with Noting(None if cut is None else cut.parts)() as noted:
-            result = microbatcher.backward(batch(step))
-        assert noted.cut is not None
-        found.append(noted.cut)
-        losses.append(result.loss)
-        attempts += result.attempts
-        optimizer.step()
-        optimizer.zero_grad()
-    state = {name: local(each.detach()) for name, each in model.named_parameters()}
-    for index, slots in enumerate(optimizer.state.values()):
-        state |= {f"optimizer.{index}.{name}": local(value) for name, value in slots.items()}
-    state |= {"rng": torch.get_rng_state(), "losses": torch.stack(losses)}
+    with mock.patch.object(offload, "SMALL_BYTES", 1):  # else nothing of them would be offloaded
+        for step in range(STEPS):
+            cut = cuts[step] if cuts else None
+            if cut is not None and cut.level:
+                begin_at_level(stepper.microbatcher, cut.level)
+            with Noting(None if cut is None else cut.parts)() as noted:
+                stepper.train(step, batch(step, dist.get_rank(), {"rows": ROWS}))
+            assert noted.cut is not None
+            found.append(noted.cut)
+    state, attempts = stepper.state(), stepper.attempts
     return {"state": state, "cuts": found, "attempts": attempts, "fired": faults.fired}
 
 
@@ -233,6 +193,77 @@ def test_a_few_random_plans(world2: World, kind: str, what: str) -> None:
 @pytest.mark.parametrize("what", WHAT)
 def test_many_random_plans(world2: World, kind: str, what: str) -> None:
     require_survived(world2, kind, what, range(SEED + 1000, SEED + 1000 + MANY))
+
+
+# Models that nobody here wrote, as people wrap them, at every level
+
+FAMILY_LEVELS: dict[str, Any] = {
+    "plain": ("error", 0),
+    "recompute": ("recompute", 1),
+    "offload": ("offload", 1),
+    "both": (["recompute", "offload"], 2),
+}
+
+
+def as_people_wrap(kind: str, model: nn.Module, options: dict[str, Any]) -> nn.Module:
+    """As in anybody's script: blocks, then the root."""
+    if kind == "ddp":
+        return wrapped(kind, model, find_unused_parameters=options.get("unused", False))
+    keywords: dict[str, Any] = {"reshard_after_forward": options.get("reshard", True)}
+    if options.get("bf16"):
+        keywords["mp_policy"] = MixedPrecisionPolicy(
+            param_dtype=torch.bfloat16, reduce_dtype=torch.float32
+        )
+    return cast(nn.Module, wrapped(kind, model, *repeated_blocks(model).values(), **keywords))
+
+
+def train_at(kind: str, family: Family, options: dict[str, Any], name: str) -> dict[str, Any]:
+    """Three steps at a level; parameters, losses, gradients' norm and the random state."""
+    when, level = FAMILY_LEVELS[name]
+    model = as_people_wrap(kind, family.make(), options)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    microbatcher = Microbatcher(
+        model,
+        microbatch_size=2,
+        features=[WhenTooLarge(when), RankReduction(options.get("sync", "each"))],
+        forward=family.forward,
+        optimizer=optimizer,
+        probe=False,
+    )
+    torch.manual_seed(100 + dist.get_rank())
+    np.random.seed(dist.get_rank())  # SpecAugment draws from it
+    losses = []
+    for _ in range(3):
+        if level:
+            begin_at_level(microbatcher, level)
+        batch = family.batch()
+        result = microbatcher.backward(batch)
+        assert result.level == microbatcher._levels[level].name
+        losses.append(result.loss)
+        optimizer.step()
+        optimizer.zero_grad()
+    used = [
+        block.turn > 0
+        for saver in microbatcher._levels[level].savers
+        if isinstance(saver, Recompute)
+        for block in saver.blocks
+    ]
+    state: dict[str, Tensor] = {key: local(each.detach()) for key, each in model.named_parameters()}
+    state |= {"losses": torch.stack(losses), "rng": torch.get_rng_state()}
+    return {"state": state, "used": used}
+
+
+def compare_levels(kind: str, name: str, options: dict[str, Any]) -> dict[str, list[str]]:
+    """What is another bit at a level than at the plain one, by the name of the level."""
+    family = (LANGUAGE | OTHERS)[name]
+    found = {}
+    with mock.patch.object(offload, "SMALL_BYTES", 1 << 10):
+        plain = train_at(kind, family, options, "plain")["state"]
+        for level in list(FAMILY_LEVELS)[1:]:
+            one = train_at(kind, family, options, level)
+            differing = [key for key in plain if not torch.equal(plain[key], one["state"][key])]
+            found[level] = differing + ["nothing is recomputed"] * (not all(one["used"]))
+    return found
 
 
 WRAPPINGS: list[tuple[str, dict[str, Any]]] = [

@@ -10,9 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import automicro.ranks.guards.fsdp
 from automicro import Microbatcher
@@ -20,12 +18,14 @@ from automicro.errors import SampleTooLargeError
 from automicro.features import RankReduction
 from automicro.ranks.coordinated import CoordinatedRanks
 from automicro.ranks.interface import Sync
+from tests.ranks import test_recovery as recovery
 from tests.ranks.faulty_models import Fault, Faults, build
 from tests.ranks.jobs import compare
-from tests.ranks.plans import points, rarely
+from tests.ranks.plans import points
 from tests.ranks.steps import Stepper
-from tests.ranks.uneven import LOSSES, train_on_words
+from tests.ranks.test_uneven import LOSSES, train_on_words
 from tests.ranks.world import World
+from tests.ranks.wrapping import furthest, whole, wrapped
 from tests.sweeps import mostly_in_sweeps
 
 pytestmark = pytest.mark.sweep
@@ -98,10 +98,7 @@ def test_asking_ddp_to_reduce_late_tries_no_size_twice(world2: World) -> None:
 
 @pytest.mark.parametrize("point", ["last backward", "two ranks"])
 def test_replicas_recover_bit_for_bit(world4: World, point: str) -> None:
-    plan = points(4)[point]
-    results = world4.run(compare, "hsdp", plan, {})
-    assert [result["differing"] for result in results] == [[]] * 4
-    assert sum(result["fired"] for result in results) == len(plan)
+    recovery.require_recovered(world4, "hsdp", points(4)[point])
 
 
 class Choosing(nn.Module):
@@ -134,18 +131,10 @@ def mean_square(outputs: Tensor, targets: Tensor) -> Tensor:
 
 
 def train_choosing(sharded: Sequence[str], *, looks: bool = True) -> dict[str, Any]:
-    """How far gradients of two steps are from those of one process; the all-reduces of each.
-
-    Args:
-        sharded: what `fully_shard` is applied to before the root.
-        looks: whether it is found out what gradients are of.
-    """
+    """How far gradients of two steps are from those of one process; the all-reduces of each."""
     world, rank = dist.get_world_size(), dist.get_rank()
-    mesh = init_device_mesh("cpu", (2, world // 2), mesh_dim_names=("replicate", "shard"))
     model, plain = Choosing(), Choosing()
-    for name in sharded:
-        fully_shard(model.get_submodule(name), mesh=mesh)
-    fully_shard(model, mesh=mesh)
+    wrapped("hsdp", model, *map(model.get_submodule, sharded))
     x, y = choosing_batch(range(world))
     for each in range(world):
         (mean_square(plain(x[4 * each : 4 * each + 2]), y[4 * each : 4 * each + 2]) / 8).backward()
@@ -174,17 +163,9 @@ def train_choosing(sharded: Sequence[str], *, looks: bool = True) -> dict[str, A
 def difference(model: nn.Module, plain: nn.Module) -> float:
     """How far whole gradients are from those of a model without a wrapper."""
     pairs = zip(model.parameters(), plain.parameters(), strict=True)
-    found = [(whole(one.grad), other.grad) for one, other in pairs]
-    errors = [
-        (torch.zeros_like(other) if one is None else one).sub(other).abs().max()
-        for one, other in found
-        if other is not None
-    ]
-    return float(torch.stack(errors).max())  # NaN where one is
-
-
-def whole(gradient: Tensor | None) -> Tensor | None:
-    return gradient.full_tensor() if isinstance(gradient, DTensor) else gradient
+    found = [(one.grad, other.grad) for one, other in pairs if other.grad is not None]
+    ours = [torch.zeros_like(other) if one is None else whole(one) for one, other in found]
+    return furthest(ours, [other for _, other in found])
 
 
 @pytest.mark.parametrize(
@@ -202,10 +183,8 @@ def test_microbatches_that_train_other_parameters_add_up_each(
 
 def reductions_of(option: str) -> int:
     """All-reduces of a second step of two microbatches, of a model of one wrapped module."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     policy = MixedPrecisionPolicy(reduce_dtype=torch.bfloat16 if option == "coarse sums" else None)
-    model: Any = nn.Linear(4, 2)
-    fully_shard(model, mesh=mesh, mp_policy=policy)
+    model = wrapped("hsdp", nn.Linear(4, 2), mp_policy=policy)
     if option == "a hook":
         model.set_all_reduce_hook(lambda gradient: None)
     step = Microbatcher(
@@ -225,16 +204,13 @@ def test_replicas_add_up_each_microbatch_where_somebody_would_notice(
 
 
 def require_recovered(world: World, kind: str, plan: Sequence[Fault], **options: Any) -> Any:
-    results = world.run(compare, kind, plan, {"sync": "auto", **options})
-    assert [result["differing"] for result in results] == [[]] * world.size
+    results = recovery.require_recovered(world, kind, plan, sync="auto", **options)
     assert len({tuple(result["syncs"]) for result in results}) == 1
-    assert len({tuple(result["sizes"]) for result in results}) == 1
-    assert sum(result["fired"] for result in results) == len(plan)
     return results[0]
 
 
 @pytest.mark.parametrize(
-    "point", [rarely(each) for each in points(2) if each != "successive batches"]
+    "point", mostly_in_sweeps([each for each in points(2) if each != "successive batches"], few=6)
 )
 def test_whole_gradients_are_dropped_before_a_size_is(world2: World, point: str) -> None:
     found = require_recovered(world2, "fsdp", points(2)[point])
@@ -287,8 +263,7 @@ def test_what_counts_for_nothing_adds_nothing_to_whole_gradients(
 ) -> None:
     expected = train_on_words(None, loss, [sum(rows)], 1)
     for found in world2.run(train_on_words, "fsdp", loss, rows, 1, sync="auto"):
-        for one, other in zip(found, expected, strict=True):
-            assert (one - other).abs().max() <= 1e-12
+        assert furthest(found, expected) <= 1e-12
 
 
 def masked_mean(outputs: Tensor, targets: Tensor) -> Tensor:
@@ -305,8 +280,7 @@ def train_beside_nothing(empty: int) -> float:
     y = torch.rand(6 * world, generator=generator, dtype=torch.float64)
     y[6 * (world - 1) + 2 * empty :][:2] = -1
     model, plain = Choosing(), Choosing()
-    for module in (*model.layers, model):
-        fully_shard(module)
+    wrapped("fsdp", model, *model.layers)
     x[:, 0] = x[:, 0].abs()  # all of them use the second layer
     masked_mean(plain(x), y).backward()
     step = Microbatcher(
@@ -331,8 +305,7 @@ def test_nothing_that_is_nan_gets_into_whole_gradients(world2: World, empty: int
 def test_earlier_gradients_are_added_to_whole_ones(world2: World) -> None:
     expected = train_on_words(None, "tokens", [13], 1, True)
     for found in world2.run(train_on_words, "fsdp", "tokens", [9, 4], 3, True, sync="auto"):
-        for one, other in zip(found, expected, strict=True):
-            assert (one - other).abs().max() <= 1e-12
+        assert furthest(found, expected) <= 1e-12
 
 
 def within(limit_bytes: int, state: dict[str, Any] | None = None) -> dict[str, Any]:
@@ -341,10 +314,8 @@ def within(limit_bytes: int, state: dict[str, Any] | None = None) -> dict[str, A
     Whole gradients have 2 MiB, shards half of it.
     """
     torch.manual_seed(0)
-    model: Any = nn.Sequential(*(nn.Linear(256, 256, bias=False) for _ in range(8)))
-    for layer in model:
-        fully_shard(layer)
-    fully_shard(model)
+    layers = [nn.Linear(256, 256, bias=False) for _ in range(8)]
+    model = wrapped("fsdp", nn.Sequential(*layers), *layers)
     step = Microbatcher(
         model,
         loss_fn=mean_square,
@@ -385,8 +356,7 @@ def test_an_unknown_sync_is_refused() -> None:
 
 def after_an_impossible_batch() -> Sync:
     """How late a batch is reduced after one of which no row fitted."""
-    model: Any = Choosing()
-    fully_shard(model)
+    model = wrapped("fsdp", Choosing())
     impossible = torch.zeros(())
 
     def loss_fn(outputs: Tensor, targets: Tensor) -> Tensor:

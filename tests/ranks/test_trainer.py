@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from automicro.callbacks import ExponentialMovingAverage, FreezeSchedule
 from automicro.features import RankReduction
 from tests.ranks import trainer_jobs as jobs
 from tests.ranks.world import World
@@ -75,14 +76,15 @@ def test_a_model_that_the_caller_wrapped_is_taken_as_it_is(world2: World) -> Non
 
 
 def test_a_callback_that_stops_on_one_rank_stops_all_after_the_same_batch(world2: World) -> None:
-    results = world2.run(jobs.stop_on_one_rank, parallel="ddp")
+    stopper = jobs.Stopper(rank=1, after=2)
+    results = world2.run(jobs.train, parallel="ddp", callbacks=[stopper])
     assert [result["state"][0] for result in results] == [2, 2]
     assert [result["stop_reason"] for result in results] == ["another rank asked for it", "enough"]
 
 
-@pytest.mark.parametrize("job", [jobs.fail, jobs.fail_in_evaluation])
-def test_an_error_of_one_rank_is_told_to_all_by_its_number(world2: World, job: Any) -> None:
-    (kind, text), (own_kind, own_text) = world2.ends(job, parallel="ddp")
+@pytest.mark.parametrize("argument", ["train_dataloader", "eval_dataloader"])
+def test_an_error_of_one_rank_is_told_to_all_by_its_number(world2: World, argument: str) -> None:
+    (kind, text), (own_kind, own_text) = world2.ends(jobs.fail, argument)
     assert kind == "PeerFailedError"
     assert "rank 1: KeyError: 'row 10 is broken'" in text
     assert own_kind == "KeyError"
@@ -93,8 +95,10 @@ def test_an_error_of_one_rank_is_told_to_all_by_its_number(world2: World, job: A
 def test_an_average_of_the_weights_is_evaluated_as_in_one_process(
     world2: World, parallel: str
 ) -> None:
-    results = world2.run(jobs.average_weights, parallel=parallel)
-    require_the_same(results, jobs.average_weights())
+    results = world2.run(
+        jobs.train, parallel=parallel, callbacks=[ExponentialMovingAverage(decay=0.5)]
+    )
+    require_the_same(results, jobs.train(callbacks=[ExponentialMovingAverage(decay=0.5)]))
 
 
 def test_ranks_begin_with_the_same_weights_and_draw_other_numbers(world2: World) -> None:
@@ -111,7 +115,8 @@ def test_several_processes_with_a_bare_model_are_refused(world2: World) -> None:
 
 
 def test_freezing_in_the_course_of_training_is_refused(world2: World) -> None:
-    for kind, text in world2.ends(jobs.freeze_in_the_course, parallel="ddp"):
+    freezes = FreezeSchedule({"first.*": "1ba"})
+    for kind, text in world2.ends(jobs.train, parallel="ddp", callbacks=[freezes]):
         assert kind == "ValueError"
         assert "2 ranks agreed on them when the model was wrapped" in text
 

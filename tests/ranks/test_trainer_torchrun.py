@@ -81,7 +81,6 @@ class Run:
         folder: Path,
         *arguments: str,
         processes: int,
-        options: tuple[str, ...] = (),
         **env: str,
     ) -> None:
         (folder / "job.yaml").write_text(JOB, encoding="utf-8")
@@ -90,7 +89,7 @@ class Run:
         command = [sys.executable]
         if processes > 1:
             command += ["-m", "torch.distributed.run", f"--nproc-per-node={processes}"]
-            command += [f"--master-port={free_port()}", *options]
+            command += [f"--master-port={free_port()}"]
         command += ["-m", "automicro", "train", "job.yaml", *arguments]
         self.process = subprocess.Popen(
             command,
@@ -227,28 +226,3 @@ def test_who_outlives_a_killed_rank_says_it_whole_and_how_to_go_on(
     assert "failed attempt" not in line
     assert end in line
     assert line.endswith("it can go on" if not options else "goes on from there")
-
-
-def test_a_killed_rank_is_restarted_and_the_run_ends_as_if_nothing_had_been(tmp_path: Path) -> None:
-    for name in ("killed", "undisturbed"):
-        (tmp_path / name).mkdir()
-    options = ("parallel=ddp", "max_duration=40ep", "eval_interval=null")
-    run = Run(
-        tmp_path / "killed",
-        *options,
-        "checkpoint={interval: 10ba}",
-        processes=2,
-        options=("--max-restarts=2",),
-        SLOW="0.05",
-    )
-    run.wait_for("epoch 1/40")
-    while not list((tmp_path / "killed").glob("runs/*/checkpoints/*-step-*/")):
-        assert run.process.poll() is None
-    run.signal_rank(1, signal.SIGKILL)
-    said = run.end(within_seconds=120)
-    assert run.process.returncode == 0, said
-    assert "resumed from runs/" in said
-    undisturbed = Run(tmp_path / "undisturbed", *options, processes=2)
-    undisturbed.end()
-    ours, theirs = weights(tmp_path / "killed"), weights(tmp_path / "undisturbed")
-    assert all(torch.equal(ours[name], value) for name, value in theirs.items())

@@ -1,26 +1,25 @@
 """Layers that not every microbatch uses: trained exactly, or refused; nobody waits."""
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
-from automicro import Microbatcher
 from automicro.ranks.interface import Report
 from automicro.ranks.simulated import SimulatedWorld
 from automicro.ranks.votes import Votes
 from automicro.trainer.parallel import find_blocks
 from tests.ranks.plans import points
-from tests.ranks.steps import squared_error, whole
+from tests.ranks.steps import another, squared_error
 from tests.ranks.test_recovery import require_recovered
 from tests.ranks.world import World, world_of
+from tests.ranks.wrapping import furthest, raised, whole, whole_gradients, wrapped
 from tests.sweeps import mostly_in_sweeps
 
 ROWS = 12
@@ -102,12 +101,11 @@ def train_where_a_layer_is_left_out(
             parameter.register_hook(lambda gradient: gradient * 1)
     model: Any
     if kind == "sharded":
-        fully_shard(net.first)
-        model = fully_shard(net)
+        model = wrapped("fsdp", net, net.first)
         model.set_reduce_scatter_unused_params(True)
     else:
         model = DistributedDataParallel(net, bucket_cap_mb=0.0001, **options_for(kind))
-    microbatcher = choosing_microbatcher(model, size="auto" if halves else 4)
+    microbatcher = another(model, microbatch_size="auto" if halves else 4)
     if kind == "frozen later":
         net.never.requires_grad_(False)
     rank, wanted = dist.get_rank(), expected(orders)
@@ -128,21 +126,11 @@ def train_where_a_layer_is_left_out(
     return {"worst": worst, "nones": sorted(nones), "votes": votes, "attempts": attempts}
 
 
-def choosing_microbatcher(
-    model: nn.Module, *, size: int | str | None = 4, **options: Any
-) -> Microbatcher:
-    defaults: dict[str, Any] = {"probe": False, "loss_average": "samples"}
-    if "forward" not in options:
-        defaults["loss_fn"] = squared_error
-    policy: Any = size
-    return Microbatcher(model, microbatch_size=policy, **defaults, **options)
-
-
 def keep_an_earlier_gradient() -> list[bool]:
     """Whether a gradient from before outlives steps that do not use its parameter."""
     net = Choosing()
     model = DistributedDataParallel(net)
-    microbatcher = choosing_microbatcher(model)
+    microbatcher = another(model)
     earlier = net.never.weight.grad = torch.ones(4, 4, dtype=torch.float64)
     for _ in range(2):
         microbatcher.backward(rows_of(dist.get_rank(), "last"))
@@ -153,22 +141,15 @@ def keep_an_earlier_gradient() -> list[bool]:
     ]
 
 
-def said(work: Callable[[], Any]) -> str:
-    """What an error of the work says."""
-    try:
-        work()
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return ""
-
-
 def go_past_the_wrapper() -> list[str]:
+    """What is said, and which parameters have a gradient then."""
+
     def forward(model: Any, microbatch: Any) -> Tensor:
         return squared_error(model.module(microbatch[0]), microbatch[1])
 
     model = DistributedDataParallel(Choosing())
-    microbatcher = choosing_microbatcher(model, forward=forward)
-    text = said(lambda: microbatcher.backward(rows_of(dist.get_rank(), "first")))
+    microbatcher = another(model, forward=forward)
+    _, text = raised(lambda: microbatcher.backward(rows_of(dist.get_rank(), "first")))
     return [text, *(name for name, p in model.named_parameters() if p.grad is not None)]
 
 
@@ -177,8 +158,7 @@ def use_a_second_model(kind: str, *, known: bool, frozen: bool, fails: bool = Fa
     first, second = nn.Linear(4, 4).double(), nn.Linear(4, 2).double()
     models: list[Any] = []
     for each in (first, second):
-        wrapped: Any = DistributedDataParallel(each) if kind == "ddp" else fully_shard(each)
-        models.append(wrapped)
+        models.append(wrapped(kind, each))
 
     def forward(model: Any, microbatch: Any) -> Tensor:
         x, y = microbatch
@@ -190,21 +170,20 @@ def use_a_second_model(kind: str, *, known: bool, frozen: bool, fails: bool = Fa
         return squared_error(output + hidden[:, :2], y)
 
     modules = [models[1]] if known else []
-    microbatcher = choosing_microbatcher(models[0], size="auto", forward=forward, modules=modules)
+    microbatcher = another(models[0], microbatch_size="auto", forward=forward, modules=modules)
 
     def work() -> None:
         for _ in range(2):
             microbatcher.backward(rows_of(dist.get_rank(), "first"))
 
-    return said(work)
+    return raised(work)[1]
 
 
 def leave_a_shard_out(ranks: Sequence[int]) -> dict[str, Any]:
     """Three steps with a sharded layer; in the last some ranks' second microbatch lacks it."""
     net = Choosing()
-    fully_shard(net.rare)
-    fully_shard(net)
-    microbatcher = choosing_microbatcher(net, size=ROWS // 2)
+    wrapped("fsdp", net, net.rare)
+    microbatcher = another(net, microbatch_size=ROWS // 2)
     rank = dist.get_rank()
     results = []
 
@@ -215,8 +194,9 @@ def leave_a_shard_out(ranks: Sequence[int]) -> dict[str, Any]:
             results.append(microbatcher.backward((x, y)))
             net.zero_grad()
 
-    text = said(work)
+    kind, text = raised(work)
     return {
+        "kind": kind,
         "text": text,
         "attempts": [each.attempts for each in results],
         "failed_sizes": [each.failed_sizes for each in results],
@@ -224,8 +204,8 @@ def leave_a_shard_out(ranks: Sequence[int]) -> dict[str, Any]:
     }
 
 
-def shard_tied_blocks() -> list[float]:
-    """Differences from the gradients of one process, of a model two blocks of which share one."""
+def shard_tied_blocks() -> float:
+    """How far gradients are from one process, of a model two blocks of which share a weight."""
 
     def build() -> nn.Sequential:
         torch.manual_seed(0)
@@ -249,18 +229,13 @@ def shard_tied_blocks() -> list[float]:
     blocks = find_blocks(model)
     layers: Any = model.parts[0]
     assert blocks == [layers[1], layers[3]]
-    for block in blocks:
-        fully_shard(block)
-    fully_shard(model)
-    choosing_microbatcher(model).backward(rows_of(dist.get_rank(), "all"))
+    wrapped("fsdp", model, *blocks)
+    another(model).backward(rows_of(dist.get_rank(), "all"))
     parts = [rows_of(rank, "all") for rank in range(dist.get_world_size())]
     x, y = (torch.cat(each) for each in zip(*parts, strict=True))
     squared_error(plain(x), y).backward()
-    return [
-        float((whole(one.grad) - other.grad).abs().max())
-        for one, other in zip(model.parameters(), plain.parameters(), strict=True)
-        if one.grad is not None and other.grad is not None
-    ]
+    plain_gradients = [each.grad for each in plain.parameters() if each.grad is not None]
+    return furthest(whole_gradients(model), plain_gradients)
 
 
 # Where the rows of each rank that need the layer stand.
@@ -329,7 +304,7 @@ def test_a_forward_past_the_wrapper_is_refused_in_the_first_step(world2: World) 
 def test_a_shard_that_a_rank_leaves_out_is_named_and_not_waited_for() -> None:
     with world_of(2) as world:  # it cannot go on
         for result in world.run(leave_a_shard_out, [1]):
-            assert result["text"].startswith("DesyncError")
+            assert result["kind"] == "DesyncError"
             assert "all-gather of 'rare'" in result["text"]
             assert "set_reduce_scatter_unused_params" in result["text"]
             assert result["attempts"] == [1, 1]
@@ -355,8 +330,7 @@ def test_a_second_model_that_communicates_with_nobody_may_be_unknown(world2: Wor
 
 
 def test_blocks_with_tied_weights_are_left_to_the_whole_model(world2: World) -> None:
-    for differences in world2.run(shard_tied_blocks):
-        assert max(differences) <= 1e-12
+    assert max(world2.run(shard_tied_blocks)) <= 1e-12
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 9])

@@ -25,8 +25,8 @@ from automicro import Callback, Policy, Trainer
 from automicro.features import RememberSizes
 from automicro.ranks.guards import guard
 from tests.outside import Outside
-from tests.ranks.steps import whole
 from tests.ranks.world import World, WorldStuckError, world_of
+from tests.ranks.wrapping import raised, whole_parameters
 from tests.sweeps import SEED, mostly_in_sweeps
 
 pytestmark = pytest.mark.sweep
@@ -249,8 +249,11 @@ class Counting(Metric):
 
 
 class Calling(Callback):
+    """Comes to its places, and notes the sizes of batches."""
+
     def __init__(self, where: Where) -> None:
         self.where = where
+        self.sizes: list[int] = []
 
     def microbatch_start(self, run: Any, cut: Any) -> None:
         self.where.is_in_microbatch = True
@@ -263,6 +266,7 @@ class Calling(Callback):
 
     def batch_end(self, run: Any, result: Any) -> None:
         self.where.come("callback")
+        self.sizes.append(result.microbatch_size)
 
 
 PLACES = ("forward", "loss", "metric", "callback", "data set", "metric's compute")
@@ -287,19 +291,14 @@ def train(
         where.come("loss")
         return F.cross_entropy(outputs, targets)
 
-    sizes: list[int] = []
-
-    class Sizes(Callback):
-        def batch_end(self, run: Any, result: Any) -> None:
-            sizes.append(result.microbatch_size)
-
+    calling = Calling(where)
     trainer = Trainer(
         net,
         DataLoader(Rows(where, rows or 4 * dist.get_world_size()), batch_size=4),
         loss_fn=loss_fn,
         optimizer=torch.optim.SGD,
         metrics={"counting": Counting(where)},
-        callbacks=[Calling(where), Sizes()],
+        callbacks=[calling],
         parallel=kind,
         max_duration="3ep",
         microbatch_size=size,
@@ -309,7 +308,7 @@ def train(
         progress=False,
     )
     trainer.fit()
-    return [whole(each).clone() for each in net.parameters()], tuple(sizes)
+    return [*whole_parameters(net).values()], tuple(calling.sizes)
 
 
 def end_of(name: str, place: str, ranks: Sequence[int], options: dict[str, Any]) -> dict[str, Any]:
@@ -319,16 +318,19 @@ def end_of(name: str, place: str, ranks: Sequence[int], options: dict[str, Any])
     guard._opened = None
     if nodes := options.get("nodes"):
         os.environ["LOCAL_WORLD_SIZE"] = str(nodes[dist.get_rank()])
+    state: list[Tensor] = []
+    sizes: tuple[int, ...] = ()
+
+    def work() -> None:
+        nonlocal state, sizes
+        given = {key: each for key, each in options.items() if key != "nodes"}
+        state, sizes = train(name, place, ranks, **given)
+
     try:
-        state, sizes = train(
-            name, place, ranks, **{key: each for key, each in options.items() if key != "nodes"}
-        )
-    except Exception as error:
-        notes = getattr(error, "__notes__", [])
-        return {"kind": type(error).__name__, "text": "\n".join([str(error), *notes])}
+        kind, text = raised(work)
     finally:
         os.environ.pop("LOCAL_WORLD_SIZE", None)
-    return {"kind": "", "state": state, "sizes": sizes}
+    return {"kind": kind, "text": text, "state": state, "sizes": sizes}
 
 
 CASES_OF_A_WORLD = 60

@@ -68,7 +68,7 @@ def test_the_smallest_size_is_agreed_on_but_for_ranks_whose_whole_batch_fits() -
     assert run(4, work) == [4, 4, 4, 4]
 
 
-def test_the_highest_level_counts_and_the_smallest_size_at_it() -> None:
+def test_the_highest_level_counts_and_the_smallest_size_at_it_and_any_wish_to_stop() -> None:
     def work(ranks: CoordinatedRanks) -> list[tuple[int, int]]:
         found = []
         for levels in ([0, 0, 0], [0, 1, 1], [1, 1, 2], [0, 0, 2]):
@@ -77,16 +77,11 @@ def test_the_highest_level_counts_and_the_smallest_size_at_it() -> None:
             agreement = ranks.agree(proposed)
             found.append((agreement.level, agreement.microbatch_size))
         whole = ranks.agree(proposal(0, microbatch_size=8, level=int(ranks.rank == 1)))
+        assert ranks.agree(proposal(0, wants_to_stop=ranks.rank == 2)).stops
+        assert ranks.from_first([10.0 + ranks.rank, 2.0]) == [10.0, 2.0]
         return [*found, (whole.level, whole.microbatch_size)]
 
     assert run(3, work) == [[(0, 2), (1, 4), (2, 4), (2, 4), (1, 8)]] * 3
-
-
-def test_any_rank_can_ask_for_the_end() -> None:
-    def work(ranks: CoordinatedRanks) -> bool:
-        return ranks.agree(proposal(0, wants_to_stop=ranks.rank == 2)).stops
-
-    assert run(4, work) == [True] * 4
 
 
 def test_there_may_be_more_losses_than_a_ballot_has_room_for() -> None:
@@ -97,10 +92,6 @@ def test_there_may_be_more_losses_than_a_ballot_has_room_for() -> None:
         return dict(ranks.agree(proposal(0, denominators=mine)).denominators)
 
     assert run(2, work) == [{name: 2.0 * index for index, name in enumerate(names)}] * 2
-
-
-def test_a_remembered_size_comes_from_rank_0() -> None:
-    assert run(3, lambda ranks: ranks.from_first([10.0 + ranks.rank, 2.0])) == [[10.0, 2.0]] * 3
 
 
 @pytest.mark.parametrize(("world_size", "local"), WORLDS[1:])
@@ -165,32 +156,22 @@ def test_who_ran_out_of_memory_beside_a_fatal_error_is_no_culprit() -> None:
     assert second is Status.FATAL
 
 
-def test_an_error_between_steps_meets_the_peers_next_agreement() -> None:
+@pytest.mark.parametrize("meets", ["agree", "agree after a retry", "ready"])
+def test_an_error_outside_of_an_attempt_meets_what_the_peers_ask_next(meets: str) -> None:
     def work(ranks: CoordinatedRanks) -> Any:
-        if ranks.rank == 0:
-            ranks.fail(OSError("disk full"))
-            return "told"
-        return ranks.agree(proposal(0))
-
-    told, error = run(2, work)
-    assert told == "told"
-    assert isinstance(error, PeerFailedError)
-    assert "rank 0: OSError: disk full" in str(error)
-
-
-def test_a_rank_that_cannot_roll_back_tells_those_that_could() -> None:
-    def work(ranks: CoordinatedRanks) -> Any:
-        ranks.agree(proposal(0))
-        ranks.stop(MemoryError(), Status.OUT_OF_MEMORY)
+        if "retry" in meets:
+            ranks.agree(proposal(0))
+            ranks.stop(MemoryError(), Status.OUT_OF_MEMORY)
         if ranks.rank == 1:
-            ranks.fail(OSError("not put back"))
+            ranks.fail(OSError("disk full"))
             ranks.fail(OSError("again, on its way out"))
             return "told"
-        return ranks.agree(proposal(0))
+        return ranks.ready("clipping") if meets == "ready" else ranks.agree(proposal(0))
 
     error, told = run(2, work)
     assert told == "told"
-    assert "rank 1: OSError: not put back" in str(error)
+    assert isinstance(error, PeerFailedError)
+    assert "rank 1: OSError: disk full" in str(error)
 
 
 def test_a_model_that_swallows_the_stop_meets_it_again() -> None:
@@ -338,17 +319,6 @@ def test_what_a_failed_rank_measured_is_known_to_all() -> None:
         return list(ranks.told[:3])
 
     assert run(2, work) == [[7.0, 1.0, -math.inf]] * 2
-
-
-def test_whoever_is_about_to_communicate_outside_a_step_learns_who_failed() -> None:
-    def work(ranks: CoordinatedRanks) -> Any:
-        if ranks.rank == 1:
-            return ranks.fail(OSError("no memory to clip"))
-        return ranks.ready("clipping")
-
-    waiting, _ = run(2, work)
-    assert isinstance(waiting, PeerFailedError)
-    assert "rank 1: OSError: no memory to clip" in str(waiting)
 
 
 def test_one_process_agrees_with_itself_for_free() -> None:

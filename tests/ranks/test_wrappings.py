@@ -1,6 +1,8 @@
 """However a transformer is wrapped: exact, and bit for bit the same where memory runs out."""
 
 import contextlib
+import functools
+import itertools
 import random
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -13,17 +15,17 @@ from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
     apply_activation_checkpointing,
 )
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from automicro import Microbatcher, Observing
-from automicro.features import with_features
+from automicro import Observing
 from automicro.options import SYNCS
-from tests.ranks.steps import whole
+from tests.ranks.faulty_models import Faults
+from tests.ranks.steps import Stepper
 from tests.ranks.world import World
+from tests.ranks.wrapping import furthest, mesh_of, whole_parameters
 from tests.sweeps import SEED
 
 pytestmark = pytest.mark.sweep
@@ -68,153 +70,118 @@ class Transformer(nn.Module):
         self.layers = nn.ModuleList(Block() for _ in range(3))
         self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WORDS, bias=False)
 
+    @property
+    def blocks(self) -> list[Any]:
+        return list(self.layers)
+
     def forward(self, words: Tensor) -> Tensor:
         x = self.embed(words)
-        for layer in self.layers:
-            x = layer(x)
+        for block in self.blocks:
+            x = block(x)
         found: Tensor = self.head(self.norm(x))
         return found
 
 
-def _blocks(model: Transformer, **options: Any) -> Transformer:
-    for layer in model.layers:
-        fully_shard(layer, **options)
+def sharded(model: Transformer, *groups: Any, root: bool = True, **options: Any) -> Any:
+    """Shards modules or lists of them, then the root."""
+    for group in (*groups, *[model] * root):
+        fully_shard(group, **options)
     return model
 
 
-def _all_in_children(model: Transformer, **options: Any) -> Any:
-    _blocks(model, **options)
-    for part in (model.embed, model.norm, model.head):
-        fully_shard(part, **options)
-    return fully_shard(model, **options)
+def ends(model: Transformer) -> list[nn.Module]:
+    return [model.embed, model.norm, model.head]
 
 
-def _grouped(model: Transformer, **options: Any) -> Any:
-    fully_shard(model.embed, **options)
-    _blocks(model, **options)
-    fully_shard([model.norm, model.head], **{**options, "reshard_after_forward": False})
-    return fully_shard(model, **options)
+def all_in_children(model: Transformer, **options: Any) -> Any:
+    return sharded(model, *model.layers, *ends(model), **options)
 
 
-def _without_root(model: Transformer) -> Any:
-    _blocks(model)
-    for part in (model.embed, model.norm, model.head):
-        fully_shard(part)
-    return model
-
-
-def _some_blocks(model: Transformer) -> Any:
-    fully_shard(model.layers[1])
+def grouped(model: Transformer) -> Any:
+    fully_shard(model.embed)
+    sharded(model, *model.layers, root=False)
+    fully_shard([model.norm, model.head], reshard_after_forward=False)
     return fully_shard(model)
 
 
-def _nested(model: Transformer) -> Any:
-    for layer in model.layers:
-        fully_shard(layer.attention)  # type: ignore[arg-type]
-        fully_shard(layer.mlp)  # type: ignore[arg-type]
-        fully_shard(layer)
-    return fully_shard(model)
+def nested(model: Transformer) -> Any:
+    parts = [[block.attention, block.mlp, block] for block in model.blocks]
+    return sharded(model, *itertools.chain(*parts))
 
 
-def _nested_empty(model: Transformer) -> Any:
+def nested_empty(model: Transformer) -> Any:
     """Blocks, too, have none of their own."""
-    for layer in model.layers:
-        for part in (layer.attention, layer.mlp, layer.norm):
-            fully_shard(part)  # type: ignore[arg-type]
-        fully_shard(layer)
-    for other in (model.embed, model.norm, model.head):
-        fully_shard(other)
-    return fully_shard(model)
+    parts = [[block.attention, block.mlp, block.norm, block] for block in model.blocks]
+    return sharded(model, *itertools.chain(*parts), *ends(model))
 
 
-def _linears(model: Transformer) -> Any:
-    for module in list(model.modules()):
-        if isinstance(module, nn.Linear | nn.Embedding | nn.LayerNorm):
-            fully_shard(module)
-    return fully_shard(model)
+def every_layer(model: Transformer) -> Any:
+    kinds = nn.Linear | nn.Embedding | nn.LayerNorm
+    return sharded(model, *[each for each in model.modules() if isinstance(each, kinds)])
 
 
-def _pairs(model: Transformer) -> Any:
-    fully_shard([model.embed, model.layers[0]])
-    fully_shard([model.layers[1], model.layers[2]])
-    fully_shard([model.norm, model.head])
-    return fully_shard(model)
+def pairs(model: Transformer) -> Any:
+    first, second, third = model.layers
+    return sharded(model, [model.embed, first], [second, third], [model.norm, model.head])
 
 
-def _tied(model: Transformer) -> Any:
+def tied(model: Transformer) -> Transformer:
     model.head.weight = model.embed.weight
-    return fully_shard(_blocks(model))
+    return model
 
 
-def _tied_in_children(model: Transformer) -> Any:
-    model.head.weight = model.embed.weight
-    _blocks(model)
-    fully_shard([model.embed, model.norm, model.head])
-    return fully_shard(model)
+def recomputing(model: Transformer) -> Any:
+    for block in model.blocks:
+        block.recomputes = True
+    return all_in_children(model)
 
 
-def _recomputing(model: Transformer) -> Any:
-    for layer in model.layers:
-        layer.recomputes = True  # type: ignore[assignment]
-    return _all_in_children(model)
-
-
-def _recomputing_wrapped(model: Transformer) -> Any:
+def recomputing_wrapped(model: Transformer) -> Any:
     apply_activation_checkpointing(model, check_fn=lambda part: isinstance(part, Block))
-    return _all_in_children(model)
+    return all_in_children(model)
 
 
-def _frozen(model: Transformer) -> Any:
+def mostly_frozen(model: Transformer) -> Transformer:
     for name, parameter in model.named_parameters():
         parameter.requires_grad_("attention" in name)
-    return _all_in_children(model)
+    return model
 
 
-def _replicas(model: Transformer) -> Any:
-    shape = (2, dist.get_world_size() // 2)
-    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard"))
-    return _all_in_children(model, mesh=mesh)
-
-
-def _prefetching(model: Transformer) -> Any:
-    _all_in_children(model)
+def prefetching(model: Transformer) -> Any:
+    all_in_children(model)
     layers: list[Any] = list(model.layers)
     layers[0].set_modules_to_forward_prefetch(layers[1:])
     layers[2].set_modules_to_backward_prefetch(layers[1::-1])
     return model
 
 
+HALF = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 WRAPPINGS: dict[str, Wrap] = {
-    "blocks and root": lambda model: fully_shard(_blocks(model)),
-    "root alone": lambda model: fully_shard(model),
-    "all in children": _all_in_children,
-    "groups of modules": _grouped,
-    "no root": _without_root,
-    "some blocks": _some_blocks,
-    "nested": _nested,
-    "nested, nothing of their own": _nested_empty,
-    "every layer": _linears,
-    "pairs": _pairs,
-    "kept after forward": lambda model: _all_in_children(model, reshard_after_forward=False),
-    "freed after forward": lambda model: _all_in_children(model, reshard_after_forward=True),
-    "to one rank": lambda model: (
-        _all_in_children(model, reshard_after_forward=1)
-        if dist.get_world_size() == 1
-        else _all_in_children(model, reshard_after_forward=dist.get_world_size())
+    "blocks and root": lambda model: sharded(model, *model.layers),
+    "root alone": sharded,
+    "all in children": all_in_children,
+    "groups of modules": grouped,
+    "no root": lambda model: sharded(model, *model.layers, *ends(model), root=False),
+    "some blocks": lambda model: sharded(model, model.layers[1]),
+    "nested": nested,
+    "nested, nothing of their own": nested_empty,
+    "every layer": every_layer,
+    "pairs": pairs,
+    "kept after forward": lambda model: all_in_children(model, reshard_after_forward=False),
+    "freed after forward": lambda model: all_in_children(model, reshard_after_forward=True),
+    "to one rank": lambda model: all_in_children(
+        model, reshard_after_forward=dist.get_world_size()
     ),
-    "half precision": lambda model: _all_in_children(
-        model,
-        mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32),
-    ),
-    "offloaded": lambda model: _all_in_children(
+    "half precision": lambda model: all_in_children(model, mp_policy=HALF),
+    "offloaded": lambda model: all_in_children(
         model, offload_policy=CPUOffloadPolicy(pin_memory=False)
     ),
-    "tied": _tied,
-    "tied in children": _tied_in_children,
-    "recomputing": _recomputing,
-    "recomputing in wrappers": _recomputing_wrapped,
-    "mostly frozen": _frozen,
-    "prefetching": _prefetching,
+    "tied": lambda model: sharded(tied(model), *model.layers),
+    "tied in children": lambda model: sharded(tied(model), *model.layers, ends(model)),
+    "recomputing": recomputing,
+    "recomputing in wrappers": recomputing_wrapped,
+    "mostly frozen": lambda model: all_in_children(mostly_frozen(model)),
+    "prefetching": prefetching,
     "ddp": DistributedDataParallel,
     "ddp in small buckets": lambda model: DistributedDataParallel(model, bucket_cap_mb=0.001),
     "ddp looking for unused": lambda model: DistributedDataParallel(
@@ -222,8 +189,8 @@ WRAPPINGS: dict[str, Wrap] = {
     ),
 }
 ON_FOUR: dict[str, Wrap] = {
-    "replicas": _replicas,
-    "to two of four": lambda model: _all_in_children(model, reshard_after_forward=2),
+    "replicas": lambda model: all_in_children(model, mesh=mesh_of("hsdp")),
+    "to two of four": lambda model: all_in_children(model, reshard_after_forward=2),
 }
 
 
@@ -251,51 +218,46 @@ def loss_fn(outputs: Tensor, targets: Tensor) -> Tensor:
     return F.cross_entropy(outputs.float().flatten(0, 1), targets.flatten())
 
 
+SGD = functools.partial(torch.optim.SGD, lr=0.1)
+
+
+def words(step: int, *ranks: int) -> tuple[Tensor, Tensor]:
+    """A batch of the ranks' rows, and the words to come."""
+    found = torch.cat(
+        [
+            torch.randint(WORDS, (4, 5), generator=torch.Generator().manual_seed(10 * step + rank))
+            for rank in ranks
+        ]
+    )
+    return found, found.roll(1, 1)
+
+
 def train(
     name: str,
     *,
     fault: tuple[int, int, int] | None = None,
     sizes: Sequence[int] = (),
-    rows: int = 4,
     sync: str = "each",
 ) -> tuple[list[Tensor], list[int], bool]:
-    """Three steps; all parameters, the size of each step, and whether the fault came.
-
-    Args:
-        name: of a wrapping.
-        fault: the step, the rank and the operation that fails.
-        sizes: to use, else they are found.
-        rows: of a batch.
-        sync: with which microbatch sharded gradients are reduced.
-    """
+    """Three steps; all parameters, the size of each step, and whether the fault came."""
     torch.manual_seed(0)
     model = {**WRAPPINGS, **ON_FOUR}[name](Transformer())
-    trained = [each for each in model.parameters() if each.requires_grad]
-    optimizer = torch.optim.SGD(trained, lr=0.1)
     failing = FailingOperation(-1 if fault is None else fault[2])
-
-    def microbatcher(**options: Any) -> Microbatcher:
-        return Microbatcher(
-            model,
-            loss_fn=loss_fn,
-            loss_average="samples",
-            **with_features({**options, "sync": sync}),
-        )
-
-    found = microbatcher(optimizer=optimizer, features=[Observing(failing.observe)])
-    used = []
+    stepper = Stepper(
+        model,
+        Faults(),
+        size=4,
+        sizes=sizes,
+        optimizer=SGD,
+        loss_fn=loss_fn,
+        sync=sync,
+        features=[Observing(failing.observe)],
+    )
     for step in range(3):
-        if sizes:
-            found = microbatcher(microbatch_size=sizes[step])
-        generator = torch.Generator().manual_seed(10 * step + dist.get_rank())
-        words = torch.randint(WORDS, (rows, 5), generator=generator)
-        batch = words, words.roll(1, 1)
         fails = fault is not None and fault[:2] == (step, dist.get_rank())
         with failing if fails else contextlib.nullcontext():
-            used.append(found.backward(batch).microbatch_size)
-        optimizer.step()
-        optimizer.zero_grad()
-    return [whole(each).clone() for each in model.parameters()], used, failing.has_fired
+            stepper.train(step, words(step, dist.get_rank()))
+    return [*whole_parameters(model).values()], stepper.sizes, failing.has_fired
 
 
 def compare(name: str, faults: Sequence[tuple[int, int, int]]) -> dict[str, Any]:
@@ -318,26 +280,16 @@ def plain_error(name: str, sync: str = "each") -> float:
     state, _, _ = train(name, sizes=[2, 3, 1], sync=sync)
     torch.manual_seed(0)
     model = Transformer()
-    if "tied" in name:
-        model.head.weight = model.embed.weight
-    if name == "mostly frozen":
-        for each, parameter in model.named_parameters():
-            parameter.requires_grad_("attention" in each)
-    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
+    for part, change in (("tied", tied), ("mostly frozen", mostly_frozen)):
+        if part in name:
+            change(model)
+    optimizer = SGD(model.parameters())
     for step in range(3):
-        words = torch.cat(
-            [
-                torch.randint(
-                    WORDS, (4, 5), generator=torch.Generator().manual_seed(10 * step + rank)
-                )
-                for rank in range(dist.get_world_size())
-            ]
-        )
+        inputs, targets = words(step, *range(dist.get_world_size()))
         optimizer.zero_grad()
-        loss_fn(model(words), words.roll(1, 1)).backward()
+        loss_fn(model(inputs), targets).backward()
         optimizer.step()
-    pairs = zip(state, model.parameters(), strict=True)
-    return max(float((one - other).abs().max()) for one, other in pairs)
+    return furthest(state, [each.detach() for each in model.parameters()])
 
 
 def one_after_the_other(names: Sequence[str]) -> list[list[Any]]:

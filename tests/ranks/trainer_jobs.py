@@ -11,8 +11,7 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 from torchmetrics.classification import MulticlassAccuracy
 
 from automicro import Callback, CheckpointConfig, ParameterGroups, Trainer
-from automicro.callbacks import ExponentialMovingAverage, FreezeSchedule
-from tests.ranks.steps import whole
+from tests.ranks.wrapping import whole, whole_parameters
 
 FEATURES, CLASSES = 6, 3
 
@@ -60,7 +59,7 @@ def make_loader(rows: int, batch_size: int, *, shuffle: bool = True) -> DataLoad
 UNDECAYED = ParameterGroups(torch.optim.AdamW, [{"params": "*.bias", "weight_decay": 0.0}])
 
 
-def make_trainer(**options: Any) -> Trainer:
+def make_trainer(model: nn.Module | None = None, **options: Any) -> Trainer:
     world_size = dist.get_world_size() if dist.is_initialized() else 1
     settings: dict[str, Any] = {
         "loss_fn": nn.CrossEntropyLoss(),
@@ -73,23 +72,23 @@ def make_trainer(**options: Any) -> Trainer:
         "train_dataloader": make_loader(25, 12 // world_size),
         "eval_dataloader": make_loader(11, 6 // world_size, shuffle=False),
     }
-    return Trainer(Net(), **{**settings, **options})
+    return Trainer(Net() if model is None else model, **{**settings, **options})
 
 
-def train(**options: Any) -> dict[str, Any]:
+def train(model: nn.Module | None = None, **options: Any) -> dict[str, Any]:
     """Train; what all ranks should have alike."""
-    trainer = make_trainer(**options)
+    trainer = make_trainer(model, **options)
     summary = trainer.fit()
-    model = trainer._run.model
     return {
-        "parameters": {name: whole(each).clone() for name, each in model.named_parameters()},
+        "parameters": whole_parameters(trainer._run.model),
         "train_loss": summary.train_loss,
         "metrics": dict(summary.train_metrics) | dict(summary.eval_metrics),
         "samples": summary.samples,
         "steps": summary.steps,
-        "global_batch": summary.global_batch.rows,
+        "ooms": summary.train_ooms,
+        "microbatch_size": summary.microbatch_size,
         "num_devices": summary.global_batch.num_devices,
-        "sharded": sum(isinstance(each, FSDPModule) for each in model.modules()),
+        "sharded": sum(isinstance(each, FSDPModule) for each in trainer._run.model.modules()),
         "stop_reason": summary.stop_reason,
         "state": (trainer.state.batch, trainer.state.epoch, trainer.state.samples),
     }
@@ -107,44 +106,20 @@ class Stopper(Callback):
             run.stop("enough")
 
 
-class WideNet(nn.Module):
-    """Needs much more memory for rows than for parameters."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(3)
-        self.first = nn.Linear(FEATURES, 512, dtype=torch.float64)
-        self.last = nn.Linear(512, CLASSES, dtype=torch.float64)
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        logits: Tensor = self.last(torch.tanh(self.first(inputs)))
-        return logits
-
-
 def train_wide(*, limit_of_last: str | None, **options: Any) -> dict[str, Any]:
-    """Train with a memory limit on the last rank only."""
-    is_last = dist.is_initialized() and dist.get_rank() == dist.get_world_size() - 1
+    """Train where rows need much more memory than parameters, with a limit on the last rank."""
     world_size = dist.get_world_size() if dist.is_initialized() else 1
-    trainer = Trainer(
-        WideNet(),
-        make_loader(200, 120 // world_size),
-        loss_fn=nn.CrossEntropyLoss(),
+    is_last = dist.is_initialized() and dist.get_rank() == world_size - 1
+    torch.manual_seed(3)
+    layers = nn.Linear(FEATURES, 512), nn.Tanh(), nn.Linear(512, CLASSES)
+    return train(
+        nn.Sequential(*layers).double(),
+        train_dataloader=make_loader(200, 120 // world_size),
+        eval_dataloader=None,
         optimizer=torch.optim.SGD,
-        max_duration="2ep",
         memory_limit=limit_of_last if is_last else None,
-        device="cpu",
-        progress=False,
-        seed=0,
         **options,
     )
-    summary = trainer.fit()
-    model = trainer._run.model
-    return {
-        "parameters": {name: whole(each).clone() for name, each in model.named_parameters()},
-        "train_loss": summary.train_loss,
-        "ooms": summary.train_ooms,
-        "microbatch_size": summary.microbatch_size,
-    }
 
 
 class BrokenRow(Dataset[Any]):
@@ -164,54 +139,22 @@ class BrokenRow(Dataset[Any]):
         return self._data[index]
 
 
-def fail(**options: Any) -> None:
-    """Train on data that one rank cannot read."""
+def fail(argument: str) -> None:
+    """Train with data that one rank cannot read, or evaluate, in a microbatcher of its own."""
     loader = DataLoader(BrokenRow(rows=24, broken=10), batch_size=6)
-    make_trainer(train_dataloader=loader, **options).fit()
-
-
-def fail_in_evaluation(**options: Any) -> None:
-    """The same in a named evaluation, which has a microbatcher of its own."""
-    loader = DataLoader(BrokenRow(rows=24, broken=10), batch_size=6)
-    make_trainer(eval_dataloader={"broken": loader}, **options).fit()
-
-
-def stop_on_one_rank(**options: Any) -> dict[str, Any]:
-    return train(callbacks=[Stopper(rank=1, after=2)], **options)
-
-
-def average_weights(**options: Any) -> dict[str, Any]:
-    """Evaluate with an average of the weights, and go on training with the weights."""
-    return train(callbacks=[ExponentialMovingAverage(decay=0.5)], **options)
+    given = {"broken": loader} if argument == "eval_dataloader" else loader
+    make_trainer(parallel="ddp", **{argument: given}).fit()
 
 
 def draw(**options: Any) -> tuple[float, list[float]]:
     """A random number of this rank after the trainer is made, and its initial weights."""
-    trainer = make_trainer(**options)
-    model = trainer._run.model
+    model = make_trainer(**options)._run.model
     return torch.rand(()).item(), [whole(each).sum().item() for each in model.parameters()]
-
-
-def freeze_in_the_course(**options: Any) -> None:
-    train(callbacks=[FreezeSchedule({"first.*": "1ba"})], **options)
 
 
 def train_wrapped_by_hand() -> dict[str, Any]:
     """A model that the caller put into DDP."""
-    world_size = dist.get_world_size()
-    trainer = Trainer(
-        DistributedDataParallel(Net()),
-        make_loader(25, 12 // world_size),
-        loss_fn=nn.CrossEntropyLoss(),
-        optimizer=UNDECAYED,
-        max_duration="2ep",
-        device="cpu",
-        progress=False,
-        seed=0,
-    )
-    trainer.fit()
-    model = trainer._run.model
-    return {"parameters": {n: whole(p).clone() for n, p in model.named_parameters()}}
+    return train(DistributedDataParallel(Net()), optimizer=UNDECAYED, eval_dataloader=None)
 
 
 def save_and_resume(folder: str, **options: Any) -> dict[str, Any]:

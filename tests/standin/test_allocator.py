@@ -10,8 +10,6 @@ from torch import Tensor
 from tests.standin import device as standin
 from tests.standin.reference import MIB, Block, FullError, Reference
 
-KIB = 2**10
-
 
 def take(num_bytes: float, device: str = "standin:0") -> Tensor:
     return torch.empty(int(num_bytes), dtype=torch.uint8, device=device)
@@ -28,61 +26,6 @@ def held() -> list[int]:
     return stats("allocated_bytes", "reserved_bytes")
 
 
-def test_requests_are_rounded_up_to_512_bytes_of_a_segment_of_2_mib() -> None:
-    kept = [take(1), take(513)]
-    assert held() == [512 + 1024, 2 * MIB]
-    assert stats("requested_bytes", "allocation", "segment") == [514, 2, 1]
-    assert stats("inactive_split", "inactive_split_bytes") == [1, 2 * MIB - 1536]
-    del kept
-
-
-def test_one_mib_is_small_and_a_byte_more_is_large() -> None:
-    small = [take(MIB), take(MIB)]
-    assert held() == [2 * MIB, 2 * MIB]
-    large = take(MIB + 1)
-    assert held() == [3 * MIB + 512, 22 * MIB]
-    assert len({each.data_ptr() // (2 * MIB) for each in small}) <= 2
-    del large
-
-
-@pytest.mark.parametrize(
-    ("requested", "segment"),
-    [(9.9 * MIB, 20 * MIB), (10 * MIB, 10 * MIB), (10 * MIB + 1, 12 * MIB), (33 * MIB, 34 * MIB)],
-)
-def test_from_ten_mib_on_a_request_has_a_segment_of_its_own(requested: int, segment: int) -> None:
-    kept = take(requested)
-    assert held()[1] == segment
-    del kept
-
-
-def test_a_large_block_is_split_only_where_more_than_a_mib_is_left() -> None:
-    exact = take(11 * MIB)  # of 12 MiB, which would leave exactly 1 MiB
-    assert held() == [12 * MIB, 12 * MIB]
-    split = take(12 * MIB - 512)
-    assert held() == [24 * MIB, 24 * MIB]
-    del exact, split
-    other = take(10 * MIB)  # of one of these, which leaves 2 MiB
-    assert held() == [10 * MIB, 24 * MIB]
-    del other
-
-
-def test_the_smallest_block_that_is_large_enough_serves() -> None:
-    sixteen, twelve = take(16 * MIB), take(12 * MIB)
-    address = twelve.data_ptr()
-    del sixteen, twelve
-    assert take(11.5 * MIB).data_ptr() == address
-
-
-def test_free_neighbours_become_one_block_again() -> None:
-    first, second, third = (take(6 * MIB) for _ in range(3))
-    start = first.data_ptr()
-    del first, second
-    assert take(12 * MIB).data_ptr() == start  # 6 + 6
-    del third
-    assert take(20 * MIB).data_ptr() == start
-    assert held() == [0, 20 * MIB]
-
-
 def test_only_whole_segments_are_given_back() -> None:
     split, whole = [take(6 * MIB), take(6 * MIB)], take(16 * MIB)
     del split[0], whole
@@ -92,17 +35,6 @@ def test_only_whole_segments_are_given_back() -> None:
     split.clear()
     standin.empty_cache()
     assert held() == [0, 0]
-
-
-def test_a_full_device_is_asked_once_more_after_the_cache_was_given_back() -> None:
-    torch.ops.standin.set_capacity(0, 40 * MIB)
-    kept, cached = take(20 * MIB), take(12 * MIB)
-    del cached
-    assert held() == [20 * MIB, 32 * MIB]
-    late = take(16 * MIB)  # 32 + 16 > 40
-    assert held() == [36 * MIB, 36 * MIB]
-    assert stats("num_alloc_retries", "num_ooms", "num_device_free") == [1, 0, 1]
-    del kept, late
 
 
 def test_a_device_that_is_full_after_that_too_is_out_of_memory() -> None:
@@ -126,17 +58,6 @@ def test_the_share_of_the_process_and_what_others_hold_bound_it() -> None:
     assert standin.mem_get_info() == (40 * MIB, 100 * MIB)
     with pytest.raises(torch.OutOfMemoryError, match=r"of which 40\.00 MiB is free"):
         take(51 * MIB)
-
-
-def test_fragments_refuse_what_would_fit_in_all() -> None:
-    torch.ops.standin.set_capacity(0, 60 * MIB)
-    blocks = [take(5 * MIB) for _ in range(12)]  # three segments of 20 MiB
-    del blocks[::2]
-    assert held() == [30 * MIB, 60 * MIB]
-    with pytest.raises(torch.OutOfMemoryError):
-        take(9 * MIB)
-    assert stats("inactive_split", "inactive_split_bytes") == [6, 30 * MIB]
-    blocks.clear()
 
 
 def test_peaks_go_back_to_what_is_held_now() -> None:

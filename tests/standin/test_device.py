@@ -1,7 +1,6 @@
 """The device itself: its results, random numbers, memory and threads."""
 
 import io
-import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -93,42 +92,6 @@ def test_each_device_draws_from_a_generator_of_its_own() -> None:
     assert torch.equal(drawn[0], torch.rand(4))
     own = torch.Generator("standin").manual_seed(5)
     assert torch.equal(torch.rand(4, device="standin", generator=own).cpu(), drawn[0])
-
-
-@pytest.mark.parametrize("draw", [torch.rand_like, F.dropout, torch.bernoulli, torch.randn_like])
-def test_a_state_that_is_set_again_draws_the_same_numbers(draw: Callable[..., Tensor]) -> None:
-    x = torch.full((64,), 0.5, device="standin")
-    state = standin.get_rng_state()
-    first, second = draw(x), draw(x)
-    standin.set_rng_state(state)
-    assert torch.equal(draw(x), first)
-    assert not torch.equal(first, second)
-
-
-def test_backward_runs_on_a_thread_of_each_device() -> None:
-    threads: dict[int, int] = {}
-
-    class Where(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, x: Tensor) -> Tensor:
-            return x.clone()
-
-        @staticmethod
-        def backward(ctx: Any, *gradients: Any) -> Any:
-            threads[gradients[0].device.index] = threading.get_ident()
-            return gradients[0]
-
-    for index in (0, 1):
-        x = torch.ones(3, device=f"standin:{index}", requires_grad=True)
-        Where.apply(x).sum().backward()
-    assert len({threading.get_ident(), *threads.values()}) == 3
-
-
-def test_autocast_computes_in_the_lower_precision() -> None:
-    layer, x = nn.Linear(4, 4).to("standin"), torch.randn(2, 4, device="standin")
-    with torch.autocast("standin", torch.bfloat16):
-        assert layer(x).dtype is torch.bfloat16
-        assert F.softmax(layer(x), 1).dtype is torch.float32
 
 
 def test_views_share_memory_and_copies_do_not() -> None:

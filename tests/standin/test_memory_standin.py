@@ -9,8 +9,8 @@ import torch
 from automicro.memory import device as memory
 from automicro.trainer.device import choose_device, describe_device
 from automicro.trainer.processes import Process, own_device
+from tests.gpu.device import MIB
 from tests.standin import device as standin
-from tests.standin.hungry import MIB
 
 DEVICE = "standin:0"  # torch knows it only after installation
 GIB = 2**30

@@ -7,42 +7,26 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence, pack_sequence
 
 from automicro import Microbatcher
 from automicro.batch import device as transfer
-from tests.standin import device as standin
+from tests.gpu.device import to_device
+from tests.gpu.subjects import CLASSES, batch, model
+from tests.gpu.test_transfer_gpu import pinned
 
-ROWS = 8
 SCHEDULES = [(True, True), (True, False), (False, True), (False, False)]
 
 
-def model() -> nn.Module:
-    torch.manual_seed(1)
-    return nn.Sequential(nn.Linear(6, 16), nn.ReLU(), nn.Linear(16, 3)).to("standin")
-
-
-def batch(seed: int) -> tuple[Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(seed)
-    inputs = torch.randn(ROWS, 6, generator=generator)
-    return inputs, torch.randn(ROWS, 3, generator=generator)
-
-
-def pinned(rows: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-    return rows[0].pin_memory(), rows[1].pin_memory()
-
-
-def on_the_device(rows: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-    return rows[0].to("standin"), rows[1].to("standin")
-
-
 def train(place: Any, size: int = 2) -> list[Tensor]:
-    """Return the gradients after several batches, and those in between."""
+    """Return the gradients and losses after each of several batches."""
     net, found = model(), []
     step = Microbatcher(net, loss_fn=nn.MSELoss(), microbatch_size=size, probe=False)
     for seed in range(4):
-        result = step.backward(place(batch(seed)))
+        inputs, targets = batch(8, seed)
+        result = step.backward(place((inputs, F.one_hot(targets, CLASSES).float())))
         found += [each.grad.cpu() for each in net.parameters() if each.grad is not None]
         assert isinstance(result.loss, Tensor)
         found.append(result.loss.cpu())
@@ -58,7 +42,7 @@ def same(one: list[Tensor], other: list[Tensor]) -> bool:
 def test_whatever_stream_is_late_the_bits_are_those_of_a_batch_on_the_device(
     schedule: tuple[bool, bool], place: Any
 ) -> None:
-    expected = train(on_the_device)
+    expected = train(to_device)
     torch.ops.standin.set_late(*schedule)
     assert same(train(place), expected)
 
@@ -91,21 +75,9 @@ def test_packed_sequences_too(schedule: tuple[bool, bool]) -> None:
     assert same(*found)
 
 
-def test_a_settled_step_never_waits_for_the_device() -> None:
-    net = model()
-    step = Microbatcher(net, loss_fn=nn.MSELoss(), microbatch_size=2, probe=False)
-    for seed in range(3):
-        step.backward(pinned(batch(seed)))
-    before = torch.ops.standin.num_waits()
-    standin.set_sync_debug_mode("error")
-    step.backward(pinned(batch(3)))
-    standin.set_sync_debug_mode("default")
-    assert torch.ops.standin.num_waits() == before
-
-
 @pytest.fixture
 def expected() -> list[Tensor]:
-    return train(on_the_device)
+    return train(to_device)
 
 
 def test_without_the_wait_for_the_copies_the_numbers_are_wrong(

@@ -1,6 +1,8 @@
 """More models under fault injection: typical user code, and unusual uses of torch."""
 
 import dataclasses
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -60,18 +62,6 @@ class Checkpointed(nn.Module):
         return out
 
 
-class Penalized(nn.Module):
-    """A gradient penalty: the backward differentiates a backward."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.net = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3))
-
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.net(x)
-        return out
-
-
 def penalized_forward(model: nn.Module, microbatch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
     inputs, targets = microbatch
     if not torch.is_grad_enabled():
@@ -121,37 +111,32 @@ class InPlace(nn.Module):
         return out
 
 
-def mlp() -> Subject:
-    return classify(nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 3)), 4)
+def perceptron(act: type[nn.Module] = nn.Tanh, width: int = 5) -> nn.Sequential:
+    return nn.Sequential(nn.Linear(4, width), act(), nn.Linear(width, 3))
 
 
-def groupnorm_cnn() -> Subject:
-    return classify(
-        nn.Sequential(
-            nn.Conv2d(1, 4, 3), nn.GroupNorm(2, 4), nn.ReLU(), nn.Flatten(), nn.Linear(16, 3)
-        ),
-        1, 4, 4,
-    )  # fmt: skip
+def of(make: Callable[[], nn.Module], *shape: int) -> MakeSubject:
+    """A subject that classifies with a model that is made anew each time."""
+    return lambda: classify(make(), *shape)
 
 
-def gru() -> Subject:
-    return classify(Recurrent(), 3, 3)
+mlp = of(functools.partial(perceptron, nn.ReLU, 6), 4)
 
 
-def spectral() -> Subject:
-    return classify(nn.Sequential(spectral_norm(nn.Linear(4, 5)), nn.ReLU(), nn.Linear(5, 3)), 4)
+def groupnorm_cnn() -> nn.Module:
+    return nn.Sequential(
+        nn.Conv2d(1, 4, 3), nn.GroupNorm(2, 4), nn.ReLU(), nn.Flatten(), nn.Linear(16, 3)
+    )
 
 
-def checkpointed() -> Subject:
-    return classify(Checkpointed(use_reentrant=False), 4)
-
-
-def checkpointed_reentrant() -> Subject:
-    return classify(Checkpointed(use_reentrant=True), 4)
+def spectral() -> nn.Module:
+    model = perceptron(nn.ReLU)
+    spectral_norm(model[0])
+    return model
 
 
 def double_backward() -> Subject:
-    model = Penalized()
+    model = perceptron()
     batches = [(torch.randn(ROWS, 4), torch.tensor([0, 1, 2, i % 3])) for i in range(BATCHES)]
     return Subject(
         model=model,
@@ -184,19 +169,15 @@ def half_precision() -> Subject:
     return dataclasses.replace(subject, options=options, scaler=scaler)
 
 
-def frozen_part() -> Subject:
-    model = nn.Sequential(nn.Linear(4, 5), nn.ReLU(), nn.Linear(5, 3))
+def frozen_part() -> nn.Module:
+    model = perceptron(nn.ReLU)
     model[0].requires_grad_(False)
-    return classify(model, 4)
-
-
-def in_place() -> Subject:
-    return classify(InPlace(), 4)
+    return model
 
 
 def hooks() -> Subject:
     """Hooks of every kind, which receive the gradient of the whole batch, once."""
-    subject = classify(nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3)), 4)
+    subject = classify(perceptron(), 4)
     first, *others = subject.model.parameters()
     first.register_hook(lambda gradient: gradient.clamp(-0.01, 0.01))
     for parameter in others:
@@ -211,7 +192,7 @@ def _halve(parameter: Tensor) -> None:
 
 def attack() -> Subject:
     """A gradient in the forward, only of the inputs."""
-    subject = classify(nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3)), 4)
+    subject = classify(perceptron(), 4)
     return dataclasses.replace(subject, options={"forward": _attacked, "batchnorm": "ignore"})
 
 
@@ -234,15 +215,14 @@ def outside_leaf() -> Subject:
         logits = model(microbatch[0]) * scale
         return nn.functional.cross_entropy(logits, microbatch[1]), logits
 
-    subject = classify(nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3)), 4)
+    subject = classify(perceptron(), 4)
     options = {"forward": forward, "batchnorm": "ignore"}
     return dataclasses.replace(subject, options=options, leaves=[scale])
 
 
 def bf16() -> Subject:
     """Parameters in bf16, whose gradients add up in float32."""
-    model = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3)).bfloat16()
-    subject = classify(model, 4)
+    subject = classify(perceptron().bfloat16(), 4)
     batches = [(inputs.bfloat16(), targets) for inputs, targets in subject.batches]
     return dataclasses.replace(subject, batches=batches, keeps_gradient=True)
 
@@ -322,21 +302,21 @@ def by_cost() -> Subject:
 
 SUBJECTS: dict[str, MakeSubject] = {
     "MLP": mlp,
-    "CNN with GroupNorm": groupnorm_cnn,
+    "CNN with GroupNorm": of(groupnorm_cnn, 1, 4, 4),
     "BatchNorm and dropout": batchnorm_and_dropout,
-    "GRU": gru,
+    "GRU": of(Recurrent, 3, 3),
     "GPT-2": gpt2,
     "BERT": bert,
     "tied weights": tied_weights,
     "state of every kind": state_of_every_kind,
-    "spectral norm": spectral,
-    "checkpointing": checkpointed,
-    "reentrant checkpointing": checkpointed_reentrant,
+    "spectral norm": of(spectral, 4),
+    "checkpointing": of(functools.partial(Checkpointed, False), 4),
+    "reentrant checkpointing": of(functools.partial(Checkpointed, True), 4),
     "double backward": double_backward,
     "several losses": several_losses,
     "fp16": half_precision,
-    "frozen part": frozen_part,
-    "in-place forward": in_place,
+    "frozen part": of(frozen_part, 4),
+    "in-place forward": of(InPlace, 4),
     "hooks": hooks,
     "attack": attack,
     "leaf outside of the model": outside_leaf,

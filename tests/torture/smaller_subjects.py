@@ -1,6 +1,7 @@
 """Subjects whose parts have sizes of their own, and such as are computed at further levels."""
 
 import dataclasses
+import functools
 import random
 from collections.abc import Mapping
 from typing import Any
@@ -198,83 +199,49 @@ def nested_tokens() -> Subject:
     return with_loss(model, batches, nested=[model.loss], loss_average="tokens")
 
 
+def with_part(part: nn.Module, size: Any) -> Subject:
+    """Two layers, and between them a part with a size of its own."""
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), part, nn.Linear(WIDTH, 3))
+    return with_options(classify(model, WIDTH, first_size=ROWS), nested={"1": size})
+
+
 def nested_middle() -> Subject:
-    model = nn.Sequential(
-        nn.Linear(WIDTH, WIDTH),
-        nn.Sequential(nn.Linear(WIDTH, 8), nn.ReLU(), nn.Dropout(0.3), nn.Linear(8, WIDTH)),
-        nn.Linear(WIDTH, 3),
-    )
-    subject = classify(model, WIDTH, first_size=ROWS)
-    return with_options(subject, nested={"1": halving(2)})
+    layers = nn.Linear(WIDTH, 8), nn.ReLU(), nn.Dropout(0.3), nn.Linear(8, WIDTH)
+    return with_part(nn.Sequential(*layers), halving(2))
 
 
 def nested_buffers() -> Subject:
-    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), Counting(), nn.Linear(WIDTH, 3))
-    subject = classify(model, WIDTH, first_size=ROWS)
-    return with_options(subject, nested={"1": halving(2)})
+    return with_part(Counting(), halving(2))
 
 
 def nested_as_it_comes() -> Subject:
     """The whole at first, in one piece, and smaller where that fails."""
-    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), Counting(0.0), nn.Linear(WIDTH, 3))
-    return with_options(classify(model, WIDTH, first_size=ROWS), nested={"1": "auto"})
+    return with_part(Counting(0.0), "auto")
 
 
-def gpt2(**tail: Any) -> Subject:
+def gpt2(size: int, **unit: Any) -> Subject:
     from tests.torture.more_subjects import gpt2
 
     subject = gpt2()
     # Outputs are without logits then.
-    options = {**subject.options, "nested": {"tail": tail}}
+    options = {**subject.options, "nested": {"tail": {"microbatch_size": halving(size), **unit}}}
     options["update_metric"] = lambda metric, outputs, microbatch: None
     return dataclasses.replace(subject, options=options, metrics=None, first_size=ROWS)
-
-
-def gpt2_rows() -> Subject:
-    return gpt2(microbatch_size=halving(2))
-
-
-def gpt2_tokens() -> Subject:
-    return gpt2(microbatch_size=halving(6), microbatch_unit="tokens")
 
 
 def transformer(when: Any, level: int) -> Subject:
     return with_options(classify(Transformer(), WORDS, WIDTH), when_too_large=when, level=level)
 
 
-def recompute() -> Subject:
-    return transformer(LEVELS, 1)
+def at_recompute(block: type[nn.Module], **options: Any) -> Subject:
+    """Two blocks that are computed again in their backward."""
+    return with_options(classify(residual(block), WIDTH), when_too_large=LEVELS, level=1, **options)
 
 
-def offload() -> Subject:
-    return transformer(["offload"], 1)
-
-
-def both() -> Subject:
-    return transformer(LEVELS, 2)
-
-
-def levels() -> Subject:
-    return transformer(LEVELS, 0)
-
-
-def recompute_batchnorm() -> Subject:
-    return with_options(classify(residual(NormalizedBlock), WIDTH), when_too_large=LEVELS, level=1)
-
-
-def recompute_buffers() -> Subject:
-    return with_options(classify(residual(Remembering), WIDTH), when_too_large=LEVELS, level=1)
-
-
-def nested_and_recompute() -> Subject:
-    """The part is inside of a block that is computed again."""
-    subject = classify(residual(Counting), WIDTH, first_size=ROWS)
-    return with_options(
-        subject,
-        nested={"1.0.wide": halving(2)},
-        when_too_large=LEVELS,
-        level=1,
-    )
+def nested_and_recompute(block: type[nn.Module], sizes: Any) -> Subject:
+    """Parts inside of blocks that are computed again."""
+    subject = at_recompute(block, nested=sizes)
+    return dataclasses.replace(subject, first_size=ROWS)
 
 
 class Drawing(nn.Module):
@@ -291,21 +258,7 @@ class Drawing(nn.Module):
 
 
 def drawing_inside_recompute(size: Any) -> Subject:
-    subject = classify(residual(Drawing), WIDTH, first_size=ROWS)
-    return with_options(
-        subject,
-        nested={"1.0.part": size, "1.1.part": size},
-        when_too_large=LEVELS,
-        level=1,
-    )
-
-
-def drawing_in_slices() -> Subject:
-    return drawing_inside_recompute(halving(2))
-
-
-def drawing_as_it_comes() -> Subject:
-    return drawing_inside_recompute("auto")
+    return nested_and_recompute(Drawing, {"1.0.part": size, "1.1.part": size})
 
 
 def nested_inside_nested() -> Subject:
@@ -340,20 +293,20 @@ SUBJECTS: dict[str, MakeSubject] = {
     "nested tail": nested_tail,
     "nested tail, gradients kept": nested_tail_and_gradients,
     "nested tail of tokens": nested_tokens,
-    "nested tail of GPT-2": gpt2_rows,
-    "nested tail of GPT-2, tokens": gpt2_tokens,
+    "nested tail of GPT-2": functools.partial(gpt2, 2),
+    "nested tail of GPT-2, tokens": functools.partial(gpt2, 6, microbatch_unit="tokens"),
     "nested middle": nested_middle,
     "nested buffers": nested_buffers,
     "nested, whole at first": nested_as_it_comes,
-    "recompute": recompute,
-    "recompute BatchNorm": recompute_batchnorm,
-    "recompute buffers": recompute_buffers,
-    "offload": offload,
-    "recompute + offload": both,
-    "every level": levels,
-    "nested inside recompute": nested_and_recompute,
-    "nested dropout inside recompute": drawing_in_slices,
-    "nested, whole at first, inside recompute": drawing_as_it_comes,
+    "recompute": functools.partial(transformer, LEVELS, 1),
+    "recompute BatchNorm": functools.partial(at_recompute, NormalizedBlock),
+    "recompute buffers": functools.partial(at_recompute, Remembering),
+    "offload": functools.partial(transformer, ["offload"], 1),
+    "recompute + offload": functools.partial(transformer, LEVELS, 2),
+    "every level": functools.partial(transformer, LEVELS, 0),
+    "nested inside recompute": lambda: nested_and_recompute(Counting, {"1.0.wide": halving(2)}),
+    "nested dropout inside recompute": lambda: drawing_inside_recompute(halving(2)),
+    "nested, whole at first, inside recompute": functools.partial(drawing_inside_recompute, "auto"),
     "nested inside nested": nested_inside_nested,
     "exact BatchNorm of a part, whole at first": exact_batchnorm_as_it_comes,
     "exact BatchNorm of a part, recompute + offload": exact_batchnorm_of_a_part,

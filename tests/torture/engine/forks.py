@@ -24,11 +24,7 @@ def can_fork() -> bool:
 
 
 def in_fork(work: Callable[[], T]) -> T:
-    """Run work in a fork of this process and return its result, which must be picklable.
-
-    Raises:
-        RuntimeError: the fork failed, with its message.
-    """
+    """Run work in a fork of this process and return its result, which must be picklable."""
     reading, writing = os.pipe()
     child = os.fork()
     if child == 0:

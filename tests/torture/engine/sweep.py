@@ -127,12 +127,7 @@ def add_up(name: str, rows: Sequence[Row]) -> Row:
 
 
 def render(rows: Sequence[Row], *, by_model: bool = False) -> str:
-    """Format one line for each row or model, one for all, and the outcomes by cause.
-
-    Args:
-        rows: of the table.
-        by_model: whether to add up the rows of each model.
-    """
+    """Format one line for each row or model, one for all, and the outcomes by cause."""
     total = add_up("all", rows)
     lines = rows
     if by_model:

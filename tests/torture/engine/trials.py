@@ -146,12 +146,7 @@ class Scene:
         return run.microbatcher.evaluate(batch, metrics=run.metrics, return_outputs=True)
 
     def go_on(self, run: TortureRun, cuts: Sequence[Cut] = ()) -> "End":
-        """A few more steps, where anything that was left wrong would show.
-
-        Args:
-            run: after the call.
-            cuts: to be forced; none for those that come.
-        """
+        """A few more steps, where anything that was left wrong would show."""
         if self.call not in ("evaluate", "step"):
             run.step()
         found: list[Cut] = []
@@ -219,11 +214,7 @@ class Trial:
 
 
 class Prepared:
-    """A run up to the call that is to be disturbed, and what all runs share, as it was then.
-
-    Attributes:
-        scripts: its policies of training and evaluation, where these go by a script.
-    """
+    """A run up to the call that is to be disturbed, and what all runs share, as it was then."""
 
     def __init__(self, run: TortureRun, scripts: Sequence[Scripted] = ()) -> None:
         self.scripts = scripts
@@ -240,11 +231,7 @@ class Prepared:
 
 
 class Trials:
-    """One scene, tried again and again.
-
-    Args:
-        scene: what is done to whom.
-    """
+    """One scene, tried again and again."""
 
     def __init__(self, scene: Scene) -> None:
         self.scene = scene

@@ -1,0 +1,68 @@
+"""Models as the ranks of a world wrap them, whole tensors, and errors as text."""
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+
+
+def mesh_of(kind: str) -> DeviceMesh:
+    world = dist.get_world_size()
+    shape = (2, world // 2) if kind == "hsdp" else (world,)
+    return init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard")[-len(shape) :])
+
+
+def wrapped(kind: str | None, model: nn.Module, *parts: nn.Module, **options: Any) -> Any:
+    """In DDP, or sharded: the parts first, then the whole; without a kind as it is."""
+    if kind in (None, "plain"):
+        return model
+    if kind == "ddp":
+        return DistributedDataParallel(model, **options)
+    mesh = mesh_of(str(kind))
+    for module in (*parts, model):
+        fully_shard(module, mesh=mesh, **options)
+    return model
+
+
+def local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def whole(tensor: Any) -> Tensor:
+    """Of all ranks, without its history. All of them have to ask for it."""
+    found: Tensor = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    return found.detach()
+
+
+def whole_gradients(model: nn.Module) -> list[Tensor]:
+    return [whole(each.grad).clone() for each in model.parameters() if each.grad is not None]
+
+
+def whole_parameters(model: nn.Module) -> dict[str, Tensor]:
+    return {name: whole(each).clone() for name, each in model.named_parameters()}
+
+
+def furthest(found: Iterable[Tensor], expected: Iterable[Tensor]) -> float:
+    """The largest difference of one tensor from the other; NaN where there is one."""
+    pairs = zip(found, expected, strict=True)
+    return float(torch.stack([(one - other).abs().max().double() for one, other in pairs]).max())
+
+
+def raised(work: Callable[[], object]) -> tuple[str, str]:
+    """The class of what was raised, and its text with all notes; empty if nothing was."""
+    try:
+        work()
+    except Exception as error:
+        try:
+            text = "\n".join([str(error), *getattr(error, "__notes__", [])])
+        except Exception:
+            text = "?"
+        # A lone surrogate cannot go home by a pipe.
+        return type(error).__name__, text.encode(errors="backslashreplace").decode()
+    return "", ""
