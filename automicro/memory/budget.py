@@ -1,5 +1,6 @@
 """Simulated device of any size on the CPU."""
 
+import collections
 import contextlib
 import threading
 from collections.abc import Iterable, Iterator, Mapping
@@ -263,7 +264,7 @@ def tensors_of(residents: Iterable[object]) -> Iterator[torch.Tensor]:
             yield from (p.grad for p in resident.parameters() if p.grad is not None)
             yield from resident.buffers()
         elif isinstance(resident, torch.optim.Optimizer):
-            yield from _tensors_in(resident.state)
+            yield from tensors_in(resident.state)
         elif isinstance(resident, Mapping):
             yield from tensors_of(resident.values())
         elif isinstance(resident, list | tuple):
@@ -275,13 +276,12 @@ def tensors_of(residents: Iterable[object]) -> Iterator[torch.Tensor]:
             )
 
 
-def _tensors_in(state: object) -> Iterator[torch.Tensor]:
-    """Yield the tensors of an optimizer's state, which also holds numbers and other values."""
-    if isinstance(state, torch.Tensor):
-        yield state
-    elif isinstance(state, Mapping):
-        for value in state.values():
-            yield from _tensors_in(value)
-    elif isinstance(state, list | tuple):
-        for value in state:
-            yield from _tensors_in(value)
+def tensors_in(value: object) -> Iterator[torch.Tensor]:
+    """Yield the tensors in nested mappings and sequences, such as the state of an optimizer."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, Mapping):
+        yield from tensors_in([*value.values()])
+    elif isinstance(value, list | tuple | set | collections.deque):
+        for each in value:
+            yield from tensors_in(each)

@@ -11,7 +11,7 @@ import contextlib
 import logging
 import operator
 import weakref
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any
@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from automicro.errors import describe_error
-from automicro.memory.budget import active_budget
+from automicro.memory.budget import active_budget, tensors_in
 from automicro.memory.ledger import CountingMode
 from automicro.sharding import local
 from automicro.state.capture import capture
@@ -124,7 +124,7 @@ def _dry_run(
     with counter:
         copied.step()
     # By id, because state shared by several parameters is built once.
-    held = {id(each): each.nbytes for each in _tensors(list(copied.state.values()))}
+    held = {id(each): each.nbytes for each in tensors_in(copied.state)}
     kept_bytes = counter.ledger.allocated_bytes - resident_bytes
     return StepMemory(list(held.values()), max(counter.peak_bytes - resident_bytes - kept_bytes, 0))
 
@@ -142,22 +142,12 @@ class _StepCounter(CountingMode):
         # torch.tensor(…) starts with a tensor that has data but is not used elsewhere.
         is_new = func is torch.ops.aten.lift_fresh.default
         if not is_new and not all(
-            isinstance(each, FakeTensor) for each in _tensors((args, kwargs))
+            isinstance(each, FakeTensor) for each in tensors_in((args, kwargs))
         ):
             raise _UnpredictableError(
                 f"its step uses ({func}) a tensor that is no parameter and no state"
             )
         return super().run(func, types, args, kwargs)
-
-
-def _tensors(value: object) -> Iterator[Tensor]:
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, Mapping):
-        yield from _tensors(value.values())
-    elif isinstance(value, Iterable) and not isinstance(value, str):
-        for each in value:
-            yield from _tensors(each)
 
 
 def _options(group: Mapping[str, Any], on_accelerator: bool | None) -> dict[str, Any]:

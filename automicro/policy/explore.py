@@ -36,9 +36,8 @@ MOST_AWAY = 4
 WHOLE = 0.75
 # Sizes that differ by at most this many doublings are the same.
 SAME = 0.2
-# Exploring ends at this confidence, or when more steps would not pay within this many steps.
+# Exploring ends at this confidence.
 SURE = 95
-HORIZON = 1000
 MOST_STEPS = 60
 
 _AVERAGES = (
@@ -58,8 +57,7 @@ class Explore(Ladder):
 
     `exploration` reports the progress after each round. The confidence is the probability that no
     size is more than 1 % faster, given the measured spread. Exploring ends at a confidence of 95,
-    when more steps would cost more time than they can save, or at a budget. The best size so far is
-    then used.
+    or at a budget. The best size so far is then used.
 
     Batches with different rows or costs are compared by seconds per row × cost. Batches with less
     than half the rows do not count.
@@ -483,9 +481,6 @@ class Explore(Ladder):
             return f"max_steps={self._max_steps}"
         if self._max_minutes is not None and progress.seconds >= 60 * self._max_minutes:
             return f"max_minutes={self._max_minutes}"
-        # The most that later steps could save, against the expected cost of the next round.
-        if found.regret * HORIZON < found.next_loss * ROUND:
-            return "more steps would not pay"
         return None
 
     def state_dict(self) -> dict[str, Any]:

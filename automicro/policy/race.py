@@ -23,8 +23,6 @@ Arm = tuple[Value, ...]
 Measurement = tuple[Arm, float, int, float]
 """A step: its arm, seconds per unit of work, its number, what a unit is like (a row's length)."""
 
-# Doublings between an arm that was measured and one that may be measured next.
-REACH = 1.1
 # An arm within this share of the best is as good as the best.
 TOLERANCE = 0.01
 # Standard deviations of logarithms: 0.05 is 5 %.
@@ -51,12 +49,6 @@ def _place(arm: Arm) -> tuple[float, ...]:
     return tuple(math.log2(each) for each in arm if not isinstance(each, str))
 
 
-def _is_between(arm: Arm, one: Arm, other: Arm) -> bool:
-    """Whether an arm is neither of two others, and each of its numbers lies between theirs."""
-    bounds = zip(_place(arm), _place(one), _place(other), strict=True)
-    return arm not in (one, other) and all(min(a, b) <= x <= max(a, b) for x, a, b in bounds)
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Finding:
     """The conclusion from the measurements."""
@@ -65,9 +57,7 @@ class Finding:
     speedup: float = 1.0  # speed of the best arm relative to the base
     # Probability in percent (0 … 99), given the measured spread, that no arm is over 1 % faster.
     confidence: int = 0
-    regret: float = math.inf  # share of the time that perfect knowledge is expected to save
     next: Arm  # the arm to measure next
-    next_loss: float = 0.0  # share of the time of a step at `next` that is expected to be lost
 
 
 @dataclass
@@ -111,7 +101,7 @@ class Race:
         """Return the conclusion from the measurements, or the base if there are none."""
         arms = self.arms
         if len(arms) == 1:
-            return Finding(best=arms[0], confidence=99, regret=0.0, next=arms[0])
+            return Finding(best=arms[0], confidence=99, next=arms[0])
         if not self.measurements:
             return Finding(best=self.base, next=self.base)
         draws = _draws(arms, self.measurements, self.expected)
@@ -130,8 +120,7 @@ class Race:
         # whichever has fewer measurements.
         worth = (beats + gains) / np.exp(means - means.min())
         others = [each for each in range(len(arms)) if each != best]
-        near = [each for each in others if self._is_near(arms[each], told)] or others
-        challenger = max(near, key=lambda each: worth[each])
+        challenger = max(others, key=lambda each: worth[each])
         following = min((challenger, best), key=lambda each: self.count(arms[each]))
         # Only the prior describes a kind without measurements, so nothing is sure yet.
         unknown = [each for each in arms if _kind(each) not in set(map(_kind, told))]
@@ -139,19 +128,7 @@ class Race:
             best=arms[best],
             speedup=float(math.exp(means[arms.index(self.base)] - means[best])),
             confidence=0 if unknown else int(min(99, 100 * good[best])),
-            regret=math.inf if unknown else float((draws[:, best] - lowest).mean()),
             next=unknown[0] if unknown else arms[following],
-            next_loss=float(max(0.0, math.exp(means[following] - means[best]) - 1)),
-        )
-
-    def _is_near(self, arm: Arm, told: Iterable[Arm]) -> bool:
-        """Whether a close or adjacent arm was measured; curves do not extrapolate further."""
-        alike = [each for each in self.arms if _kind(each) == _kind(arm)]
-        return any(
-            max(map(abs, np.subtract(_place(arm), _place(each))), default=0.0) <= REACH
-            or not any(_is_between(one, arm, each) for one in alike)
-            for each in told
-            if _kind(each) == _kind(arm)
         )
 
 

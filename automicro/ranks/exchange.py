@@ -33,13 +33,9 @@ class Ballot(NamedTuple):
     lowest_count: float = math.inf  # fewest agreements that a rank has made
     highest_count: float = -math.inf  # most agreements that a rank has made
     flag: float = 0.0  # whether any rank raised its flag, whose meaning depends on the point
-    max_extent: float = 0.0  # largest batch, in rows or cost
-    min_rows: float = math.inf  # rows of the smallest batch
-    num_rows: float = 0.0  # rows of all batches
-    # Smallest proposed size, minus a constant per level (see ``ranks.votes``).
-    size: float = math.inf
-    fewest_unused: float = math.inf  # fewest parameters on a rank that no microbatch used
-    highs: tuple[float, ...] = _NO_HIGHS  # numbers of which the maximum over ranks counts
+    highs: tuple[float, ...] = (
+        _NO_HIGHS  # numbers of which the maximum counts; negated, the minimum
+    )
     sums: tuple[float, ...] = _NO_SUMS  # numbers that are summed over ranks
 
     @property
@@ -117,11 +113,6 @@ def _both(one: Ballot, other: Ballot) -> Ballot:
         lowest_count=min(one.lowest_count, other.lowest_count),
         highest_count=max(one.highest_count, other.highest_count),
         flag=max(one.flag, other.flag),
-        max_extent=max(one.max_extent, other.max_extent),
-        min_rows=min(one.min_rows, other.min_rows),
-        num_rows=one.num_rows + other.num_rows,
-        size=min(one.size, other.size),
-        fewest_unused=min(one.fewest_unused, other.fewest_unused),
         highs=tuple(map(max, one.highs, other.highs)),
         sums=tuple(a + b for a, b in zip(one.sums, other.sums, strict=True)),
     )

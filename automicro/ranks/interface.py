@@ -37,7 +37,7 @@ from automicro.modules import is_parallel
 
 P = ParamSpec("P")
 
-HIGHS = 6
+HIGHS = 8
 """Number of highs that one vote carries."""
 
 

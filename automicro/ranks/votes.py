@@ -157,31 +157,27 @@ class Votes:
         if names != [""]:
             point += f" with the losses {', '.join(names) or '(none)'}"
         point = f"{asker}: {point}" if asker else point
-        values = [float(proposal.denominators[name]) for name in names]
-        own = healthy(point, self._agreements, flag=proposal.wants_to_stop)._replace(
-            max_extent=float(proposal.largest),
-            min_rows=float(proposal.num_rows),
-            num_rows=float(proposal.num_rows),
-            size=_proposed_size(proposal),
-            highs=padded_highs(_highs(proposal, self.rank)),
-        )
-        together, sums = self._add_up(own, values, point)
+        values = [float(proposal.num_rows), *(proposal.denominators[name] for name in names)]
+        own = healthy(point, self._agreements, flag=proposal.wants_to_stop)
+        own = own._replace(highs=padded_highs(_highs(proposal, self.rank)))
+        together, (num_rows, *sums) = self._add_up(own, values, point)
         self._agreements += 1
         self._trained += proposal.training
-        max_extent = int(together.max_extent)
-        level, size = _level_and_size(together.size)
+        # As in `_highs`.
+        num_batches, cost, lacks_rows, holder, sync, extent, rows, lowest = together.highs
+        level, size = _level_and_size(-lowest)
         return Agreement(
-            microbatch_size=max(1, int(min(size, max_extent))),
-            max_extent=max_extent,
-            min_rows=int(together.min_rows),
-            num_rows=int(together.num_rows),
-            denominators=dict(zip(names, sums, strict=False)),
-            num_batches=int(together.highs[0]),
-            cost=together.highs[1] if together.highs[1] > -math.inf else None,
+            microbatch_size=max(1, int(min(size, extent))),
+            max_extent=int(extent),
+            min_rows=int(-rows),
+            num_rows=int(num_rows),
+            denominators=dict(zip(names, sums, strict=True)),
+            num_batches=int(num_batches),
+            cost=cost if cost > -math.inf else None,
             stops=together.flag > 0,
-            donor=_donor(together.highs),
+            donor=int(-holder) if lacks_rows > 0 and holder > -math.inf else None,
             level=level,
-            sync=Sync(int(-together.highs[4])),
+            sync=Sync(int(-sync)),
         )
 
     def commit(
@@ -190,12 +186,12 @@ class Votes:
         """Vote to commit; return whether any flag was raised, the sums, and ``unused``."""
         self._raise_stopped()
         point = "being done with a batch"
-        own = healthy(point, self._agreements, flag=flag)._replace(
-            fewest_unused=float(sum(unused)), highs=padded_highs(report.highs)
-        )
+        fewest = -float(sum(unused))  # negated, so that the fewest of any rank counts
+        own = healthy(point, self._agreements, flag=flag)
+        own = own._replace(highs=(*padded_highs(report.highs)[:-1], fewest))
         together, sums = self._add_up(own, list(report.sums), point)
         everywhere = [False] * len(unused)
-        if together.fewest_unused > 0:
+        if together.highs[-1] < 0:
             everywhere = self._all_say(unused)
         return together.flag > 0, Report(sums=sums, highs=together.highs), everywhere
 
@@ -373,21 +369,21 @@ def _level_and_size(lowest: float) -> tuple[int, float]:
     >>> _level_and_size(min(map(_proposed_size, [*sizes, above])))
     (1, 8.0)
     """
-    if lowest == math.inf:  # no rank proposed a size
-        return 0, lowest
     level = math.ceil(-lowest / _LEVEL)
     return level, lowest + level * _LEVEL
 
 
 def _highs(proposal: Proposal, rank: int) -> list[float]:
-    cost = -math.inf if proposal.cost is None else proposal.cost
-    has_rows_as = float(-rank) if proposal.num_rows else -math.inf
-    return [proposal.num_batches, cost, float(proposal.lacks_rows), has_rows_as, -proposal.sync]
-
-
-def _donor(highs: Sequence[float]) -> int | None:
-    _, _, lacks_rows, lowest_with_rows, *_ = highs
-    return int(-lowest_with_rows) if lacks_rows > 0 and lowest_with_rows > -math.inf else None
+    return [
+        proposal.num_batches,
+        -math.inf if proposal.cost is None else proposal.cost,
+        proposal.lacks_rows,
+        -rank if proposal.num_rows else -math.inf,  # the lowest rank with rows
+        -proposal.sync,
+        proposal.largest,
+        -proposal.num_rows,
+        -_proposed_size(proposal),
+    ]
 
 
 def _slots(values: list[float]) -> tuple[float, ...]:

@@ -16,6 +16,7 @@ from typing import Any, Protocol
 import torch.distributed as dist
 from torch import Tensor
 
+from automicro.memory.budget import tensors_in
 from automicro.torch_private import without_modes
 from automicro.torch_private_distributed import before_collectives, group_of, is_in_backward
 
@@ -139,7 +140,7 @@ def _come_by(name: str, arguments: Mapping[str, Any]) -> None:
     # Autograd runs backwards on its own threads.
     if threading.get_ident() != _kept.thread and not (_kept.step is not None and is_in_backward()):
         return  # a thread of other code, whose collectives can run at any time
-    tensors = list(_tensors(list(arguments.values())))
+    tensors = list(tensors_in(arguments))
     if not any(each.is_meta for each in tensors):  # otherwise a compiler is tracing
         keeper.before(_read(name, arguments, tensors))
 
@@ -174,11 +175,3 @@ def _shape(tensors: Sequence[Tensor]) -> str:
     sizes = [f"{each.numel()} {str(each.dtype).removeprefix('torch.')}" for each in tensors]
     counted = [(size, len(list(each))) for size, each in itertools.groupby(sizes)]
     return ", ".join(size if count == 1 else f"{count} times {size}" for size, count in counted)
-
-
-def _tensors(value: Any) -> Iterator[Tensor]:
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, list | tuple):
-        for each in value:
-            yield from _tensors(each)

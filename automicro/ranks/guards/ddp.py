@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from automicro.ranks.guards.collectives import Call, own_collectives
-from automicro.ranks.guards.guard import Guard, refuse_stranger, watch_for_strangers
+from automicro.ranks.guards.guard import WrapperGuard, refuse_stranger
 from automicro.ranks.interface import StrayedError, Sync
 from automicro.ranks.votes import Votes
 from automicro.ranks.warm_up import Use
@@ -101,7 +101,7 @@ def _mean_of(group: dist.ProcessGroup | None, buffer: Tensor) -> torch.futures.F
     return reduced
 
 
-class DdpGuard(Guard):
+class DdpGuard(WrapperGuard):
     """Guard for one model wrapped by DDP."""
 
     # All microbatches but the last run without synchronization. The first time buckets are reduced,
@@ -110,8 +110,8 @@ class DdpGuard(Guard):
 
     def __init__(self, model: DistributedDataParallel, votes: Votes) -> None:
         _refuse(model, votes)
+        super().__init__(votes)
         self._model = model
-        self._votes = votes
         self._hook = _voting_hook_of(model)
         self._hook.guard = self
         # The zeros that a failed rank reduces would also pass through a user's hook.
@@ -131,10 +131,6 @@ class DdpGuard(Guard):
         self._stale_buffers = model.broadcast_buffers and model.require_forward_param_sync
         self._flat: list[tuple[Tensor, list[Tensor]]] = []
         self._last = 0
-        self._is_open = False
-        self._has_looked = False
-        self._training = False
-        self._votes_here = False
         self._map_is_due = False
 
     communicates_in_forward = False  # buffers are sent when an attempt begins
@@ -144,9 +140,6 @@ class DdpGuard(Guard):
         devices = dict.fromkeys(each.device for each in self._parameters.values())
         kinds = ["all_reduce", *(["broadcast"] if _buffers_by_type(self._model) else [])]
         return [Use(kind, group, device) for device in devices for kind in kinds]
-
-    def stay_guarded(self) -> None:
-        self._can_replay = False
 
     def require_known(self, parameters: Sequence[Tensor]) -> None:
         known = {id(each) for each in self._parameters.values()}
@@ -181,9 +174,7 @@ class DdpGuard(Guard):
                 "leave it out, wrap the model again, and let a rank without a batch continue "
                 "with backward(None) until num_global_samples is 0"
             )
-        if not self._has_looked:
-            watch_for_strangers(self._votes)
-            self._has_looked = True
+        super().prepare()
         self._flat = []
         if self._stale_buffers:
             self._flat = [

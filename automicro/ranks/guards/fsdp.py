@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from automicro.memory.oom import once_more
 from automicro.ranks.guards.collectives import Call, own_collectives
-from automicro.ranks.guards.guard import Guard, refuse_stranger, watch_for_strangers
+from automicro.ranks.guards.guard import WrapperGuard, refuse_stranger
 from automicro.ranks.interface import HeldBackError, StrayedError, Sync
 from automicro.ranks.votes import Votes
 from automicro.ranks.warm_up import Use
@@ -94,7 +94,7 @@ class _Reduction(NamedTuple):
 _Key = tuple[bool, bool, bool, Sync]
 
 
-class FsdpGuard(Guard):
+class FsdpGuard(WrapperGuard):
     """Guard for all modules of a model that `fully_shard` was applied to."""
 
     # The first microbatch of each kind votes before every collective and records them. Later
@@ -102,9 +102,8 @@ class FsdpGuard(Guard):
     # that ran out of memory replays the rest: it gathers its real shards and scatters zeros.
 
     def __init__(self, modules: Iterable[nn.Module], votes: Votes) -> None:
+        super().__init__(votes)
         modules = list(modules)
-        self._votes = votes
-        self._can_replay = True
         found = {
             id(module): (name, module)
             for root in modules
@@ -127,10 +126,7 @@ class FsdpGuard(Guard):
         self._can_hold_back = False
         self._is_uneven = False  # microbatches have gradients of different parameters
         self._index = 0
-        self._votes_here = True
-        self._is_open = False
         self._is_playing = False
-        self._has_looked = False
         self._next_sum: dist.ProcessGroup | None = None
         self._is_weightless = False
         self._zeroed: set[int] = set()  # modules whose parameters get zero gradients
@@ -157,9 +153,6 @@ class FsdpGuard(Guard):
                 if replicas is not None:
                     found.append(Use("all_reduce", replicas, device, op))
         return found
-
-    def stay_guarded(self) -> None:
-        self._can_replay = False
 
     @property
     def is_replaying(self) -> bool:
@@ -195,9 +188,8 @@ class FsdpGuard(Guard):
 
     def prepare(self) -> None:
         if not self._has_looked:
-            watch_for_strangers(self._votes)
             self._can_hold_back = all(map(can_hold_back, self._modules))
-            self._has_looked = True
+        super().prepare()
 
     def meet(self, *, training: bool) -> None:
         if training and any(map(withholds_gradients, self._modules)):

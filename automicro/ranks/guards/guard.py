@@ -157,6 +157,26 @@ def _communicates(model: nn.Module) -> bool:
     return collectives_of(model) is not None  # otherwise all its parameters lie in wrapped children
 
 
+class WrapperGuard(Guard):
+    """Guard of a wrapper, whose collectives are voted on at first, and replayed once known."""
+
+    def __init__(self, votes: Votes) -> None:
+        self._votes = votes
+        self._can_replay = True
+        self._training = False
+        self._is_open = False
+        self._has_looked = False
+        self._votes_here = False
+
+    def stay_guarded(self) -> None:
+        self._can_replay = False
+
+    def prepare(self) -> None:
+        if not self._has_looked:
+            watch_for_strangers(self._votes)
+            self._has_looked = True
+
+
 class GroupState:
     """Votes of one process group, and the guards that use them."""
 
