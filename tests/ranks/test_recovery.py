@@ -6,18 +6,16 @@ from typing import Any
 
 import pytest
 
-from tests.ranks.faulty_models import Fault
+from tests.ranks.faulty_models import Fault, allocations, points, random_plan
 from tests.ranks.jobs import (
     calls_of_own_collectives,
     compare,
-    compare_on_nodes,
     compare_without,
     expected_gradients,
     gradients,
     guard_model,
     sums_over_replicas,
 )
-from tests.ranks.plans import allocations, points, random_plan
 from tests.ranks.world import World
 from tests.ranks.wrapping import furthest
 from tests.sweeps import SEED, mostly_in_sweeps
@@ -128,15 +126,6 @@ def test_settled_steps_vote_as_rarely_as_promised(world2: World) -> None:
     assert ddp["votes"][2:5] == [2, 2, 2], "an agreement and the commit"
     # Two microbatches: an agreement, the end of the first, the commit.
     assert fsdp["votes"][1:5] == [3, 3, 3, 3]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
-def test_ranks_on_two_nodes_recover(world4: World, kind: str) -> None:
-    for plan in (points(4)["last backward"], points(4)["two ranks"]):
-        results = world4.run(compare_on_nodes, 2, kind, plan)
-        assert [result["differing"] for result in results] == [[]] * 4
-        assert sum(result["fired"] for result in results) == len(plan)
 
 
 def test_ranks_with_few_rows_run_fillers(world2: World) -> None:

@@ -17,9 +17,8 @@ from automicro.errors import SampleTooLargeError
 from automicro.ranks.coordinated import CoordinatedRanks
 from automicro.ranks.interface import Sync
 from tests.ranks import test_recovery as recovery
-from tests.ranks.faulty_models import Fault, Faults, build
+from tests.ranks.faulty_models import Fault, Faults, build, points
 from tests.ranks.jobs import compare
-from tests.ranks.plans import points
 from tests.ranks.steps import Stepper, another, squared_error
 from tests.ranks.test_uneven import LOSSES, train_on_words
 from tests.ranks.world import World
