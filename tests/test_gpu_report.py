@@ -85,18 +85,9 @@ def run(
             return [sys.executable, "-c", writes, "--json", str(target)]
         options["standin"] = False
         command = real(part, target, **options)
-        return [str(tests) if each.startswith("tests/gpu/") else each for each in command] + [
-            *(
-                "-m",
-                "not gpu",
-                "--rootdir",
-                str(folder),
-                "-c",
-                os.devnull,
-                "--confcutdir",
-                str(folder),
-            )
-        ]
+        command = [str(tests) if each.startswith("tests/gpu/") else each for each in command]
+        command += ["-m", "not gpu", "--rootdir", str(folder), "-c", os.devnull]
+        return [*command, "--confcutdir", str(folder)]
 
     monkeypatch.setattr(gpu_report, "command_of", command_of)
     monkeypatch.setattr(gpu_report, "SLOWER", 1)

@@ -115,3 +115,8 @@ def differences(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> list[
 def to_device(batch: Any) -> Any:
     """Move a batch of ``(inputs, targets)`` to the device."""
     return tuple(part.to(DEVICE) for part in batch)
+
+
+def pinned(batch: Any) -> Any:
+    """Copy a batch of ``(inputs, targets)`` into pinned memory."""
+    return tuple(part.pin_memory() for part in batch)

@@ -22,6 +22,7 @@ from tests.gpu.device import (
     has_native_allocator,
     needs_two_devices,
     only_cuda,
+    pinned,
     room,
     snapshot,
     to_device,
@@ -50,7 +51,7 @@ def test_a_step_that_ran_out_of_memory_is_bit_identical_to_one_that_did_not(
 ) -> None:
     rows = batch()
     if where == "pinned":
-        rows = (rows[0].pin_memory(), rows[1].pin_memory())
+        rows = pinned(rows)
     if where == "device":
         rows = to_device(rows)
     found = []

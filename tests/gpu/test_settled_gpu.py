@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from automicro import Trainer
 from tests.gpu.conftest import Record
-from tests.gpu.device import DEVICE, GPU, accelerator, to_device
+from tests.gpu.device import DEVICE, GPU, accelerator, pinned, to_device
 from tests.gpu.subjects import ROWS, batch, microbatcher, model
 from tests.gpu.traces import Traced, traced
 
@@ -19,10 +19,6 @@ pytestmark = GPU
 
 # Batches in which sizes are found and checks are due.
 WARM_UP = 6
-
-
-def pinned(rows: tuple[torch.Tensor, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
-    return rows[0].pin_memory(), rows[1].pin_memory()
 
 
 PLACES: dict[str, Callable[..., Any]] = {

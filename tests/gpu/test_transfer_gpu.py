@@ -2,18 +2,13 @@
 
 import pytest
 import torch
-from torch import Tensor
 
-from tests.gpu.device import DEVICE, GPU, accelerator, differences, snapshot, to_device
+from tests.gpu.device import DEVICE, GPU, accelerator, differences, pinned, snapshot, to_device
 from tests.gpu.subjects import batch, microbatcher, model
 
 pytestmark = GPU
 
 BATCHES = 10 if DEVICE.type == "cuda" else 3
-
-
-def pinned(rows: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-    return rows[0].pin_memory(), rows[1].pin_memory()
 
 
 @pytest.mark.parametrize("size", [1, 3, 8])

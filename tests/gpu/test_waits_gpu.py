@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from automicro import Callback, Microbatcher, StepResult, Trainer
 from automicro.events.run import Run
 from automicro.features import NonFinite
-from tests.gpu.device import DEVICE, GPU, accelerator
+from tests.gpu.device import DEVICE, GPU, accelerator, pinned, to_device
 
 pytestmark = GPU
 
@@ -101,14 +101,6 @@ def loader_of(batches: int) -> DataLoader[Any]:
     return DataLoader(data, batch_size=ROWS)
 
 
-def there(batch: Batch) -> Batch:
-    return tuple(each.to(DEVICE) for each in batch)
-
-
-def pinned(batch: Batch) -> Batch:
-    return tuple(each.pin_memory() for each in batch)
-
-
 def pageable(batch: Batch) -> Batch:
     return batch
 
@@ -139,13 +131,13 @@ def named(model: nn.Module, batch: Batch) -> dict[str, Tensor]:
 STEPS: dict[
     str, tuple[Callable[[], nn.Module], Callable[[Batch], Batch], Any, tuple[int, int, int]]
 ] = {
-    "batch on the device": (Net, there, {}, (0, 0, 0)),
+    "batch on the device": (Net, to_device, {}, (0, 0, 0)),
     "batch in pinned memory": (Net, pinned, {}, (0, 0, 0)),
     "batch in pageable memory": (Net, pageable, {}, (0, 0, 0)),
-    "counted targets on the device": (Net, there, {"loss_average": "tokens"}, (0, 0, 0)),
+    "counted targets on the device": (Net, to_device, {"loss_average": "tokens"}, (0, 0, 0)),
     "counting function": (
         Net,
-        there,
+        to_device,
         {"loss_average": lambda each: (each[1] > 0).sum()},
         (1, 1, 1),
     ),
@@ -155,7 +147,7 @@ STEPS: dict[
         {"loss_fn": weighted_loss},
         (0, 0, 0),
     ),
-    "losses by name": (Net, there, {"forward": named, "loss_average": "samples"}, (0, 0, 0)),
+    "losses by name": (Net, to_device, {"forward": named, "loss_average": "samples"}, (0, 0, 0)),
     "packed sequences, unsorted, in pinned memory": (
         Packed,
         lambda batch: packed(batch, lambda each: each.pin_memory()),
@@ -168,7 +160,7 @@ STEPS: dict[
         {"loss_average": "samples"},
         (0, 2, 2),
     ),
-    "a buffer of 17 MiB that changes": (Queue, there, {}, (0, 0, 0)),
+    "a buffer of 17 MiB that changes": (Queue, to_device, {}, (0, 0, 0)),
 }
 
 

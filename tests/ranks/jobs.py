@@ -1,6 +1,5 @@
 """What the processes of a world run."""
 
-import os
 from collections.abc import Sequence
 from typing import Any
 
@@ -93,17 +92,6 @@ def compare_without(name: str, kind: str, plan: Sequence[Fault]) -> dict[str, An
         return {"differing": [str(error)]}
     finally:
         setattr(module[name], name, repair)
-
-
-def compare_on_nodes(local_world_size: int, kind: str, plan: Sequence[Fault]) -> dict[str, Any]:
-    """As `compare`, as torchrun would start it on several nodes."""
-    os.environ["LOCAL_WORLD_SIZE"] = str(local_world_size)
-    guard._opened = None  # for they have met already, on one node
-    try:
-        return compare(kind, plan, {})
-    finally:
-        del os.environ["LOCAL_WORLD_SIZE"]
-        guard._opened = None
 
 
 def calls_of_own_collectives(plan: Sequence[Fault]) -> tuple[dict[str, int], int]:

@@ -1,5 +1,6 @@
 """Steps of several ranks through the real `Microbatcher`, which run out of memory as planned."""
 
+import contextlib
 import functools
 from collections.abc import Sequence
 from typing import Any
@@ -89,13 +90,14 @@ class Stepper:
         elif event == "attempt_end":
             self.faults.reach("end")
 
-    def train(self, step: int, batch: Any) -> StepResult:
+    def train(self, step: int, batch: Any, *, within: Any = contextlib.nullcontext) -> StepResult:
         self.faults.step = step
         before = self.count_votes()
         ranks = self.microbatcher.ranks
         if self.forced_syncs and isinstance(ranks, CoordinatedRanks):
             ranks.sync = self.forced_syncs[step]
-        result = self.microbatcher.backward(batch)
+        with within():
+            result = self.microbatcher.backward(batch)
         self.votes.append(self.count_votes() - before)
         self.sizes.append(result.microbatch_size)
         if isinstance(ranks, CoordinatedRanks):

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from automicro import Microbatcher
+from automicro import Explore, Microbatcher
 from automicro.features import RememberSizes, WhenTooLarge
 from automicro.memory.residents import OccupiedDevice
 from automicro.optimizer import step as clipping
@@ -43,6 +43,12 @@ def batch(
     return x, torch.randn(num_rows, 4, generator=generator, dtype=dtype)
 
 
+def averaging(model: nn.Module, **options: Any) -> Microbatcher:
+    """With a loss that averages over rows, and no checks."""
+    loss: Any = {"loss_average": "samples"} if "forward" in options else {"loss_fn": nn.MSELoss()}
+    return Microbatcher(model, probe=False, **loss, **options)
+
+
 def climb(kind: str, when_too_large: str) -> dict[str, Any]:
     """Steps of which rank 1 has long rows every other time, which do not fit at level 0."""
     torch.manual_seed(0)
@@ -55,13 +61,7 @@ def climb(kind: str, when_too_large: str) -> dict[str, Any]:
         loss: Tensor = model(x[..., None]).square().mean()
         return loss
 
-    microbatcher = Microbatcher(
-        model,
-        forward=forward,
-        loss_average="samples",
-        features=[WhenTooLarge(when_too_large)],
-        probe=False,
-    )
+    microbatcher = averaging(model, forward=forward, features=[WhenTooLarge(when_too_large)])
     policy = microbatcher._train.policy
     levels, failed, gradients = [], [], []
     for step in range(4):
@@ -90,9 +90,7 @@ def race(kind: str) -> dict[str, Any]:
         loss: Tensor = model(x).square().mean()
         return loss
 
-    microbatcher = Microbatcher(
-        model, forward=forward, loss_average="samples", features=[WhenTooLarge("auto")], probe=False
-    )
+    microbatcher = averaging(model, forward=forward, features=[WhenTooLarge("auto")])
     policy = microbatcher._train.policy
     levels, told = [], []
     for _ in range(40):
@@ -107,9 +105,7 @@ def train_within(kind: str, limits: list[str], rows: int = 256) -> dict[str, Any
     """Steps with a limit of memory of each rank's own, and evaluations between them."""
     model, rank = wide(kind), dist.get_rank()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    microbatcher = Microbatcher(
-        model, loss_fn=nn.MSELoss(), optimizer=optimizer, memory_limit=limits[rank], probe=False
-    )
+    microbatcher = averaging(model, optimizer=optimizer, memory_limit=limits[rank])
     told: list[Any] = []
     for step in range(4):
         result = microbatcher.backward(batch(rows - 2 * rank, 10 * step + rank))
@@ -132,9 +128,7 @@ def run_out(size: int | str | None) -> tuple[str, str, bool]:
     """No rank fits, or one does not fit at the only size."""
     model = wide("ddp")
     limit = "40KiB" if size == "auto" or dist.get_rank() else "10MiB"
-    microbatcher = Microbatcher(
-        model, loss_fn=nn.MSELoss(), microbatch_size=size, memory_limit=limit, probe=False
-    )
+    microbatcher = averaging(model, microbatch_size=size, memory_limit=limit)
     found = raised(lambda: microbatcher.backward(batch(8)))
     return *found, all(p.grad is None for p in model.parameters())
 
@@ -142,7 +136,7 @@ def run_out(size: int | str | None) -> tuple[str, str, bool]:
 def decline(kind: str) -> dict[str, Any]:
     """One rank's rows make the loss of all infinite."""
     model, metric, seen = wide(kind), Sum(), []
-    microbatcher = Microbatcher(model, loss_fn=nn.MSELoss(), microbatch_size=3, probe=False)
+    microbatcher = averaging(model, microbatch_size=3)
 
     def accept(loss: Tensor) -> bool:
         seen.append(loss.item())
@@ -169,8 +163,7 @@ def remember(folder: str) -> list[Any]:
     told: list[Any] = []
 
     def remembering(model: nn.Module, limit: str) -> Microbatcher:
-        options: Any = {"features": [RememberSizes()], "probe": False}
-        return Microbatcher(model, loss_fn=nn.MSELoss(), memory_limit=limit, **options)
+        return averaging(model, memory_limit=limit, features=[RememberSizes()])
 
     for _ in range(2):
         model = wide("ddp")
@@ -188,7 +181,7 @@ def clip(kind: str | None, rows: list[int]) -> list[Tensor]:
     """Norm and clipped gradients in fp64."""
     model = wide(kind, torch.float64)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    microbatcher = Microbatcher(model, loss_fn=nn.MSELoss(), microbatch_size=3, probe=False)
+    microbatcher = averaging(model, microbatch_size=3)
     x, y = batch(sum(rows), dtype=torch.float64)
     rank = dist.get_rank() if kind else 0
     start = sum(rows[:rank])
@@ -203,14 +196,8 @@ def scale(kind: str) -> dict[str, Any]:
     model = wide(kind)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     scaler = GradientScaler(CPU, init_scale=1024.0)
-    microbatcher = Microbatcher(
-        model,
-        loss_fn=nn.MSELoss(),
-        backward=scaler.backward,
-        precision="fp16",
-        microbatch_size=4,
-        probe=False,
-    )
+    options: Any = {"backward": scaler.backward, "precision": "fp16", "microbatch_size": 4}
+    microbatcher = averaging(model, **options)
     scaler._ranks = microbatcher.ranks
     stepped, scales = [], []
     for step in range(3):
@@ -236,7 +223,7 @@ def fail_to_clip() -> None:
     """Memory runs out on one rank while the gradient is clipped."""
     model = wide("fsdp")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    microbatcher = Microbatcher(model, loss_fn=nn.MSELoss(), probe=False)
+    microbatcher = averaging(model)
     microbatcher.backward(batch(8))
     name, ranks = "squares_by_layout", microbatcher.ranks
     own = getattr(clipping, name)
@@ -373,6 +360,51 @@ def test_all_communicators_are_connected_once_before_the_first_attempt(
     quiet, _ = world2.run(connections, kind, takes_memory=False)
     assert (quiet["ran"], quiet["share"]) == ([], 0.0), "gloo has nothing on a device"
     assert quiet["votes"] == one["votes"]
+
+
+# Ranks with clocks of their own explore sizes as one
+
+
+def train(wrapper: str, rows: tuple[int, ...]) -> dict[str, Any]:
+    """Thirty steps: the sizes, what was told, and the parameters' sum in the end."""
+    torch.manual_seed(0)
+    rank = dist.get_rank()
+    inner = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
+    model = wrapped(wrapper, inner)
+    policy = Explore(max_steps=16)
+
+    def forward(model: nn.Module, batch: Any) -> torch.Tensor:
+        time.sleep(0.002 * rank)  # clocks of ranks differ
+        return nn.functional.mse_loss(model(batch[0]), batch[1])
+
+    microbatcher = averaging(model, forward=forward, microbatch_size=policy)
+    torch.manual_seed(1 + rank)
+    batch = torch.randn(rows[rank], 4), torch.randn(rows[rank], 2)
+    sizes, told = [], []
+    for _ in range(30):
+        result = microbatcher.backward(batch)
+        sizes.append(result.microbatch_size)
+        if result.exploration is not None:
+            told.append(str(result.exploration))
+        model.zero_grad()
+    return {"sizes": sizes, "told": told, "state": str(policy.state_dict())}
+
+
+@pytest.mark.parametrize(
+    ("wrapper", "rows"),
+    mostly_in_sweeps(["ddp", "fsdp"], [(12, 12), (12, 7)], quick=[("fsdp", (12, 7))]),
+)
+def test_all_ranks_try_the_same_sizes_and_end_with_the_same(
+    world2: World, wrapper: str, rows: tuple[int, int]
+) -> None:
+    first, second = world2.run(train, wrapper, rows)
+    assert first == second
+    assert len(set(first["sizes"])) > 1
+    assert first["told"][-1].startswith("explored for ")
+    assert len(set(first["sizes"][-8:])) == 1
+
+
+# Behind this one, this world has no votes any more
 
 
 def test_ranks_that_would_connect_other_things_say_so_and_wait_for_none(world2: World) -> None:

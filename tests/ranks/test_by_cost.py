@@ -39,6 +39,11 @@ def expected(
     return [loss.detach(), *whole_gradients(model)]
 
 
+def by_tokens(model: nn.Module, declared: Any, **sizes: Any) -> Microbatcher:
+    unit = MicrobatchUnit("tokens", cut_padding=declared)
+    return Microbatcher(model, loss_average="tokens", features=[unit], probe=False, **sizes)
+
+
 def train(
     kind: str,
     ranks: Sequence[Lengths],
@@ -64,13 +69,7 @@ def train(
 
     inner = model.module if isinstance(model, DistributedDataParallel) else model
     inner.register_forward_pre_hook(note, with_kwargs=True)
-    microbatcher = Microbatcher(
-        model,
-        loss_average="tokens",
-        microbatch_size=size,
-        features=[MicrobatchUnit("tokens", cut_padding=declared)],
-        probe=False,
-    )
+    microbatcher = by_tokens(model, declared, microbatch_size=size)
     batches = [texts(list(rows), padded=padded) for rows in ranks[rank] if rows]
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -95,13 +94,8 @@ def evaluate(kind: str, ranks: Sequence[Lengths], size: Any) -> dict[str, Any]:
     """Loss and outputs of an evaluation, and outputs of a prediction, beside plain ones."""
     model, rank = reader(kind), dist.get_rank()
     plain = reader(None).eval()
-    microbatcher = Microbatcher(
-        model,
-        loss_average="tokens",
-        eval_microbatch_size=size,
-        features=[MicrobatchUnit("tokens", cut_padding=True if kind == "fsdp" else "auto")],
-        probe=False,
-    )
+    declared: bool | str = True if kind == "fsdp" else "auto"
+    microbatcher = by_tokens(model, declared, eval_microbatch_size=size)
     [rows] = ranks[rank]
     batch = texts(list(rows)) if rows else None
     result = microbatcher.evaluate(batch, return_outputs=True)
@@ -124,13 +118,7 @@ def evaluate(kind: str, ranks: Sequence[Lengths], size: Any) -> dict[str, Any]:
 def fail(kind: str) -> tuple[str, str]:
     """One rank has a batch whose lengths nothing tells."""
     model, rank = reader(kind), dist.get_rank()
-    microbatcher = Microbatcher(
-        model,
-        loss_average="tokens",
-        microbatch_size=24,
-        features=[MicrobatchUnit("tokens")],
-        probe=False,
-    )
+    microbatcher = by_tokens(model, "auto", microbatch_size=24)
     batch: dict[str, Tensor] = texts([9, 3, 6])
     if rank == 1:
         batch["x_lengths"] = torch.ones(3, dtype=torch.int64)

@@ -142,7 +142,7 @@ class Unseeded(Sampler[int]):
 
 def refuse_sampler(argument: str, *, gives: bool) -> tuple[str, str, int]:
     """Draw another order on each rank, or none; what was raised after how many batches."""
-    loader = DataLoader(make_data(32), batch_size=4, sampler=Unseeded(32, gives=gives))
+    loader: Any = DataLoader(make_data(32), batch_size=4, sampler=Unseeded(32, gives=gives))
     trainer = make_trainer(parallel="ddp", **{argument: loader})
     return *raised(trainer.fit), trainer.state.batch
 

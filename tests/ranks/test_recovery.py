@@ -1,25 +1,24 @@
 """One rank runs out of memory: all go on, bit for bit as if nothing had happened."""
 
+import random
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
 
-from tests.ranks.faulty_models import Fault
+from tests.ranks.faulty_models import Fault, allocations, points, random_plan
 from tests.ranks.jobs import (
     calls_of_own_collectives,
     compare,
-    compare_on_nodes,
     compare_without,
     expected_gradients,
     gradients,
     guard_model,
     sums_over_replicas,
 )
-from tests.ranks.plans import allocations, points
 from tests.ranks.world import World
 from tests.ranks.wrapping import furthest
-from tests.sweeps import mostly_in_sweeps
+from tests.sweeps import SEED, mostly_in_sweeps
 
 pytestmark = pytest.mark.sweep
 
@@ -129,15 +128,6 @@ def test_settled_steps_vote_as_rarely_as_promised(world2: World) -> None:
     assert fsdp["votes"][1:5] == [3, 3, 3, 3]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
-def test_ranks_on_two_nodes_recover(world4: World, kind: str) -> None:
-    for plan in (points(4)["last backward"], points(4)["two ranks"]):
-        results = world4.run(compare_on_nodes, 2, kind, plan)
-        assert [result["differing"] for result in results] == [[]] * 4
-        assert sum(result["fired"] for result in results) == len(plan)
-
-
 def test_ranks_with_few_rows_run_fillers(world2: World) -> None:
     for kind in ("ddp", "fsdp"):
         plan = [Fault(0, "backward", step=2, microbatch=2, layer=1)]
@@ -207,3 +197,57 @@ def test_what_cannot_be_guarded_is_refused_with_a_remedy(
     for error, text in world2.ends(guard_model, kind, options):
         assert error == "ValueError"
         assert remedy in text
+
+
+# Random plans: any rank, any point, several times, on every kind of wrapper
+
+
+# Kind, ranks, plans: 320 in all.
+RUNS = [("ddp", 2, 80), ("fsdp", 2, 80), ("ddp", 3, 60), ("fsdp", 3, 60), ("hsdp", 4, 40)]
+
+
+def options_of(seed: int, kind: str) -> dict[str, Any]:
+    draw = random.Random(-seed - 1)
+    if kind == "ddp":
+        names = ["gradient_as_bucket_view", "find_unused_parameters"]
+        switches = {name: draw.random() < 0.5 for name in names}
+        sends_buffers = draw.random() < 0.7
+        return {"ddp": switches, "sends_buffers": sends_buffers, "rare": draw.random() < 0.5}
+    return {
+        "bf16": (bf16 := draw.random() < 0.3),
+        "norm": not bf16,
+        "recompute": draw.random() < 0.3,
+        "fsdp": {"reshard_after_forward": draw.random() < 0.6},
+        "rare": draw.random() < 0.5,
+        "sync": draw.choice(["each", "auto"]),
+    }
+
+
+def require_survived(world: World, kind: str, seeds: range) -> None:
+    fired, size = 0, world.size
+    for seed in seeds:
+        plan, options = random_plan(seed, size, sharded=kind != "ddp"), options_of(seed, kind)
+        case = f"seed {seed} on {size} ranks: {kind} {options} {plan}"
+        try:
+            results = world.run(compare, kind, plan, options)
+        except AssertionError as error:
+            raise AssertionError(f"{case}\n{error}") from error
+        assert not any(result["differing"] for result in results), case
+        assert len({tuple(result["sizes"]) for result in results}) == 1, case
+        fired += sum(result["fired"] for result in results)
+    assert fired > len(seeds) / 2
+    print(f"{kind} on {size} ranks: {len(seeds)} plans, {fired} times out of memory, all equal")
+
+
+@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
+def test_a_few_random_plans(world2: World, kind: str) -> None:
+    require_survived(world2, kind, range(SEED, SEED + 2))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize(("kind", "size", "count"), RUNS)
+def test_many_random_plans(
+    worlds: Callable[[int], World], kind: str, size: int, count: int
+) -> None:
+    require_survived(worlds(size), kind, range(SEED + 1000 * size, SEED + 1000 * size + count))

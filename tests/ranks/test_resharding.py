@@ -1,21 +1,247 @@
 """Runs that go on within an epoch at another number of ranks, also right before its last batch."""
 
 import itertools
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils.data import (
+    DataLoader,
+    Dataset,
+    RandomSampler,
+    SequentialSampler,
+    WeightedRandomSampler,
+)
+from torchmetrics import Metric
+from torchmetrics.aggregation import CatMetric, MaxMetric
+from torchmetrics.classification import BinaryAUROC, MulticlassAccuracy
 
-from automicro import CheckpointError
-from tests.ranks import resharding_runs as runs
+from automicro import Callback, CheckpointConfig, CheckpointError, Microbatcher, Trainer
+from automicro.data import LengthBatchSampler
+from automicro.features import UpdateMetric
+from tests.loaders import WholeBatches, seeded_generator
 from tests.ranks.test_trainer import differ
+from tests.ranks.trainer_jobs import CLASSES, Net, make_data
 from tests.ranks.world import RaisedError, World, world_of
-from tests.ranks.wrapping import furthest
+from tests.ranks.wrapping import furthest, whole_gradients, whole_parameters, wrapped
 
 pytestmark = pytest.mark.sweep
 
-ROWS = 3 * runs.PER_BATCH + 1  # one row in the last batch
+PER_BATCH = 12
+"""Rows of a batch over all ranks; a multiple of 1, 2, 3 and 4."""
+
+
+class Rows(Dataset[Any]):
+    """Rows that know their number."""
+
+    def __init__(self, rows: int) -> None:
+        self._data = make_data(rows)
+        self._rows = rows
+
+    def __len__(self) -> int:
+        return self._rows
+
+    def __getitem__(self, index: int) -> Any:
+        inputs, target = self._data[index]
+        return {"row": index, "inputs": inputs, "target": target}
+
+
+SAMPLERS: dict[str, Callable[[Dataset[Any], int], dict[str, Any]]] = {
+    "in order": lambda data, rows: {"sampler": SequentialSampler(data)},  # type: ignore[arg-type]
+    "shuffled": lambda data, rows: {"shuffle": True},
+    "shuffled by a generator": lambda data, rows: {
+        "shuffle": True,
+        "generator": seeded_generator(),
+    },
+    "sampler with a generator": lambda data, rows: {
+        "sampler": RandomSampler(data, generator=seeded_generator())  # type: ignore[arg-type]
+    },
+    "weighted": lambda data, rows: {
+        "sampler": WeightedRandomSampler([1.0 + each % 3 for each in range(rows)], rows)
+    },
+    "weighted by a generator": lambda data, rows: {
+        "sampler": WeightedRandomSampler([1.0] * rows, rows, generator=seeded_generator())
+    },
+}
+
+
+def make_loader(
+    rows: int,
+    sampler: str,
+    *,
+    per_batch: int = PER_BATCH,
+    world_size: int | None = None,
+    **options: Any,
+) -> DataLoader[Any]:
+    if world_size is None:
+        world_size = dist.get_world_size() if dist.is_initialized() else 1
+    data = Rows(rows)
+    settings = {**SAMPLERS[sampler](data, rows), "batch_size": per_batch // world_size}
+    return DataLoader(data, **{**settings, **options})
+
+
+def forward(model: nn.Module, batch: Any) -> tuple[Tensor, Tensor]:
+    logits = model(batch["inputs"])
+    return nn.functional.cross_entropy(logits, batch["target"]), logits
+
+
+def update_metric(metric: Any, logits: Tensor, batch: Any) -> None:
+    if isinstance(metric, BinaryAUROC):
+        metric.update(logits.softmax(1)[:, 0], (batch["target"] == 0).long())
+    elif isinstance(metric, MulticlassAccuracy):
+        metric.update(logits, batch["target"])
+    else:
+        metric.update(logits)
+
+
+def make_metrics(names: Sequence[str]) -> dict[str, Metric]:
+    """Such as add up, join and take the highest."""
+    metrics = {
+        "accuracy": MulticlassAccuracy(CLASSES, average="micro"),
+        "area": BinaryAUROC(),
+        "highest": MaxMetric(),
+        "logits": CatMetric(),
+    }
+    return {name: metrics[name] for name in names}
+
+
+class Notes(Callback):
+    """The rows and the loss of every batch."""
+
+    def __init__(self) -> None:
+        self.rows: dict[int, list[int]] = {}
+        self.losses: dict[int, float] = {}
+
+    def batch_start(self, run: Any, batch: Any) -> None:
+        batches = batch if isinstance(batch, list) else [batch]
+        self.rows[run.state.batch] = [row for each in batches for row in each["row"].tolist()]
+
+    def batch_end(self, run: Any, result: Any) -> None:
+        self.losses[run.state.batch - 1] = result.loss.item()
+
+
+def train(
+    folder: Path | None,
+    until: str,
+    *,
+    loader: DataLoader[Any],
+    parallel: str | None = "ddp",
+    metrics: Sequence[str] = ("accuracy", "area", "highest"),
+    **options: Any,
+) -> dict[str, Any]:
+    """Train on from the newest checkpoint, save, and tell all."""
+    notes = Notes()
+    settings: dict[str, Any] = {
+        "forward": forward,
+        "loss_average": "samples",
+        "optimizer": torch.optim.AdamW,
+        "metrics": make_metrics(metrics),
+        "features": [UpdateMetric(update_metric)],
+        "device": "cpu",
+        "progress": False,
+        "seed": 0,
+    }
+    trainer = Trainer(
+        Net(),
+        loader,
+        parallel=parallel,
+        max_duration=until,
+        callbacks=[notes],
+        checkpoint=None if folder is None else CheckpointConfig(folder=folder),
+        **{**settings, **options},
+    )
+    summary = trainer.fit()
+    model = trainer._run.model
+    return {
+        "rows": notes.rows,
+        "losses": notes.losses,
+        "parameters": whole_parameters(model),
+        "metrics": dict(summary.train_metrics) | dict(summary.eval_metrics),
+        "state": (trainer.state.batch, trainer.state.epoch, trainer.state.samples),
+    }
+
+
+def train_on(folder: Path | None, until: str, rows: int, sampler: str, **options: Any) -> Any:
+    drop_last = options.pop("drop_last", False)
+    per_batch = options.pop("per_batch", PER_BATCH)
+    loader = make_loader(rows, sampler, drop_last=drop_last, per_batch=per_batch)
+    return train(folder, until, loader=loader, **options)
+
+
+def train_planned(folder: Path | None, until: str, mode: str, **options: Any) -> Any:
+    """Batches by length, of which two make up an optimization batch at any number of ranks."""
+    data = Rows(61)
+    lengths = [1 + 7 * row % 11 for row in range(61)]
+    budget: Any = {"batch_size": 5} if mode == "fixed" else {"batch_length": 30.0}
+    sampler = LengthBatchSampler(data, mode=mode, lengths=lengths, unit="seconds", **budget)
+    world_size = dist.get_world_size() if dist.is_initialized() else 1
+    settings: dict[str, Any] = {"accumulate_batches": 2 // world_size, **options}
+    return train(folder, until, loader=DataLoader(data, batch_sampler=sampler), **settings)
+
+
+def train_batch_sampled(folder: Path, until: str) -> Any:
+    """Batches that the caller cut."""
+    sampler = WholeBatches(range(61), 4, drop_last=False)
+    return train(folder, until, loader=DataLoader(Rows(61), batch_sampler=sampler))
+
+
+def evaluate_few(rows: int, parallel: str) -> dict[str, float]:
+    """Evaluate on fewer rows than ranks, before anything else."""
+    trainer = Trainer(
+        Net(),
+        eval_dataloader=make_loader(rows, "in order"),
+        forward=forward,
+        loss_average="samples",
+        parallel=parallel,
+        device="cpu",
+        progress=False,
+        seed=0,
+    )
+    return trainer.eval()
+
+
+class Unsendable:
+    """Something that no other process can have."""
+
+    def __reduce__(self) -> Any:
+        raise TypeError("stays here")
+
+
+def step_on(
+    kind: str, rows: list[int], *, sendable: bool = True, limit: str | None = None
+) -> tuple[list[int], list[Tensor]]:
+    """A first step on so many rows of each rank; votes of it and a second one, and gradients."""
+    torch.manual_seed(3)
+    model: nn.Module = Net()
+    model = wrapped(kind, model)
+    rank = dist.get_rank() if kind != "plain" else 0
+    data = make_data(sum(rows) if kind != "plain" else rows[0])
+    loaded = [data[row] for row in range(sum(rows))]
+    start = sum(rows[:rank])
+    mine = loaded[start : start + rows[rank]]
+    batch: Any = None
+    if mine:
+        inputs, targets = (torch.stack(each) for each in zip(*mine, strict=True))
+        batch = {"inputs": inputs, "target": targets, "tag": ["x"] * len(mine)}
+        if not sendable:
+            batch["tag"] = [Unsendable() for _ in mine]
+    microbatcher = Microbatcher(
+        model, forward=forward, loss_average="samples", probe=False, memory_limit=limit
+    )
+    votes = []
+    for _ in range(2):
+        model.zero_grad()
+        before = getattr(microbatcher.ranks, "num_votes", 0)
+        microbatcher.backward(batch)
+        votes.append(getattr(microbatcher.ranks, "num_votes", 0) - before)
+    return votes, whole_gradients(model)
+
+
+ROWS = 3 * PER_BATCH + 1  # one row in the last batch
 KINDS = ["ddp", "fsdp"]
 
 
@@ -31,12 +257,12 @@ def merged(results: list[dict[str, Any]]) -> dict[int, list[int]]:
 def check_chain(worlds: list[World], folder: Path, sampler: str, **options: Any) -> None:
     """Each world trains on one batch more than the one before, and the last until the end."""
     rows = options.pop("rows", ROWS)
-    expected = worlds[0].run(runs.train_on, None, "2ep", rows, sampler, **options)
+    expected = worlds[0].run(train_on, None, "2ep", rows, sampler, **options)
     seen: dict[int, list[int]] = {}
     losses: dict[int, float] = {}
     for number, world in enumerate(worlds, start=1):
         until = "2ep" if number == len(worlds) else f"{number}ba"
-        results = world.run(runs.train_on, folder, until, rows, sampler, **options)
+        results = world.run(train_on, folder, until, rows, sampler, **options)
         assert not seen.keys() & merged(results).keys()
         seen |= merged(results)
         losses |= results[0]["losses"]
@@ -60,7 +286,7 @@ def test_each_row_is_trained_on_once_whatever_the_number_of_ranks(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("sampler", runs.SAMPLERS)
+@pytest.mark.parametrize("sampler", SAMPLERS)
 def test_from_and_to_one_rank_and_four(
     world1: World,
     world2: World,
@@ -71,7 +297,7 @@ def test_from_and_to_one_rank_and_four(
     sampler: str,
 ) -> None:
     # Three rows in the last batch: all but one of four ranks have one.
-    options = {"rows": 5 * runs.PER_BATCH + 3, "parallel": kind}
+    options = {"rows": 5 * PER_BATCH + 3, "parallel": kind}
     worlds = [world4, world1, world3, world2, world4, world3]
     check_chain(worlds, tmp_path / "all", sampler, **options)
     worlds = [world1, world4, world2]
@@ -83,7 +309,7 @@ def test_from_and_to_one_rank_and_four(
 def test_several_batches_that_count_as_one_are_those_that_they_were(
     world2: World, world3: World, tmp_path: Path, kind: str
 ) -> None:
-    options = {"rows": 7 * runs.PER_BATCH + 1, "accumulate_batches": 2, "parallel": kind}
+    options = {"rows": 7 * PER_BATCH + 1, "accumulate_batches": 2, "parallel": kind}
     check_chain([world2, world3, world2, world3], tmp_path, "shuffled", **options)
 
 
@@ -97,11 +323,11 @@ def test_batches_by_length_are_those_that_they_were(
     is_dealt = mode == "1D-bucketing-dyn"
     worlds = [world2, world1] if is_dealt else [world2, world1, world2, world1]
     last = "1ep" if is_dealt else "2ep"
-    expected = worlds[0].run(runs.train_planned, None, "2ep", mode, parallel=kind)
+    expected = worlds[0].run(train_planned, None, "2ep", mode, parallel=kind)
     seen: dict[int, list[int]] = {}
     for number, world in enumerate(worlds, start=1):
         until = last if number == len(worlds) else f"{number}ba"
-        results = world.run(runs.train_planned, tmp_path, until, mode, parallel=kind)
+        results = world.run(train_planned, tmp_path, until, mode, parallel=kind)
         seen |= merged(results)
     first = {batch: rows for batch, rows in merged(expected).items() if batch in seen}
     assert seen == first
@@ -115,8 +341,8 @@ def test_batches_by_length_are_those_that_they_were(
 def test_other_optimization_batches_by_length_are_refused(
     world2: World, world3: World, tmp_path: Path
 ) -> None:
-    world2.run(runs.train_planned, tmp_path, "1ba", "duration")
-    arguments = (runs.train_planned, tmp_path, "2ep", "duration")
+    world2.run(train_planned, tmp_path, "1ba", "duration")
+    arguments = (train_planned, tmp_path, "2ep", "duration")
     for _, error in world3.ends(*arguments, accumulate_batches=1):
         assert "made of 2 batches of train_dataloader (ranks × accumulate_batches)" in error
         assert "2 are not a multiple of 3 ranks" in error
@@ -125,15 +351,15 @@ def test_other_optimization_batches_by_length_are_refused(
 def test_another_batch_over_all_ranks_is_refused_and_nothing_is_changed(
     world2: World, world3: World, tmp_path: Path
 ) -> None:
-    options = {"parallel": "ddp"}
-    world2.run(runs.train_on, tmp_path, "1ba", ROWS, "shuffled", **options)
-    arguments = (runs.train_on, tmp_path, "2ep", ROWS, "shuffled")
+    options: Any = {"parallel": "ddp"}
+    world2.run(train_on, tmp_path, "1ba", ROWS, "shuffled", **options)
+    arguments = (train_on, tmp_path, "2ep", ROWS, "shuffled")
     for kind, error in world3.ends(*arguments, per_batch=18, **options):
         assert kind == "CheckpointError"
         assert error.startswith("2 ranks saved it after 1 batches")
         assert "entries_per_step=12 (here 18); pass the same data" in error
         assert "go on with 2 ranks, or from a checkpoint of the end of an epoch" in error
-    results = world3.run(runs.train_on, tmp_path, "2ep", ROWS, "shuffled", **options)
+    results = world3.run(train_on, tmp_path, "2ep", ROWS, "shuffled", **options)
     assert results[0]["state"] == (8, 2, 2 * ROWS)
 
 
@@ -142,20 +368,20 @@ def test_one_process_that_draws_an_order_of_its_own_is_refused(
 ) -> None:
     state = torch.get_rng_state()
     here = {"parallel": None, "seed": None}
-    world2.run(runs.train_on, tmp_path / "two", "1ba", ROWS, "shuffled")
+    world2.run(train_on, tmp_path / "two", "1ba", ROWS, "shuffled")
     with pytest.raises(CheckpointError, match="pass parallel='ddp' in one process, too"):
-        runs.train_on(tmp_path / "two", "2ep", ROWS, "shuffled", **here)
-    runs.train_on(tmp_path / "one", "1ba", ROWS, "shuffled", **here)
+        train_on(tmp_path / "two", "2ep", ROWS, "shuffled", **here)
+    train_on(tmp_path / "one", "1ba", ROWS, "shuffled", **here)
     torch.set_rng_state(state)
-    for _, error in world2.ends(runs.train_on, tmp_path / "one", "2ep", ROWS, "shuffled"):
+    for _, error in world2.ends(train_on, tmp_path / "one", "2ep", ROWS, "shuffled"):
         assert "pass parallel='ddp' in one process, too" in error
 
 
 def test_whole_batches_of_the_caller_are_refused(
     world2: World, world3: World, tmp_path: Path
 ) -> None:
-    world2.run(runs.train_batch_sampled, tmp_path, "1ba")
-    for _, error in world3.ends(runs.train_batch_sampled, tmp_path, "2ep"):
+    world2.run(train_batch_sampled, tmp_path, "1ba")
+    for _, error in world3.ends(train_batch_sampled, tmp_path, "2ep"):
         assert "let the DataLoader cut batches of " in error
 
 
@@ -166,9 +392,9 @@ def test_whole_batches_of_the_caller_are_refused(
 def test_a_single_row_is_trained_on_by_two_ranks(world2: World, kind: str) -> None:
     metrics = ("accuracy", "logits")
     arguments: Any = (None, "2ep", 1, "in order")
-    first, second = world2.run(runs.train_on, *arguments, parallel=kind, metrics=metrics)
+    first, second = world2.run(train_on, *arguments, parallel=kind, metrics=metrics)
     assert (first["rows"], second["rows"]) == ({0: [0], 1: [0]}, {})
-    alone = runs.train_on(*arguments, parallel=None, seed=None, metrics=metrics)
+    alone = train_on(*arguments, parallel=None, seed=None, metrics=metrics)
     for result in (first, second):
         assert result["losses"] == pytest.approx(alone["losses"], abs=1e-9)
         assert result["metrics"] == pytest.approx(alone["metrics"], abs=1e-6)
@@ -178,7 +404,7 @@ def test_a_single_row_is_trained_on_by_two_ranks(world2: World, kind: str) -> No
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_single_row_is_evaluated_by_two_ranks(world2: World, kind: str) -> None:
-    first, second = world2.run(runs.evaluate_few, 1, kind)
+    first, second = world2.run(evaluate_few, 1, kind)
     assert first == second
     assert first["loss"] > 0
 
@@ -188,9 +414,9 @@ def test_a_single_row_is_evaluated_by_two_ranks(world2: World, kind: str) -> Non
 def test_rows_are_lent_once_and_cost_settled_steps_nothing(
     world2: World, kind: str, rows: list[int]
 ) -> None:
-    results = world2.run(runs.step_on, kind, rows, limit="64MiB")
-    [_, settled] = world2.run(runs.step_on, kind, [3, 2], limit="64MiB")[0][0]
-    _, expected = runs.step_on("plain", [5])
+    results = world2.run(step_on, kind, rows, limit="64MiB")
+    [_, settled] = world2.run(step_on, kind, [3, 2], limit="64MiB")[0][0]
+    _, expected = step_on("plain", [5])
     for votes, gradients in results:
         assert votes[1] == settled
         assert furthest(gradients, expected) < 1e-9
@@ -198,7 +424,7 @@ def test_rows_are_lent_once_and_cost_settled_steps_nothing(
 
 def test_rows_that_cannot_be_sent_end_all_ranks_with_the_reason() -> None:
     with world_of(2) as world:
-        world.start(runs.step_on, "ddp", [0, 5], sendable=False)
+        world.start(step_on, "ddp", [0, 5], sendable=False)
         other, owner = world.results()
     assert isinstance(other, RaisedError)
     assert isinstance(owner, RaisedError)

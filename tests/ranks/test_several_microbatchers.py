@@ -14,9 +14,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from automicro import BatchError, Halving
 from automicro.errors import PeerFailedError
-from tests.ranks.faulty_models import Fault, Faults, build
+from tests.ranks.faulty_models import Fault, Faults, build, points
 from tests.ranks.jobs import batch
-from tests.ranks.plans import points
 from tests.ranks.steps import another, squared_error
 from tests.ranks.test_recovery import require_recovered
 from tests.ranks.world import World, world_of

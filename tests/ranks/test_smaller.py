@@ -3,7 +3,7 @@
 import dataclasses
 import random
 from collections.abc import Sequence
-from typing import Any, cast
+from typing import Any
 from unittest import mock
 
 import numpy as np
@@ -205,7 +205,7 @@ FAMILY_LEVELS: dict[str, Any] = {
 }
 
 
-def as_people_wrap(kind: str, model: nn.Module, options: dict[str, Any]) -> nn.Module:
+def as_people_wrap(kind: str, model: nn.Module, options: dict[str, Any]) -> Any:
     """As in anybody's script: blocks, then the root."""
     if kind == "ddp":
         return wrapped(kind, model, find_unused_parameters=options.get("unused", False))
@@ -214,7 +214,7 @@ def as_people_wrap(kind: str, model: nn.Module, options: dict[str, Any]) -> nn.M
         keywords["mp_policy"] = MixedPrecisionPolicy(
             param_dtype=torch.bfloat16, reduce_dtype=torch.float32
         )
-    return cast(nn.Module, wrapped(kind, model, *repeated_blocks(model).values(), **keywords))
+    return wrapped(kind, model, *repeated_blocks(model).values(), **keywords)
 
 
 def train_at(kind: str, family: Family, options: dict[str, Any], name: str) -> dict[str, Any]:

@@ -13,16 +13,13 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import automicro.ranks.guards.fsdp
-from automicro import Microbatcher
 from automicro.errors import SampleTooLargeError
-from automicro.features import RankReduction
 from automicro.ranks.coordinated import CoordinatedRanks
 from automicro.ranks.interface import Sync
 from tests.ranks import test_recovery as recovery
-from tests.ranks.faulty_models import Fault, Faults, build
+from tests.ranks.faulty_models import Fault, Faults, build, points
 from tests.ranks.jobs import compare
-from tests.ranks.plans import points
-from tests.ranks.steps import Stepper
+from tests.ranks.steps import Stepper, another, squared_error
 from tests.ranks.test_uneven import LOSSES, train_on_words
 from tests.ranks.world import World
 from tests.ranks.wrapping import furthest, whole, wrapped
@@ -44,22 +41,18 @@ _KINDS = {
 def counting() -> Iterator[Counter[str]]:
     """Counts the collectives of wrappers by kind; votes go past `torch.distributed`."""
     found: Counter[str] = Counter()
-    originals = {name: getattr(dist, name) for name in _KINDS}
 
-    def noting(name: str) -> Any:
+    def noting(name: str, original: Any) -> Any:
         def call(*args: Any, **kwargs: Any) -> Any:
             found[_KINDS[name]] += 1
-            return originals[name](*args, **kwargs)
+            return original(*args, **kwargs)
 
-        return call
+        return mock.patch.object(dist, name, call)
 
-    for name in _KINDS:
-        setattr(dist, name, noting(name))
-    try:
+    with contextlib.ExitStack() as stack:
+        for name in _KINDS:
+            stack.enter_context(noting(name, getattr(dist, name)))
         yield found
-    finally:
-        for name, original in originals.items():
-            setattr(dist, name, original)
 
 
 def collectives_of_steps(kind: str, **options: Any) -> list[dict[str, int]]:
@@ -126,22 +119,16 @@ def choosing_batch(ranks: Sequence[int]) -> tuple[Tensor, Tensor]:
     return x, y
 
 
-def mean_square(outputs: Tensor, targets: Tensor) -> Tensor:
-    return (outputs - targets).square().mean()
-
-
 def train_choosing(sharded: Sequence[str], *, looks: bool = True) -> dict[str, Any]:
     """How far gradients of two steps are from those of one process; the all-reduces of each."""
     world, rank = dist.get_world_size(), dist.get_rank()
     model, plain = Choosing(), Choosing()
     wrapped("hsdp", model, *map(model.get_submodule, sharded))
     x, y = choosing_batch(range(world))
-    for each in range(world):
-        (mean_square(plain(x[4 * each : 4 * each + 2]), y[4 * each : 4 * each + 2]) / 8).backward()
-        (mean_square(plain(x[4 * each + 2 :][:2]), y[4 * each + 2 :][:2]) / 8).backward()
-    step = Microbatcher(
-        model, loss_fn=mean_square, loss_average="samples", microbatch_size=2, probe=False
-    )
+    for start in range(0, 4 * world, 2):
+        part = slice(start, start + 2)
+        (squared_error(plain(x[part]), y[part]) / (2 * world)).backward()
+    step = another(model, microbatch_size=2)
     guard: Any = automicro.ranks.guards.fsdp
     kept = guard.whole_numel, guard.holds_back
     if not looks:
@@ -187,9 +174,7 @@ def reductions_of(option: str) -> int:
     model = wrapped("hsdp", nn.Linear(4, 2), mp_policy=policy)
     if option == "a hook":
         model.set_all_reduce_hook(lambda gradient: None)
-    step = Microbatcher(
-        model, loss_fn=mean_square, loss_average="samples", microbatch_size=2, probe=False
-    )
+    step = another(model, microbatch_size=2)
     for _ in range(2):
         with counting() as found:
             step.backward((torch.randn(4, 4), torch.randn(4, 2)))
@@ -283,13 +268,12 @@ def train_beside_nothing(empty: int) -> float:
     wrapped("fsdp", model, *model.layers)
     x[:, 0] = x[:, 0].abs()  # all of them use the second layer
     masked_mean(plain(x), y).backward()
-    step = Microbatcher(
+    step = another(
         model,
         loss_fn=masked_mean,
         loss_average=lambda batch: int((batch[1] >= 0).sum()),
         microbatch_size=2,
-        probe=False,
-        features=[RankReduction("auto")],
+        sync="auto",
     )
     step.backward((x[6 * rank :][:6], y[6 * rank :][:6]))
     assert step.ranks.synced is Sync.LAST
@@ -316,15 +300,7 @@ def within(limit_bytes: int, state: dict[str, Any] | None = None) -> dict[str, A
     torch.manual_seed(0)
     layers = [nn.Linear(256, 256, bias=False) for _ in range(8)]
     model = wrapped("fsdp", nn.Sequential(*layers), *layers)
-    step = Microbatcher(
-        model,
-        loss_fn=mean_square,
-        loss_average="samples",
-        microbatch_size=16,
-        memory_limit=limit_bytes,
-        probe=False,
-        features=[RankReduction("auto")],
-    )
+    step = another(model, microbatch_size=16, memory_limit=limit_bytes, sync="auto")
     if state is not None:
         step.load_state_dict(state)
     failed: list[int] = []
@@ -351,7 +327,7 @@ def test_whole_gradients_are_held_where_memory_allows_it_and_else_not(world2: Wo
 
 def test_an_unknown_sync_is_refused() -> None:
     with pytest.raises(ValueError, match=r"sync='late' is not known"):
-        Microbatcher(nn.Linear(2, 2), loss_fn=mean_square, features=[RankReduction("late")])
+        another(nn.Linear(2, 2), sync="late")
 
 
 def after_an_impossible_batch() -> Sync:
@@ -362,15 +338,9 @@ def after_an_impossible_batch() -> Sync:
     def loss_fn(outputs: Tensor, targets: Tensor) -> Tensor:
         if impossible or len(outputs) > 2:
             raise torch.OutOfMemoryError("CUDA out of memory.")
-        return mean_square(outputs, targets)
+        return squared_error(outputs, targets)
 
-    step = Microbatcher(
-        model,
-        loss_fn=loss_fn,
-        loss_average="samples",
-        probe=False,
-        features=[RankReduction("auto")],
-    )
+    step = another(model, loss_fn=loss_fn, microbatch_size="auto", sync="auto")
     x, y = choosing_batch(range(1))
     impossible.fill_(1)
     with pytest.raises(SampleTooLargeError):

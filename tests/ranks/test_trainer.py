@@ -44,14 +44,6 @@ def test_two_ranks_train_like_one_process_with_the_same_global_batch(
     assert {result["sharded"] for result in results} == {3 if parallel == "fsdp" else 0}
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("parallel", MODES)
-def test_three_ranks_train_like_one_process_with_the_same_global_batch(
-    world3: World, parallel: str
-) -> None:
-    require_the_same(world3.run(jobs.train, parallel=parallel), jobs.train())
-
-
 @pytest.mark.parametrize(
     ("parallel", "sync"),
     [("ddp", "each"), pytest.param("fsdp", "each", marks=pytest.mark.sweep), ("fsdp", "auto")],

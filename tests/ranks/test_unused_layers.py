@@ -15,7 +15,7 @@ from automicro.ranks.interface import Report
 from automicro.ranks.simulated import SimulatedWorld
 from automicro.ranks.votes import Votes
 from automicro.trainer.parallel import find_blocks
-from tests.ranks.plans import points
+from tests.ranks.faulty_models import points
 from tests.ranks.steps import another, squared_error
 from tests.ranks.test_recovery import require_recovered
 from tests.ranks.world import World, world_of

@@ -21,10 +21,11 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 from torchmetrics import Metric
 
-from automicro import Callback, Policy, Trainer
+from automicro import Callback, Trainer
 from automicro.features import RememberSizes
 from automicro.ranks.guards import guard
 from tests.outside import Outside
+from tests.ranks.steps import HalvingOnly
 from tests.ranks.world import World, WorldStuckError, world_of
 from tests.ranks.wrapping import raised, whole_parameters
 from tests.sweeps import SEED, mostly_in_sweeps
@@ -420,7 +421,7 @@ def test_out_of_memory_before_a_collective_changes_nothing(
     found = world2.run(end_of, name, place, [0, 1], options)[0]
     sizes = found["sizes"]
     assert min(sizes) < 4
-    options = {"kind": kind, "size": Forced(sizes)}
+    options = {"kind": kind, "size": HalvingOnly(4, sizes)}
     expected = world2.run(end_of, name, place, [0, 1], options)[0]
     for one, other in zip(found["state"], expected["state"], strict=True):
         assert torch.equal(one, other)
@@ -438,20 +439,6 @@ def test_a_collective_at_the_start_of_a_batch_that_one_rank_lacks_is_named(world
     for end in world2.run(end_of, "all_reduce", "batch_start", [0, 1], {"rows": 9}):
         assert end["kind"] == "DesyncError"
         assert "all_reduce" in end["text"]
-
-
-class Forced(Policy):
-    """A policy that proposes what another run has used."""
-
-    def __init__(self, sizes: Sequence[int]) -> None:
-        self.sizes = list(sizes)
-
-    def propose(self, num_rows: int, cost: float | None = None) -> int:
-        return min(self.sizes[0] if self.sizes else num_rows, num_rows)
-
-    def record(self, outcome: Any) -> None:
-        assert outcome.fits
-        del self.sizes[:1]
 
 
 @pytest.mark.slow

@@ -142,7 +142,7 @@ class BrokenRow(Dataset[Any]):
 def fail(argument: str) -> None:
     """Train with data that one rank cannot read, or evaluate, in a microbatcher of its own."""
     loader = DataLoader(BrokenRow(rows=24, broken=10), batch_size=6)
-    given = {"broken": loader} if argument == "eval_dataloader" else loader
+    given: Any = {"broken": loader} if argument == "eval_dataloader" else loader
     make_trainer(parallel="ddp", **{argument: given}).fit()
 
 

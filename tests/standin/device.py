@@ -121,12 +121,6 @@ def current_stream(device: Device = None) -> torch.Stream:
     return torch.accelerator.current_stream(_index(device))
 
 
-def default_stream(device: Device = None) -> torch.Stream:
-    index = _index(device)
-    kind = current_stream(index).device_type
-    return torch.Stream(stream_id=0, device_index=index, device_type=kind)
-
-
 def Stream(device: Device = None, priority: int = 0) -> torch.Stream:  # noqa: N802
     return torch.Stream(torch.device(NAME, _index(device)), priority=priority)
 
@@ -219,11 +213,6 @@ _SYNC_MODES = ("default", "warn", "error")
 def set_sync_debug_mode(debug_mode: int | str) -> None:
     mode = _SYNC_MODES.index(debug_mode) if isinstance(debug_mode, str) else debug_mode
     torch.ops.standin.set_sync_debug_mode(mode)
-
-
-def get_sync_debug_mode() -> int:
-    mode: int = torch.ops.standin.sync_debug_mode()
-    return mode
 
 
 def _index(device: Device) -> int:

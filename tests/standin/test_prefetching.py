@@ -13,9 +13,8 @@ from torch.nn.utils.rnn import PackedSequence, pack_sequence
 
 from automicro import Microbatcher
 from automicro.batch import device as transfer
-from tests.gpu.device import to_device
+from tests.gpu.device import pinned, to_device
 from tests.gpu.subjects import CLASSES, batch, model
-from tests.gpu.test_transfer_gpu import pinned
 
 SCHEDULES = [(True, True), (True, False), (False, True), (False, False)]
 

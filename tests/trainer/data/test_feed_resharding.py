@@ -16,7 +16,7 @@ from automicro.trainer.data.feed import Feed
 from automicro.trainer.data.sharing import LoaderSharing
 from automicro.trainer.processes import Process
 from tests.loaders import WholeBatches
-from tests.ranks.resharding_runs import PER_BATCH, SAMPLERS, make_loader
+from tests.ranks.test_resharding import PER_BATCH, SAMPLERS, make_loader
 
 CPU = torch.device("cpu")
 
