@@ -74,25 +74,6 @@ def test_state_of_the_caller_is_as_no_failed_attempt_had_been(evaluates: bool) -
     assert total.tolist() == [result.num_microbatches] * 2
 
 
-class Counted:
-    """A part of a transaction that the caller provides."""
-
-    def __init__(self) -> None:
-        self.calls: list[str] = []
-
-    def begin(self) -> None:
-        self.calls.append("begin")
-
-    def prepare(self) -> None:
-        self.calls.append("prepare")
-
-    def commit(self) -> None:
-        self.calls.append("commit")
-
-    def roll_back(self) -> None:
-        self.calls.append("roll_back")
-
-
 def test_state_that_only_another_object_could_replace_is_named() -> None:
     state = [itertools.count()]
     step = Microbatcher(

@@ -28,9 +28,9 @@ def is_extra_pass() -> bool:
     """Whether the current forward is an extra one, whose results are discarded.
 
     These are checks of a few rows, on the first batches that could be split. State that automicro
-    can find is rolled back after them
-    (parameters, buffers, attributes of modules, variables that ``loss_fn`` and ``forward``
-    reach). Code with other effects, such as a forward that writes to a file, can check this.
+    can find is rolled back after them (parameters, buffers, attributes of modules, variables that
+    ``loss_fn`` and ``forward`` reach). Code with other effects, such as a forward that writes to a
+    file, can check this.
 
     Example:
         >>> from automicro import is_extra_pass

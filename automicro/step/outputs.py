@@ -18,9 +18,6 @@ from automicro.step.feature import Attempt, Feature, MicrobatchRun
 from automicro.step.plan import order_of, with_padding
 from automicro.transaction.transaction import Part
 
-_ALIKE = 3  # slices of equal size that are conclusive: two may have the same length by chance
-_EARLY = 10  # steps in which slices of equal size are checked, too
-
 
 class Kept(Feature):
     """The requested results of every microbatch's forward in one step."""
@@ -30,12 +27,9 @@ class Kept(Feature):
         where: object,
         device: torch.device,
         carry_layout: BatchLayout | None,
-        known: set[str] | None = None,
-        *,
-        is_early: bool = False,
+        known: set[str],
     ) -> None:
-        self._is_early = is_early
-        self._known = set() if known is None else known
+        self._known = known  # shared by all steps
         if where not in (True, False, "host", "device"):
             raise ValueError(
                 f"return_outputs={where!r} is invalid; give True (the device of the batch), "
@@ -106,10 +100,9 @@ class Kept(Feature):
 
     def _warn_of_fixed_lengths(self, sizes: Sequence[int]) -> None:
         """Warn once of each output whose length is the same for microbatches of any size."""
-        if len(sizes) < 2 or len(sizes) != len(self._outputs):
-            return
-        least, most = min(sizes), max(sizes)
-        if least == most and (len(sizes) < _ALIKE or not self._is_early):
+        least, most = min(sizes, default=0), max(sizes, default=0)
+        # Slices of one size show nothing: a fixed length may also be a fixed number per row.
+        if least == most or len(sizes) != len(self._outputs):
             return
         # By path, because only one of several outputs may be affected.
         lengths: dict[str, set[int]] = {}
@@ -118,17 +111,14 @@ class Kept(Feature):
                 lengths.setdefault(path, set()).add(leaf.size(0) if leaf.dim() else 0)
         for path, found in lengths.items():
             length = found.pop()
-            # With slices of equal size, a fixed length may also be a fixed number per row.
-            is_fixed = not found and length and (least < most or length % most)
-            if is_fixed and path not in self._known:
+            if length and not found and path not in self._known:
                 self._known.add(path)
                 name = f"output {path!r}" if path else "the output"
-                rows = f"of {least} and of {most} rows" if least < most else f"of {most} rows each"
                 warn(
-                    f"{name} has {length} entries for microbatches {rows}, so it does not have one "
-                    "per row (a confusion matrix, a histogram, attention by layers?) and cannot be "
-                    "joined. Return tensors with rows in the first dimension, leave it out of the "
-                    "outputs, or let a metric count it",
+                    f"{name} has {length} entries for microbatches of {least} and of {most} rows, "
+                    "so it does not have one per row (a confusion matrix, a histogram, attention "
+                    "by layers?) and cannot be joined. Return tensors with rows in the first "
+                    "dimension, leave it out of the outputs, or let a metric count it",
                     MetricWarning,
                 )
 
@@ -185,18 +175,3 @@ def _bring(outputs: Any, home: torch.device | None) -> Any:
 
 def _copied(tensor: Tensor) -> Tensor:
     return tensor.detach().clone()
-
-
-class Keeper:
-    """The maker of `Kept` for the steps that request results."""
-
-    def __init__(self, device: torch.device, carry_layout: BatchLayout | None) -> None:
-        self._device, self._carry_layout = device, carry_layout
-        self._known: set[str] = set()
-        self._steps = 0
-
-    def keep(self, where: object) -> Kept:
-        """Make the keeper of outputs and state of one step; see `Kept`."""
-        self._steps += 1
-        is_early = self._steps <= _EARLY
-        return Kept(where, self._device, self._carry_layout, self._known, is_early=is_early)

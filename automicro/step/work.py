@@ -4,7 +4,7 @@ import contextlib
 import functools
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import torch
@@ -38,7 +38,7 @@ if TYPE_CHECKING:  # not on the path of every batch, so each is imported on firs
     from automicro.checking.check import Checks
     from automicro.optimizer.reservation import OptimizerReservation
     from automicro.step.metrics import MetricGuard
-    from automicro.step.outputs import Keeper, Kept
+    from automicro.step.outputs import Kept
 
 logger = logging.getLogger(__name__)
 
@@ -122,6 +122,7 @@ class Engine:
     reservation: "OptimizerReservation | None" = None
     features: Sequence[Feature] = ()
     carry_layout: BatchLayout | None = None
+    joined: set[str] = field(default_factory=set)  # outputs whose joining was checked or warned of
 
     @functools.cached_property
     def checks(self) -> "Checks":
@@ -141,13 +142,6 @@ class Engine:
             self.random_state,
             is_callers=self.updates_by_caller,
         )
-
-    @functools.cached_property
-    def keeper(self) -> "Keeper":
-        """The keeper of outputs and of state for the next batch, if they are requested."""
-        from automicro.step.outputs import Keeper
-
-        return Keeper(self.passes.device, self.carry_layout)
 
     @property
     def upcoming_bytes(self) -> Sequence[int]:
@@ -174,14 +168,17 @@ class _Work(Generic[T]):
     """The work that training and evaluation share."""
 
     _mode: Mode = "train"
+    _kept: "Kept | None" = None  # if outputs or a state are requested
 
     def __init__(
         self, engine: Engine, phase: Phase, step: Step, metrics: Any, where: Where
     ) -> None:
         self._engine, self._phase, self._step = engine, phase, step
         self._passes, self._ranks = engine.passes, phase.ranks
-        is_kept = where is not False or engine.carry_layout is not None
-        self._kept: Kept | None = engine.keeper.keep(where) if is_kept else None
+        if where is not False or engine.carry_layout is not None:
+            from automicro.step.outputs import Kept
+
+            self._kept = Kept(where, engine.passes.device, engine.carry_layout, engine.joined)
         counted: Sequence[Any] = ()
         if metrics is not None:
             from automicro.step.metrics import Metrics, MetricUpdates, flatten_metrics

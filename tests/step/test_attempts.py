@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from automicro import BatchError, Fixed, Halving, Outcome, RollbackError, SampleTooLargeError
+from automicro import Fixed, Halving, Outcome, RollbackError, SampleTooLargeError
 from automicro.memory.residents import ResidentMemory
 from automicro.policy.ladder import Ladder
 from automicro.policy.policy import Policy
@@ -192,15 +192,6 @@ def test_batches_of_one_step_run_at_the_level_that_the_neediest_has() -> None:
     assert levels == [1, 0]
 
 
-def test_the_smallest_size_is_the_last_and_teaches_nothing() -> None:
-    policy = Halving()
-    tried: list[list[int]] = []
-    with pytest.raises(SampleTooLargeError, match=r"tried: 4, 2, 1") as caught:
-        run(fits(0, tried), 4, policy)
-    assert isinstance(caught.value.__cause__, torch.OutOfMemoryError)
-    assert policy.propose(4) == 4
-
-
 class Fibonacci(Policy):
     """A policy whose sizes repeat cuts: for 64 rows, 55 and 34 both mean two slices of 32."""
 
@@ -221,21 +212,6 @@ def test_a_smaller_proposal_of_the_same_cut_is_asked_past_and_not_tried_again() 
     run(fits(16, tried), 64, policy)
     assert tried == [[32, 32], [16, 16, 16, 16]]
     assert policy.told == [(32, False), (32, False), (16, True)]
-
-
-def test_a_fixed_size_lets_the_error_through_with_a_hint() -> None:
-    with pytest.raises(torch.OutOfMemoryError) as caught:
-        run(fits(1, []), 4, Fixed(2))
-    assert 'microbatch_size="auto"' in caught.value.__notes__[0]
-    assert not isinstance(caught.value, SampleTooLargeError)
-
-
-def test_strict_sizes_divide_the_batch() -> None:
-    tried: list[list[int]] = []
-    run(fits(2, tried), 6, Halving(), CutRule(strict_divisible=True))
-    assert tried == [[6], [3, 3], [2, 2, 2]]
-    with pytest.raises(BatchError, match="not a multiple"):
-        run(fits(9, tried), 6, Fixed(4), CutRule(strict_divisible=True))
 
 
 def test_slices_of_one_row_become_two_where_a_layer_asks_for_it() -> None:

@@ -150,25 +150,6 @@ def test_what_is_as_long_for_every_number_of_rows_is_named(is_training: bool) ->
         run(pair(7), return_outputs=True)  # warns only once
 
 
-@pytest.mark.parametrize("is_training", [True, False])
-def test_what_is_as_long_for_slices_that_are_alike_is_named(is_training: bool) -> None:
-    """Without the check of a few rows; after that check, no second warning is given."""
-
-    def with_table(model: nn.Module, batch: Any) -> dict[str, Any]:
-        return with_outputs(model, batch) | {"table": torch.zeros(7, 2)}
-
-    microbatcher = Microbatcher(
-        classifier(), forward=with_table, microbatch_size=2, eval_microbatch_size=2, probe=False
-    )
-    run = microbatcher.backward if is_training else microbatcher.evaluate
-    with pytest.warns(MetricWarning, match="'table' has 7 entries for .* of 2 rows each"):
-        run(pair(6), return_outputs=True)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", MetricWarning)
-        run(pair(6), return_outputs=True)
-        microbatcher.evaluate(pair(8), return_outputs=True)
-
-
 def test_what_a_look_has_found_right_is_not_named_for_its_length() -> None:
     def with_found(model: nn.Module, batch: Any) -> dict[str, Any]:
         """Three of every four rows, as a threshold might select them by chance."""
