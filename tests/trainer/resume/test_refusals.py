@@ -63,12 +63,12 @@ OTHERS: dict[str, tuple[Callable[[], nn.Module], Mapping[str, Any], str]] = {
     "another optimizer": (
         model,
         {"optimizer": sgd},
-        r"a run with the optimizer AdamW, and this one has the optimizer SGD",
+        r"a run with optimizer=AdamW \(here SGD\)",
     ),
     "a scheduler": (
         model,
         {"scheduler": lambda each: torch.optim.lr_scheduler.StepLR(each, 3)},
-        r"a run with no scheduler, and this one has the scheduler StepLR",
+        r"a run with scheduler=None \(here StepLR\)",
     ),
 }
 
