@@ -60,11 +60,6 @@ OTHERS: dict[str, tuple[Callable[[], nn.Module], Mapping[str, Any], str]] = {
         },
         r"groups of \[6\] parameters, and this one of \[3, 3\]",
     ),
-    "another optimizer": (
-        model,
-        {"optimizer": sgd},
-        r"a run with optimizer=AdamW \(here SGD\)",
-    ),
     "a scheduler": (
         model,
         {"scheduler": lambda each: torch.optim.lr_scheduler.StepLR(each, 3)},
