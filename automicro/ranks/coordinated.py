@@ -320,12 +320,9 @@ class CoordinatedRanks(Ranks):
             ) from error
 
     def fail(self, failure: BaseException) -> None:
-        known = facts_of(failure)
-        if known.is_told or known.stopped is not None:  # an orderly stop is not an error
-            return
         if isinstance(failure, PeerLostError):
             self._votes.require_hosts(failure)
-        if self._votes.is_over or isinstance(failure, RankError):
+        if self._votes.is_over or isinstance(failure, RankError) or facts_of(failure).is_told:
             return  # all ranks know
         self._votes.report(Status.FATAL)
         self._raise_reasons(failure)

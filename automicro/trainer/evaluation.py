@@ -26,15 +26,14 @@ from automicro.trainer.data.loading import (
     num_batches,
     samplers_of,
 )
-from automicro.trainer.data.sharing import shared_sampler
 from automicro.trainer.evaluators import Evaluator, is_inherited, read_evaluators
 from automicro.trainer.metrics import MetricSet
 from automicro.trainer.progress import StatusLine, count_of, evaluation_line, position, size_lines
 from automicro.trainer.same_on_all_ranks import (
-    compare_orders,
     of_all_ranks,
     outline_evaluations,
     require_same,
+    require_same_order,
 )
 from automicro.trainer.surroundings import noting
 from automicro.units import Duration, Unit, read_duration
@@ -184,12 +183,9 @@ class Evaluation:
                 context.progress.status(partial(self._describe, batches, here.cut))
             if result is None:  # on any rank
                 raise empty(self.dataloader, self.loader_name)
-            sampler = shared_sampler(self.dataloader)
-            own = losses, None if sampler is None else sampler.checksum
-            told = of_all_ranks(ranks, own, f"adding up the losses of {self.loader_name}")
-            compare_orders([checksum for _, checksum in told], self.loader_name)
-            total = LossMean()
-            for each, _ in told:
+            require_same_order(ranks, self.dataloader, self.loader_name)
+            total, point = LossMean(), f"adding up the losses of {self.loader_name}"
+            for each in of_all_ranks(ranks, losses, point):
                 total.merge(each)
             values = total.compute() | self.metrics.compute()
         return values, samples, result.microbatch_size
@@ -204,7 +200,7 @@ class Evaluation:
         return StatusLine(where=text, words=[f"microbatches {cut}"], share=share)
 
     def _batches(self, *, has_peers: bool) -> Iterator[Any]:
-        batches = fetch(self.dataloader, self.loader_name, may_be_empty=has_peers)
+        batches = fetch(self.dataloader)
         own = itertools.islice(batches, self.max_batches)
         # A rank that is out of rows takes part until all ranks are.
         return itertools.chain(own, itertools.repeat(None)) if has_peers else own
@@ -380,8 +376,10 @@ def predict_all(
     outputs: list[Any] = []
     where = noting(lambda: f"in prediction, batch {len(outputs) + 1} of the pass")
     with where, microbatcher.evaluating():
-        for batch in fetch(loader, "dataloader"):
+        for batch in fetch(loader):
             outputs.append(microbatcher.predict(batch))
             done = f"predicting: {count_of(len(outputs), 'batch')} done"
             context.progress.status(lambda done=done: done)  # type: ignore[misc]
+    if not outputs:
+        raise empty(loader, "dataloader")
     return outputs

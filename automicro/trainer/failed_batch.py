@@ -116,7 +116,8 @@ def _whole_copy(tensor: Tensor) -> Tensor:
 
 def load_batch(path: str | os.PathLike[str], *, like: Any = None) -> FailedBatch:
     """Read a batch that `save_batch` wrote; of classes, only those in ``like`` are made."""
-    kinds = {type(each) for _, each in walk({"like": like})}
+    # Containers alone: other classes could be made to run code.
+    kinds = {type(each) for _, each in walk({"like": like}) if _is_container(each)}
     try:
         with on_host(), torch.serialization.safe_globals([*_OF_NUMPY, *kinds]):
             content = torch.load(path, map_location="cpu", weights_only=True)
@@ -137,6 +138,11 @@ def load_batch(path: str | os.PathLike[str], *, like: Any = None) -> FailedBatch
         raise UnreadableBatchError(
             f"{path} holds no batch that automicro has kept ({why})"
         ) from error
+
+
+def _is_container(value: Any) -> bool:
+    is_record = dataclasses.is_dataclass(value) and not isinstance(value, type)
+    return is_record or isinstance(value, Mapping | list | tuple)
 
 
 # A saved array of numpy names these.

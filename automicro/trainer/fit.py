@@ -14,6 +14,7 @@ from automicro.memory.device import peak_bytes, reset_peak
 from automicro.ranks.interface import Ranks
 from automicro.trainer.context import RunContext, TrainedBatch, told_of_batch
 from automicro.trainer.data.feed import Feed
+from automicro.trainer.data.loading import empty
 from automicro.trainer.evaluation import EvaluationPlan
 from automicro.trainer.progress import (
     RecentSpeed,
@@ -27,7 +28,7 @@ from automicro.trainer.progress import (
 from automicro.trainer.rehearsal import Rehearsal
 from automicro.trainer.report import TIME_IS_OVER, FitSummary, summarize
 from automicro.trainer.resume.checkpointer import Checkpointer
-from automicro.trainer.same_on_all_ranks import any_rank
+from automicro.trainer.same_on_all_ranks import any_rank, require_same_order
 from automicro.trainer.signals import Interruption, catching_signals, is_end_told, say_on_stderr
 from automicro.trainer.step import TrainingStep
 from automicro.units import Duration, TimeLimit
@@ -180,12 +181,10 @@ class Fit:
         groups = self._begin_epoch()
         for number, group in enumerate(self._timed(groups)):
             if number == 0:
-                self.feed.require_same_order(context.ranks)
+                require_same_order(context.ranks, self.feed.loader, "train_dataloader")
             batches = self._prepare(group)
             trained = self.step.run(batches, known_seconds=self.feed.take_seconds())
             if trained is None:
-                if state.epoch_batch == 0:
-                    raise self.feed.emptiness()
                 break  # all ranks are out of rows
             if self.checkpointer is not None and batches and not self._has_looked_at_state:
                 self._has_looked_at_state = True
@@ -208,6 +207,8 @@ class Fit:
                 return
             if not is_last:
                 self._save_if_due()
+        if state.epoch_batch == 0:
+            raise empty(self.feed.loader, "train_dataloader")
         # If the loader has no length, the last batch was saved before the end of the epoch.
         saver = self.checkpointer
         was_saved = saver is not None and saver.saved_in is not None

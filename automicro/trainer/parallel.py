@@ -74,7 +74,8 @@ def wrap(
     model = modules[0]
     # DDP copies the values of the model itself.
     copied = modules[1:] if parallel == "ddp" else modules
-    copy_from_first(tensor for module in copied for tensor in _tensors(module))
+    for module in copied:
+        copy_from_first([*module.parameters(), *module.buffers()])
     if parallel == "ddp":
         return DistributedDataParallel(model)
     # Imported here because the import is slow.
@@ -124,8 +125,3 @@ def whole_state_dict(model: nn.Module) -> dict[str, Any]:
 
     options = StateDictOptions(full_state_dict=True, cpu_offload=True)
     return get_model_state_dict(model, options=options)
-
-
-def _tensors(module: nn.Module) -> Iterator[torch.Tensor]:
-    yield from module.parameters()
-    yield from module.buffers()

@@ -16,7 +16,7 @@ from automicro.ranks.interface import Ranks
 from automicro.sharding import num_ranks
 from automicro.step.feature import Feature
 from automicro.torch_private import is_uninitialized
-from automicro.trainer.data.sharing import describe_for_ranks
+from automicro.trainer.data.sharing import describe_for_ranks, shared_sampler
 from automicro.trainer.evaluators import Evaluator
 from automicro.trainer.resume.optimizer import given_options
 from automicro.values import as_text
@@ -217,13 +217,10 @@ def _by_rank(values: Sequence[str]) -> str:
     )
 
 
-def require_same_order(ranks: Ranks, checksum: int | None, name: str) -> None:
+def require_same_order(ranks: Ranks, loader: object, name: str) -> None:
     """Compare the shared order of rows between ranks; all ranks must call this once per pass."""
-    compare_orders(of_all_ranks(ranks, checksum, f"comparing the order of {name}"), name)
-
-
-def compare_orders(checksums: Sequence[int | None], name: str) -> None:
-    """Raise an error if orders of rows differ."""
+    own = None if (sampler := shared_sampler(loader)) is None else sampler.checksum
+    checksums: list[int | None] = of_all_ranks(ranks, own, f"comparing the order of {name}")
     known = [each for each in checksums if each is not None]
     if len(set(known)) < 2:
         return

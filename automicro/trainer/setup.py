@@ -103,12 +103,8 @@ class PlacedModel:
         seed = self._options["seed"]
         own = torch.initial_seed() if seed is None else seed
         order = int(ranks.from_first([float(own % 2**32)])[0])
-        return LoaderSharing(
-            self.place,
-            seed=order,
-            device=self.device,
-            has_parted_layers=splits_layers(self.modules),
-        ).share
+        has_parted_layers = splits_layers(self.modules)
+        return LoaderSharing(self.place, seed=order, has_parted_layers=has_parted_layers).share
 
     def seed_apart(self) -> None:
         """Seed ranks differently, once all of them have the same weights."""
@@ -244,12 +240,7 @@ def assemble_fit(
         device=run.device,
         ranks=ranks,
     )
-    feed = Feed(
-        loader,
-        "train_dataloader",
-        has_peers=context.has_peers,
-        accumulate_batches=accumulate_batches,
-    )
+    feed = Feed(loader, "train_dataloader", accumulate_batches=accumulate_batches)
     plan = EvaluationPlan(evaluations, context)
     config = read_checkpoint(options["checkpoint"])
     checkpointer = None

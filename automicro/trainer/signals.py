@@ -72,7 +72,7 @@ class Interruption:
             say(str(end))
         error = _ending(self._first)
         add_note(error, f"automicro: {end}")
-        remember(error, stopped=end)
+        remember(error, stopped=end, is_told=True)  # all ranks have agreed to stop
         raise error
 
 

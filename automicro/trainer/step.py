@@ -126,21 +126,15 @@ class TrainingStep:
                 update.unscale()
                 context.tell("gradients_ready", result)
             norm = update.clip()
-        length: float | None = None
-        objection: str | None = None
-        reads_first = self.guard.decides or update.scaler is not None
-        if reads_first:  # the guard has already read the loss, so this waits for nothing new
-            state.loss, length, losses = self._read(result, norm)
-            # With a scaled loss, gradients overflow occasionally, and the scaler skips the step.
-            objection = self.guard.object_to(
-                state.loss, None if update.scaler is not None else length, state
-            )
+        # The guard has already read the loss, so this usually waits for nothing new.
+        state.loss, length, losses = self._read(result, norm)
+        # With a scaled loss, gradients overflow occasionally, and the scaler skips the step.
+        checked = None if update.scaler is not None else length
+        objection = self.guard.object_to(state.loss, checked, state)
         if objection is None and not update.step():
             # The scaler lowers the scale, so this is an error only after many batches in a row.
             what = "gradients overflowed, so the scale of the loss was lowered"
             objection = self.guard.skip(what, state)
-        if not reads_first:  # read late, while the device computes the optimizer step
-            state.loss, length, losses = self._read(result, norm)
         if objection is None:
             self.guard.take_note_of_step()
         else:

@@ -234,13 +234,11 @@ class Trainer:
         placed.put_in_place()
         optimizer = build_optimizer(optimizer, placed.model, modules, loss_fn)
         residents += [] if optimizer is None else [optimizer]
-        by_clock = _are_found_by_clock(
-            microbatch_size,
-            eval_microbatch_size,
-            *(each.microbatch_size for each in evaluators.values()),
-            is_seeded=seed is not None,
-            deterministic=deterministic,
-        )
+        sizes = [microbatch_size, eval_microbatch_size]
+        sizes += [each.microbatch_size for each in evaluators.values()]
+        by_clock = any(each == "explore" or isinstance(each, Explore) for each in sizes)
+        if by_clock and deterministic:
+            raise ValueError(f"deterministic=True was given, and {_BY_CLOCK}")
         asked = last_of("RememberSizes", features)
         remembers = seed is None if asked is None else asked.wanted
         given |= {
@@ -269,6 +267,8 @@ class Trainer:
             optimizer=optimizer,
             features=of_callbacks,
         )
+        if by_clock and seed is not None:
+            warn(_BY_CLOCK, DeterminismWarning)
         self._context = RunContext(
             run=self._run,
             state=state,
@@ -495,15 +495,7 @@ class Trainer:
             return predict_all(self._microbatcher, dataloader, self._context)
 
 
-def _are_found_by_clock(*sizes: Any, is_seeded: bool, deterministic: bool) -> bool:
-    """Whether sizes depend on measured time, and so differ from run to run."""
-    by_clock = any(each == "explore" or isinstance(each, Explore) for each in sizes)
-    if by_clock and (is_seeded or deterministic):
-        text = (
-            'microbatch_size="explore" finds sizes by the clock, so two runs may differ by '
-            "rounding; to repeat a run, give the size that it found, as in microbatch_size=16"
-        )
-        if deterministic:
-            raise ValueError(f"deterministic=True was given, and {text}")
-        warn(text, DeterminismWarning)
-    return by_clock
+_BY_CLOCK = (
+    'microbatch_size="explore" finds sizes by the clock, so two runs may differ by rounding; to '
+    "repeat a run, give the size that it found, as in microbatch_size=16"
+)

@@ -213,3 +213,12 @@ def test_what_cannot_be_kept_does_not_hide_the_error(tmp_path: Path) -> None:
     with pytest.raises(SampleTooLargeError) as caught:
         trainer.fit()
     assert any("the batch could not be kept (" in each for each in caught.value.__notes__)
+
+
+def test_only_containers_of_a_given_batch_are_made(mocker: Any, tmp_path: Path) -> None:
+    save_batch(tmp_path / "batch.pt", failed(Pair(torch.ones(2), ["x"])))
+    allowed = mocker.spy(torch.serialization, "safe_globals")
+    load_batch(tmp_path / "batch.pt", like=[Pair(torch.zeros(1), []), print, Runs(tmp_path)])
+    given = set(allowed.call_args.args[0])
+    assert Pair in given
+    assert not given & {type, Runs, type(print), type(failed)}

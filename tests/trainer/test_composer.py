@@ -12,7 +12,7 @@ from torchmetrics import Metric, MetricCollection
 from torchmetrics.classification import MulticlassAccuracy, MulticlassF1Score
 
 from automicro import LossError, Microbatcher, Trainer
-from automicro.trainer.metrics import model_metrics
+from automicro.trainer.metrics import MetricSet, model_metrics
 from benchmarks.beside_composer import CASES, is_exact, table
 from tests.trainer.runs import CLASSES, FEATURES, adam, assert_same, make_loader
 
@@ -246,8 +246,8 @@ def test_a_model_without_metrics_has_none(metrics: Any) -> None:
 
 
 def test_what_is_no_metric_is_refused() -> None:
-    with pytest.raises(TypeError, match=r"Classifier.get_metrics\(is_train=True\) returned 3"):
-        model_metrics(Classifier(3), is_train=True)
+    with pytest.raises(TypeError, match=r"3 \(of type int\) is not a metric"):
+        MetricSet(model_metrics(Classifier(3), is_train=True), torch.device("cpu"))
 
 
 def test_the_page_has_the_table_that_was_measured() -> None:

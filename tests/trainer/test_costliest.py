@@ -41,7 +41,7 @@ def test_of_several_ranks_each_asks_for_its_own_batches() -> None:
     found = []
     for rank in range(2):
         place = Process(rank=rank, world_size=2, local_rank=rank)
-        sharing = LoaderSharing(place, seed=3, device=torch.device("cpu"))
+        sharing = LoaderSharing(place, seed=3)
         shared = sharing.share(loader, "train_dataloader")
         assert isinstance(shared.batch_sampler, SharedSampler)
         scan = find_costliest(shared, "train_dataloader")

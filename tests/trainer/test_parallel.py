@@ -39,7 +39,7 @@ TWO = Process(rank=0, world_size=2)
 
 def share(loader: Any, rank: int, world_size: int, **options: Any) -> Any:
     place = Process(rank=rank, world_size=world_size, local_rank=rank)
-    sharing = LoaderSharing(place, seed=3, device=torch.device("cpu"))
+    sharing = LoaderSharing(place, seed=3)
     return sharing.share(loader, "train_dataloader", **options)
 
 

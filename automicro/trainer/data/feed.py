@@ -9,10 +9,8 @@ from typing import Any
 from automicro.checkpoints.rng import derived_rng_state, restore_rng_state, rng_state
 from automicro.data import LengthBatchSampler
 from automicro.errors import CheckpointError, CheckpointWarning, DataLoaderError, warn
-from automicro.ranks.interface import Ranks
 from automicro.torch_private import forget_workers
 from automicro.trainer.data import loading, sharing
-from automicro.trainer.same_on_all_ranks import require_same_order
 from automicro.values import same_values
 
 logger = logging.getLogger(__name__)
@@ -50,15 +48,12 @@ class Feed:
     # draws from the process during the pass, and training draws in between. And the state of
     # torchdata has the order of the rows, but not the random numbers of its workers.
 
-    def __init__(
-        self, loader: Any, name: str, *, has_peers: bool = False, accumulate_batches: int = 1
-    ) -> None:
+    def __init__(self, loader: Any, name: str, *, accumulate_batches: int = 1) -> None:
         self.loader = loader
         self._sampler = sampler = sharing.shared_sampler(loader)
         self._plans = sampler if isinstance(sampler, LengthBatchSampler) else None
         self.group_size = accumulate_batches
         self._name = name
-        self._has_peers = has_peers
         self._is_persistent = loading.has_persistent_workers(loader)
         methods = (getattr(loader, each, None) for each in ("state_dict", "load_state_dict"))
         self._keeps_state = all(map(callable, methods))
@@ -115,17 +110,6 @@ class Feed:
             yield batch
             del batch
         current.is_complete = True
-        if current.given == 0 and not self._has_peers:
-            raise self.emptiness()
-
-    def emptiness(self) -> DataLoaderError:
-        """Create the error for a pass without a batch on any rank."""
-        return loading.empty(self.loader, self._name)
-
-    def require_same_order(self, ranks: Ranks) -> None:
-        """Compare the order of the current pass with other ranks; all ranks must call this."""
-        checksum = None if self._sampler is None else self._sampler.checksum
-        require_same_order(ranks, checksum, self._name)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position in the pass as tensors and plain values."""

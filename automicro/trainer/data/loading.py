@@ -181,7 +181,7 @@ def check_passes(
         )
 
 
-def fetch(loader: Any, name: str, *, may_be_empty: bool = False) -> Iterator[Any]:
+def fetch(loader: Any) -> Iterator[Any]:
     """Yield the batches of one pass, allocated on the host."""
     # Persistent workers draw a seed only when they start, so a resumed run would draw one more
     # than an uninterrupted run. The random numbers are restored after the draw.
@@ -189,14 +189,7 @@ def fetch(loader: Any, name: str, *, may_be_empty: bool = False) -> Iterator[Any
     iterator = begin(loader)
     if here is not None:
         restore_rng_state(here)
-    is_empty = True
-    for batch in rest(iterator):
-        is_empty = False
-        yield batch
-        # Release the batch before the next one is made, so that the host never holds two.
-        del batch
-    if is_empty and not may_be_empty:
-        raise empty(loader, name)
+    yield from rest(iterator)
 
 
 def begin(loader: Any) -> Iterator[Any]:

@@ -156,7 +156,7 @@ class LoaderSharing:
     >>> from torch.utils.data import TensorDataset
     >>> loader = DataLoader(TensorDataset(torch.arange(5)), batch_size=2)
     >>> second = Process(rank=1, world_size=2)
-    >>> sharing = LoaderSharing(second, seed=0, device=torch.device("cpu"))
+    >>> sharing = LoaderSharing(second, seed=0)
     >>> [rows.tolist() for (rows,) in sharing.share(loader, "train_dataloader")]
     [[2, 3]]
     """
@@ -164,7 +164,6 @@ class LoaderSharing:
     place: Process
     _: KW_ONLY
     seed: int
-    device: torch.device
     has_parted_layers: bool = False  # if so, some ranks need the same rows
 
     def share(self, loader: Any, name: str, *, is_evaluated: bool = False) -> Any:
@@ -229,7 +228,7 @@ class LoaderSharing:
             return
         own = loading.attached_generators(loader)
         mine = [loading.read_generators(own) if own else None]
-        dist.broadcast_object_list(mine, 0, device=self.device)
+        dist.broadcast_object_list(mine, 0)
         if mine[0] is not None:
             loading.write_generators(own, mine[0])
 

@@ -195,14 +195,11 @@ def _plain(place: str, value: Any) -> Iterator[tuple[str, Any]]:
 
 def refuse_other_classes(saved: Mapping[str, Any], given: Mapping[str, Any]) -> None:
     """Raise an error if the saved run had another optimizer or scheduler class."""
-    for what, name in given["classes"].items():
-        was = saved["classes"].get(what)
-        if was != name:
-            there, here = (f"the {what} {each}" if each else f"no {what}" for each in (was, name))
-            raise CheckpointError(
-                f"the checkpoint is of a run with {there}, and this one has {here}. Use the "
-                "options of the run that saved it, or start anew with resume='never'"
-            )
+    if differing := changed(saved["classes"], given["classes"]):
+        raise CheckpointError(
+            f"the checkpoint is of a run with {'; '.join(differing)}. Use the options of the run "
+            "that saved it, or start anew with resume='never'"
+        )
 
 
 def warn_of_other_options(saved: Mapping[str, Any], given: Mapping[str, Any]) -> None:

@@ -76,13 +76,9 @@ class Snapshot:
         self._modules = [unwrapped(each) for each in run.modules]
         self._optimizer = run.optimizer
         self._parts = parts
-        self._callbacks = context.callbacks
-        self._state = context.state
-        self._run = run
-        self._owners = owners
-        self._given = by_name.given_options(
-            run.optimizer, owners.get("scheduler"), scheduler_interval
-        )
+        self._callbacks, self._run, self._owners = context.callbacks, run, owners
+        schedule = owners.get("scheduler")
+        self._given = by_name.given_options(run.optimizer, schedule, scheduler_interval)
         self._saved_given = self._given
 
     def gather(self) -> dict[str, Any]:
@@ -93,7 +89,7 @@ class Snapshot:
             "parts": {name: _state_of(name, each) for name, each in self._owners.items()},
             "callbacks": self._callbacks.state_dicts(),
             "given": self._saved_given,
-            "progress": dataclasses.asdict(self._state),
+            "progress": dataclasses.asdict(self._run.state),
             "stop_reason": self._run.stop_reason,
             "rng": rng_state(),
         }
@@ -175,7 +171,7 @@ class Snapshot:
             self._models.restore_own(own)
         if not is_same_world:
             self._models.reseed_generators(rank=self.peers.rank, world_size=self.peers.world_size)
-        _restore_progress(self._state, saved["progress"])
+        _restore_progress(self._run.state, saved["progress"])
         return saved
 
     def _adapt_to_world(self, saved: dict[str, Any], opened: FoundCheckpoint) -> None:

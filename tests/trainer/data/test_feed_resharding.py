@@ -18,18 +18,15 @@ from automicro.trainer.processes import Process
 from tests.loaders import WholeBatches
 from tests.ranks.test_resharding import PER_BATCH, SAMPLERS, make_loader
 
-CPU = torch.device("cpu")
-
 
 def feeds_of(world_size: int, make: Any, *, seed: int = 0) -> list[Feed]:
     """Of each rank."""
     return [
         Feed(
-            LoaderSharing(Process(rank=rank, world_size=world_size), seed=seed, device=CPU).share(
+            LoaderSharing(Process(rank=rank, world_size=world_size), seed=seed).share(
                 make(world_size), "train_dataloader"
             ),
             "train_dataloader",
-            has_peers=world_size > 1,
         )
         for rank in range(world_size)
     ]
@@ -204,7 +201,7 @@ def planned(world_size: int, *, accumulate: int = 1, seed: int = 5, **options: A
     feeds = []
     for rank in range(world_size):
         sampler = LengthBatchSampler(data, seed=seed, **(given | options))
-        sharing = LoaderSharing(Process(rank=rank, world_size=world_size), seed=0, device=CPU)
+        sharing = LoaderSharing(Process(rank=rank, world_size=world_size), seed=0)
         loader = sharing.share(DataLoader(data, batch_sampler=sampler), "train_dataloader")  # type: ignore[arg-type]
         feeds.append(Feed(loader, "train_dataloader", accumulate_batches=accumulate))
     return feeds

@@ -40,22 +40,22 @@ OTHER_CLASSES: dict[str, tuple[Mapping[str, Any], Mapping[str, Any], str]] = {
     "optimizer": (
         {"optimizer": adam},
         {"optimizer": partial(torch.optim.AdamW, lr=0.01)},
-        "with the optimizer Adam, and this one has the optimizer AdamW",
+        r"a run with optimizer=Adam \(here AdamW\)",
     ),
     "scheduler": (
         {"scheduler": step_lr},
         {"scheduler": lambda each: schedulers.ExponentialLR(each, 0.9)},
-        "with the scheduler StepLR, and this one has the scheduler ExponentialLR",
+        r"a run with scheduler=StepLR \(here ExponentialLR\)",
     ),
     "made of others": (
         {"scheduler": sequential},
         {"scheduler": lambda each: schedulers.SequentialLR(each, [step_lr(each)], [])},
-        r"SequentialLR\(LinearLR, CosineAnnealingLR\), and .* SequentialLR\(StepLR\)",
+        r"SequentialLR\(LinearLR, CosineAnnealingLR\) \(here SequentialLR\(StepLR\)\)",
     ),
     "no scheduler": (
         {"scheduler": step_lr},
         {},
-        "with the scheduler StepLR, and this one has no scheduler",
+        r"a run with scheduler=StepLR \(here None\)",
     ),
 }
 

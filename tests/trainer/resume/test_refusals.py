@@ -60,15 +60,10 @@ OTHERS: dict[str, tuple[Callable[[], nn.Module], Mapping[str, Any], str]] = {
         },
         r"groups of \[6\] parameters, and this one of \[3, 3\]",
     ),
-    "another optimizer": (
-        model,
-        {"optimizer": sgd},
-        r"a run with the optimizer AdamW, and this one has the optimizer SGD",
-    ),
     "a scheduler": (
         model,
         {"scheduler": lambda each: torch.optim.lr_scheduler.StepLR(each, 3)},
-        r"a run with no scheduler, and this one has the scheduler StepLR",
+        r"a run with scheduler=None \(here StepLR\)",
     ),
 }
 
