@@ -778,7 +778,6 @@ def test_two_ranks_with_one_out_of_memory_are_those_of_the_host_alone(
     for found in results:
         assert found["ooms"] > 0
         assert found["parameters"] < 1e-6
-        assert found["rows"] < 1e-5
         assert found["validated"] < 1e-5
         assert found["losses"] == found["its losses"]
 
