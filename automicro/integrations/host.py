@@ -103,21 +103,14 @@ def require_seam(
 ) -> Any:
     """Return a host's method, or raise ImportError if it or one of its parameters is missing."""
     found: Any = getattr(owner, name, None)
-    place = getattr(owner, "__name__", type(owner).__name__)
-    lacks = [] if callable(found) else [f"{place}.{name}"]
-    if not lacks:
-        # Check names: another version might keep the method but change its arguments.
-        taken = inspect.signature(found).parameters
-        lacks = [f"the parameter {each!r} of {name}" for each in parameters if each not in taken]
-    if not lacks:
+    # Check names: another version might keep the method but change its arguments.
+    taken = inspect.signature(found).parameters if callable(found) else {}
+    lacks = [f"the parameter {each!r} of {name}" for each in parameters if each not in taken]
+    if callable(found) and not lacks:
         return found
-    try:
-        version = importlib.metadata.version(host)
-    except importlib.metadata.PackageNotFoundError:
-        version = "of no known version"
     raise ImportError(
-        f"{host} {version} lacks {', '.join(lacks)}, which automicro stands on; use {supported}, "
-        "or tell automicro's developers",
+        f"{host} {importlib.metadata.version(host)} lacks {', '.join(lacks) or name}, which "
+        f"automicro stands on; use {supported}, or tell automicro's developers",
         name=host,
     )
 

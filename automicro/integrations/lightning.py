@@ -129,7 +129,7 @@ class AutoMicrobatch(Callback):
         self._leave()
         if stage == "fit":
             _refuse_training(pl_module)
-        _refuse(self, trainer, pl_module)
+        _refuse(trainer, pl_module)
         self._run = _Run(self, trainer, pl_module)
         try:
             self._run.take_places(trains=stage == "fit")
@@ -784,12 +784,10 @@ def _training(modules: Sequence[nn.Module]) -> Iterator[None]:
             module.training = False
 
 
-def _refuse(owner: AutoMicrobatch, trainer: "Trainer", module: "LightningModule") -> None:
+def _refuse(trainer: "Trainer", module: "LightningModule") -> None:
     """Raise ValueError if batches cannot be split or failed attempts cannot be rolled back."""
     _refuse_strategy(trainer.strategy)
     for callback in _callbacks_of(trainer):
-        if isinstance(callback, AutoMicrobatch) and callback is not owner:
-            raise ValueError("AutoMicrobatch was given to this trainer twice; leave one out")
         if any(kind.__name__ == "BatchSizeFinder" for kind in type(callback).__mro__):
             raise ValueError(
                 "AutoMicrobatch: BatchSizeFinder looks for the largest batch that fits, and with "

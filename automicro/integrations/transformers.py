@@ -321,14 +321,11 @@ class Enabled(Results):
     @contextlib.contextmanager
     def _held_up(self, model: nn.Module) -> Iterator[None]:
         """Intercept the backward and the logs of the trainer's steps."""
-        trainer = self._trainer
-        modules = list(model.modules())
-        modes = [each.training for each in modules]
-        own_train = weakly(model.train)
+        trainer, own_train = self._trainer, weakly(model.train)
 
         def train(mode: bool = True) -> nn.Module:
-            # Setting the mode visits all modules, so skip it unless a forward changed a mode.
-            if not is_extra_pass() and [each.training for each in modules] != modes:
+            # A check runs in evaluation mode.
+            if not is_extra_pass():
                 own_train(mode)
             return model
 

@@ -2,7 +2,6 @@
 
 import csv
 import logging
-import math
 import os
 import warnings
 from collections.abc import Callable, Sequence
@@ -25,6 +24,7 @@ from torchmetrics.classification import MulticlassAccuracy, MulticlassConfusionM
 from automicro import Observing
 from automicro.integrations.lightning import AutoMicrobatch
 from automicro.loss.passes import is_extra_pass
+from tests.integrations.both import check_rows, furthest
 from tests.ranks.wrapping import local
 
 ROWS, BATCH = 110, 32  # an epoch of four batches, the last of 14 rows
@@ -187,10 +187,6 @@ class Recorder(pl.Callback):
             setattr(module, name, note)
 
     @property
-    def names(self) -> list[str]:
-        return [name for name, _ in self.events]
-
-    @property
     def of_batches(self) -> list[Any]:
         """All but what runs for each microbatch."""
         apart = [f"module.{name}" for name in IN_PIECES]
@@ -203,12 +199,16 @@ class Run:
 
     trainer: Any
     module: Any
-    rows: list[dict[str, str]] = field(default_factory=list)
+    logged: list[dict[str, float]] = field(default_factory=list)
     recorder: Recorder = field(default_factory=Recorder)
 
     @property
     def parameters(self) -> list[Tensor]:
         return [each.detach() for each in self.module.parameters()]
+
+    @property
+    def events(self) -> list[str]:
+        return [name for name, _ in self.recorder.of_batches]
 
 
 def trainer_of(folder: Path, callbacks: Sequence[Any] = (), **options: Any) -> Any:
@@ -251,37 +251,12 @@ def fit(
     return Run(trainer, module, rows_of(folder), recorder)
 
 
-def rows_of(folder: Path) -> list[dict[str, str]]:
+def rows_of(folder: Path) -> list[dict[str, float]]:
     path = folder / "metrics.csv"
     if not path.exists():
         return []
     with path.open() as file:
-        return list(csv.DictReader(file))
-
-
-def furthest(ours: Sequence[Tensor], theirs: Sequence[Tensor]) -> float:
-    return max(float((a - b).abs().max()) for a, b in zip(ours, theirs, strict=True))
-
-
-def furthest_row(
-    ours: Sequence[dict[str, str]], theirs: Sequence[dict[str, str]], *, of: str = ""
-) -> tuple[float, str]:
-    """The largest relative gap between what was logged, and where; the same cells are filled.
-
-    Args:
-        ours: rows.
-        theirs: rows.
-        of: what the names of numbers that are compared hold.
-    """
-    worst = (0.0, "")
-    assert len(ours) == len(theirs)
-    for one, other in zip(ours, theirs, strict=True):
-        assert [k for k, v in one.items() if v] == [k for k, v in other.items() if v]
-        for name, value in other.items():
-            if value and of in name:
-                gap = abs(float(one[name]) - float(value)) / max(abs(float(value)), 1e-2)
-                worst = max(worst, (math.inf if math.isnan(gap) else gap, name))
-    return worst
+        return [{k: float(v) for k, v in row.items() if v} for row in csv.DictReader(file)]
 
 
 class Sharded(Module):
@@ -336,10 +311,10 @@ def compare_on_ranks(folder: str, kind: str, parts: int) -> dict[str, Any]:
     module = Sharded if kind == "fsdp2" else Module
     plain = run("plain", [], module)
     ours = run("ours", [AutoMicrobatch(features=[Observing(observe)])], lambda: short(module()))
+    check_rows(ours.logged, plain.logged, 1e-5)
     return {
         "ooms": told.count("oom"),
         "parameters": furthest(*([local(p) for p in each.parameters] for each in (ours, plain))),
-        "rows": furthest_row(ours.rows, plain.rows)[0],
         "validated": abs(
             float(ours.trainer.callback_metrics["val/loss"])
             - float(plain.trainer.callback_metrics["val/loss"])

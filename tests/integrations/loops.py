@@ -18,9 +18,10 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.utils.data import DataLoader, TensorDataset
 
-from automicro import MemoryBudget
+from automicro.batch.device import on_host
 from automicro.integrations.accelerate import microbatcher as in_accelerate
 from automicro.integrations.lightning import microbatcher as in_fabric
+from automicro.memory.budget import active_budget
 from tests.ranks.wrapping import whole
 
 
@@ -28,21 +29,16 @@ from tests.ranks.wrapping import whole
 class Trained:
     """What a loop leaves."""
 
-    losses: list[float]
-    weights: list[Tensor]
-    metrics: list[float]
-    rates: list[float]
+    parameters: list[Tensor]
+    logged: list[dict[str, Any]]
     ooms: int
     scale: float | None
-    peak: int
     sizes: Any
+    events: tuple[str, ...] = ()
 
-    def weights_differ_by(self, other: "Trained") -> float:
-        pairs = zip(self.weights, other.weights, strict=True)
-        return max(float((a - b).abs().max()) for a, b in pairs)
-
-    def losses_differ_by(self, other: "Trained") -> float:
-        return max(abs(a - b) for a, b in zip(self.losses, other.losses, strict=True))
+    @property
+    def losses(self) -> list[float]:
+        return [row["loss"] for row in self.logged if "loss" in row]
 
 
 # The public examples: a model, its data, its loss
@@ -332,7 +328,6 @@ def train(
     precision: str = "float32",
     steps: int = 1,
     scale: float | None = None,
-    limit: int | None = None,
     epochs: int = 2,
     kind: Any = torch.optim.AdamW,
     saves: Path | None = None,
@@ -344,14 +339,16 @@ def train(
     torch.manual_seed(42)
     made = HOSTS[host](precision, steps, scale, **(how or {}))
     dtype = torch.float64 if precision == "float64" else torch.float32
-    train_rows, eval_rows = example.data(dtype)
-    shuffled = DataLoader(train_rows, example.batch_size, shuffle=True, collate_fn=example.collate)
-    train_loader, eval_loader = made.prepare(
-        example.model(dropout).to(dtype),
-        kind,
-        [shuffled, DataLoader(eval_rows, 2 * example.batch_size, collate_fn=example.collate)],
-        lambda optimizer: example.scheduler(optimizer, 3 * len(shuffled) + 4),
-    )
+    with on_host():  # a limit is one of steps
+        train_rows, eval_rows = example.data(dtype)
+        size, collate = example.batch_size, example.collate
+        shuffled = DataLoader(train_rows, size, shuffle=True, collate_fn=collate)
+        train_loader, eval_loader = made.prepare(
+            example.model(dropout).to(dtype),
+            kind,
+            [shuffled, DataLoader(eval_rows, 2 * size, collate_fn=collate)],
+            lambda optimizer: example.scheduler(optimizer, 3 * len(shuffled) + 4),
+        )
     model = made.model
     if (how or {}).get("is_sharded"):
         assert all(hasattr(parameter, "full_tensor") for parameter in model.parameters())
@@ -361,48 +358,53 @@ def train(
     step = counted if ours else None
     if loads is not None:
         made.load(loads, counted)
-    losses, metrics, rates, ooms = [], [], [], 0
-    budget = MemoryBudget("1GiB" if limit is None else limit)
-    with budget:
-        for _ in range(epochs):
-            model.train()
-            for index, batch in enumerate(budget.from_host(train_loader)):
-                with made.batch(index, index + 1 == len(train_loader)):
-                    if step is not None:
-                        result = step.backward(batch)
-                        loss, ooms = result.rank_loss, ooms + result.ooms
-                    else:
-                        loss = loss_of(example, model, batch)[0]
-                        made.backward(loss)
-                    made.update()
-                losses.append(loss.item())
-                rates.append(made.optimizer.param_groups[0]["lr"])
-                del batch, loss
-            model.eval()
-            seen = []
-            for batch in budget.from_host(eval_loader):
+    logged: list[dict[str, Any]] = []
+    ooms, budget = 0, active_budget()
+    from_host = iter if budget is None else budget.from_host
+    for _ in range(epochs):
+        model.train()
+        for index, batch in enumerate(from_host(train_loader)):
+            with made.batch(index, index + 1 == len(train_loader)):
                 if step is not None:
-                    outputs = step.evaluate(batch, return_outputs=True).outputs
+                    result = step.backward(batch)
+                    loss, ooms = result.rank_loss, ooms + result.ooms
                 else:
-                    with torch.no_grad():
-                        outputs = loss_of(example, model, batch)[1]
-                labels = batch["labels"] if isinstance(batch, dict) else batch[1]
-                predictions = getattr(outputs, "logits", outputs).argmax(dim=-1)
-                seen.append(torch.stack(made.gather((predictions, labels))))
-            found = torch.cat(seen, dim=1)
-            metrics += [float(found.shape[1]), float((found[0] == found[1]).sum())]
+                    loss = loss_of(example, model, batch)[0]
+                    made.backward(loss)
+                made.update()
+            logged.append({"loss": loss.item(), "rate": made.optimizer.param_groups[0]["lr"]})
+            del batch, loss
+        model.eval()
+        seen = []
+        for batch in from_host(eval_loader):
+            if step is not None:
+                outputs = step.evaluate(batch, return_outputs=True).outputs
+            else:
+                with torch.no_grad():
+                    outputs = loss_of(example, model, batch)[1]
+            labels = batch["labels"] if isinstance(batch, dict) else batch[1]
+            predictions = getattr(outputs, "logits", outputs).argmax(dim=-1)
+            seen.append(torch.stack(made.gather((predictions, labels))))
+        found = torch.cat(seen, dim=1)
+        logged.append({"rows": found.shape[1], "hits": int((found[0] == found[1]).sum())})
     if saves is not None:
         made.save(saves, counted)
     return Trained(
-        losses,
         [whole(p).clone() for p in model.parameters()],
-        metrics,
-        rates,
+        logged,
         ooms,
         None if made.scaler is None else made.scaler.get_scale(),
-        budget.peak_bytes,
         None if counted is None else counted.state_dict(),
     )
+
+
+def running(example: Example, host: str, **case: Any) -> Callable[[Any], Trained]:
+    """Make runs of an example, without automicro or with options of it."""
+
+    def run(options: Any) -> Trained:
+        return train(example, host, ours=options is not None, **{**case, **(options or {})})
+
+    return run
 
 
 def loss_of(example: Example, model: nn.Module, batch: Any) -> tuple[Tensor, Any]:

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from automicro import LossAverageError, SampleTooLargeError
+from automicro import LossAverageError, MemoryBudget
 from automicro.errors import PeerFailedError
 from tests.ranks.world import World, world_of
 
@@ -27,7 +27,15 @@ from lightning.fabric import Fabric
 
 from automicro.integrations.accelerate import microbatcher
 from automicro.integrations.lightning import microbatcher as in_fabric
-from tests.integrations.loops import CV, EXAMPLES, HOSTS, TAGS, Trained, digits, forget, sgd, train
+from tests.integrations.both import (
+    at_any_limit,
+    check,
+    check_rows,
+    furthest,
+    in_less_memory,
+    with_and_without,
+)
+from tests.integrations.loops import CV, EXAMPLES, HOSTS, TAGS, digits, forget, running, sgd, train
 
 each_host = pytest.mark.parametrize("host", HOSTS)
 each_example = pytest.mark.parametrize("name", EXAMPLES)
@@ -40,45 +48,34 @@ def _new_accelerate() -> Iterator[None]:
     forget()
 
 
-def assert_same_bits(plain: Trained, ours: Trained) -> None:
-    assert all(map(torch.equal, ours.weights, plain.weights))
-    apart: dict[str, Any] = {"weights": [], "peak": 0, "sizes": None}
-    assert dataclasses.replace(ours, **apart) == dataclasses.replace(plain, **apart)
-
-
-@pytest.mark.parametrize("steps", [1, 4])
-@each_example
+@pytest.mark.parametrize(("name", "steps"), [("nlp", 1), ("cv", 4), ("tags", 4)])
 @each_host
 def test_without_a_limit_every_bit_is_the_plain_loops(host: str, name: str, steps: int) -> None:
-    plain, ours = (
-        train(EXAMPLES[name], host, ours=which, dropout=0.1, steps=steps) for which in (False, True)
-    )
-    assert_same_bits(plain, ours)
+    plain, _ = with_and_without(running(EXAMPLES[name], host, dropout=0.1, steps=steps))
     assert len(plain.losses) >= 10
-    assert len(set(plain.rates)) > 2
+    assert len({row["rate"] for row in plain.logged if "rate" in row}) > 2
 
 
 @pytest.mark.parametrize(
-    ("precision", "close"), [("float32", 1e-6), ("float64", 1e-12), ("bf16", 1e-3)]
+    ("name", "precision", "close"),
+    [
+        *(("nlp", "float32", 1e-6), ("cv", "float32", 1e-6), ("cv", "bf16", 1e-3)),
+        *((name, "float64", 1e-12) for name in EXAMPLES),
+    ],
 )
-@each_example
 @each_host
 def test_in_half_of_the_memory_the_plain_loop_dies_and_ours_gives_its_numbers(
     host: str, name: str, precision: str, close: float
 ) -> None:
-    example = EXAMPLES[name]
-    case: dict[str, Any] = {"precision": precision, "kind": sgd}
-    plain = train(example, host, ours=False, **case)
-    with pytest.raises(torch.OutOfMemoryError):
-        train(example, host, ours=False, limit=plain.peak // 2, **case)
-    ours = train(example, host, ours=True, limit=plain.peak // 2, **case)
+    plain, ours = in_less_memory(running(EXAMPLES[name], host, precision=precision, kind=sgd))
     assert ours.ooms >= 1
     # Fabric gives outputs in float32, where weights of what is no half are rounded.
     is_rounded = host == "fabric" and precision == "float64"
-    assert ours.losses_differ_by(plain) < (1e-6 if is_rounded else close)
+    of_losses = 1e-6 if is_rounded else close
+    assert ours.losses == pytest.approx(plain.losses, rel=of_losses, abs=of_losses)
     if precision == "float64":
-        assert ours.weights_differ_by(plain) < (1e-7 if is_rounded and name != "cv" else close)
-        assert ours.metrics == plain.metrics
+        close = 1e-7 if is_rounded and name != "cv" else close
+        check(ours, plain, close=close, logged=of_losses)
 
 
 @pytest.mark.filterwarnings("ignore:Detected call of .lr_scheduler.step")
@@ -88,15 +85,13 @@ def test_in_half_of_the_memory_the_plain_loop_dies_and_ours_gives_its_numbers(
 def test_the_scaler_of_fp16_has_the_scale_of_the_plain_loop(
     host: str, scale: float, steps: int
 ) -> None:
-    case: dict[str, Any] = {"precision": "fp16", "scale": scale, "steps": steps}
-    plain, ours = (train(CV, host, ours=which, **case) for which in (False, True))
-    assert_same_bits(plain, ours)
-    assert plain.scale != scale
-    limited = train(CV, host, ours=True, limit=plain.peak // 2, **case)
+    run = running(CV, host, precision="fp16", scale=scale, steps=steps)
+    _, whole = with_and_without(run)
+    plain, limited = in_less_memory(run)
     assert limited.ooms >= 1
-    assert limited.scale == plain.scale
-    assert limited.rates == plain.rates  # a step that is skipped is none of the scheduler's
-    assert limited.losses_differ_by(plain) < 1e-2
+    assert limited.scale == whole.scale == plain.scale != scale
+    # A step that is skipped is none of the scheduler's.
+    check_rows(limited.logged, plain.logged, 1e-2)
 
 
 @pytest.mark.sweep
@@ -105,19 +100,7 @@ def test_whatever_the_limit_nothing_comes_out_but_that_a_row_does_not_fit(host: 
     example = dataclasses.replace(
         CV, data=lambda dtype: tuple(part[:130] for part in digits(dtype))
     )
-    case: dict[str, Any] = {"epochs": 1, "kind": sgd}
-    plain = train(example, host, ours=False, **case)
-    ended = 0
-    for share in range(3, 25):
-        try:
-            ours = train(example, host, ours=True, limit=plain.peak * share // 25, **case)
-        except SampleTooLargeError:
-            assert not ended  # more memory never hurts
-            continue
-        ended += 1
-        assert ours.losses_differ_by(plain) < 1e-6
-        assert ours.metrics == plain.metrics
-    assert 15 <= ended < 22
+    at_any_limit(running(example, host, epochs=1, kind=sgd), close=1e-5, limits=25)
 
 
 @pytest.mark.parametrize("first", [False, True])
@@ -131,7 +114,7 @@ def test_what_either_has_saved_is_resumed_by_the_plain_loop_and_by_ours(
     saved = train(CV, host, ours=first, dropout=0.2, epochs=1, saves=tmp_path)
     rest = train(CV, host, ours=second, dropout=0.2, epochs=1, loads=tmp_path)
     assert saved.losses + rest.losses == through.losses
-    assert all(map(torch.equal, rest.weights, through.weights))
+    assert all(map(torch.equal, rest.parameters, through.parameters))
     assert second or rest.sizes == saved.sizes
 
 
@@ -280,24 +263,20 @@ def compare(
             batch_size=example.batch_size // 2,
         )
     case = {"kind": sgd, **case}
-    plain = train(example, host, ours=False, **case)
-    limit = int(plain.peak * share) if share is not None and rank == 1 else None
-    ours = train(example, host, ours=True, limit=limit, **case)
-    return {
-        "ooms": ours.ooms,
-        "losses": ours.losses_differ_by(plain),
-        "weights": ours.weights_differ_by(plain),
-        "metrics": (ours.metrics, plain.metrics),
-        "rates": (ours.rates, plain.rates),
-    }
+    run = running(example, host, **case)
+    with MemoryBudget("1GiB") as budget:
+        plain = run(None)
+    is_short = share is not None and rank == 1
+    with MemoryBudget(int(budget.peak_bytes * share) if is_short and share else "1GiB"):
+        ours = run({})
+    gap = furthest(ours.parameters, plain.parameters)
+    return {"ooms": ours.ooms, "parameters": gap, "logged": (ours.logged, plain.logged)}
 
 
-def check(found: dict[str, Any], *, ooms: bool) -> None:
+def check_rank(found: dict[str, Any], *, ooms: bool) -> None:
     assert (found["ooms"] > 0) == ooms
-    assert found["losses"] < 1e-6
-    assert found["weights"] < 1e-6
-    assert found["metrics"][0] == found["metrics"][1]
-    assert found["rates"][0] == found["rates"][1]
+    assert found["parameters"] < 1e-6
+    check_rows(*found["logged"])
 
 
 EVALUATED = {"nlp": 48, "cv": 100, "tags": 24}
@@ -311,8 +290,9 @@ def test_two_ranks_are_plain_ddp_also_where_one_runs_out_of_memory(
 ) -> None:
     for share in (None, 0.5):
         for found in world.run(on_ranks, compare, "accelerate", name, share, steps=steps, epochs=3):
-            check(found, ooms=share is not None)
-            assert found["metrics"][0][0] == EVALUATED[name]  # none twice
+            check_rank(found, ooms=share is not None)
+            [rows, *_] = [each["rows"] for each in found["logged"][0] if "rows" in each]
+            assert rows == EVALUATED[name]  # none twice
 
 
 @pytest.mark.slow
@@ -327,7 +307,7 @@ def test_two_ranks_of_a_fabric_loop_are_plain_ones(
     for found in world.run(
         on_ranks, compare, "fabric", "tags", 0.6, uneven=uneven, steps=steps, how=how
     ):
-        check(found, ooms=True)
+        check_rank(found, ooms=True)
 
 
 def compare_loaders(rank: int, share: float | None, config: dict[str, Any], **case: Any) -> Any:
@@ -346,13 +326,13 @@ def test_ranks_with_other_numbers_of_tokens_have_the_means_of_plain_ddp(
 ) -> None:
     for share in (None, 0.6):
         for found in world.run(on_ranks, compare_loaders, share, config):
-            check(found, ooms=share is not None)
+            check_rank(found, ooms=share is not None)
 
 
 @pytest.mark.sweep
 def test_all_tokens_of_all_ranks_are_one_batch_where_that_is_asked_for(world: World) -> None:
     for found in world.run(on_ranks, compare_loaders, None, {}, scales_for_ranks=True):
-        assert found["weights"] > 1e-4
+        assert found["parameters"] > 1e-4
 
 
 @pytest.mark.sweep
@@ -389,7 +369,7 @@ def test_two_ranks_of_fsdp2_are_plain_fsdp2(world: World, steps: int) -> None:
     how = {"plugin": plugin, "is_sharded": True}
     for share in (None, 0.7):
         for found in world.run(on_ranks, compare, "accelerate", "tags", share, how=how):
-            check(found, ooms=share is not None)
+            check_rank(found, ooms=share is not None)
 
 
 def accumulate_sharded(rank: int) -> str:

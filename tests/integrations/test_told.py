@@ -7,9 +7,10 @@ from typing import Any
 import pytest
 import torch
 
+from automicro.errors import MetricWarning
 from automicro.integrations.host import RETURNS, Recorded
 from automicro.loss.passes import extra_pass
-from tests.integrations.told import Program, host_of, quietly, with_and_without
+from tests.integrations.told import Program, host_of, judge, quietly
 
 pytest.importorskip("transformers")
 pytest.importorskip("lightning")
@@ -21,7 +22,7 @@ pytest.importorskip("lightning")
 def test_what_a_step_tells_is_the_hosts_own_or_named(name: str, seed: int) -> None:
     host = host_of(name)
     with quietly():
-        verdict = with_and_without(host, Program.drawn(host, seed))
+        verdict = judge(host, Program.drawn(host, seed))
     assert verdict.kind != "silent", verdict.about
 
 
@@ -32,7 +33,7 @@ def test_each_way_to_tell_something_is_the_hosts_own_or_named(name: str, cut: st
     host = host_of(name)
     for program in Program.of_every_way(host, cut):
         with quietly():
-            verdict = with_and_without(host, program)
+            verdict = judge(host, program)
         assert verdict.kind != "silent", verdict.about
 
 
@@ -149,3 +150,26 @@ def test_a_filler_for_other_ranks_tells_nothing_and_leaves_no_trace() -> None:
     recorded.prepare()
     recorded.tell(torch.tensor(1.0))
     assert (recorded.is_split, kept.total, told) == (False, 1.0, [1.0])
+
+
+def test_what_a_step_changes_only_after_many_batches_is_named() -> None:
+    kept = SimpleNamespace(early=0, late=0.0)
+    recorded = Recorded(lambda: {"kept": kept})
+
+    def batch(number: int) -> None:
+        recorded.begin()
+        for rows in (2, 3):
+            with recorded.step(rows):
+                kept.early = number + rows
+                if number > 5:
+                    kept.late = number / rows
+                recorded.came_to(None)
+        recorded.prepare()
+        recorded.tell(None)
+
+    with pytest.warns(MetricWarning, match=r"kept\.early changed"):
+        batch(0)
+    for number in range(1, 6):
+        batch(number)
+    with pytest.warns(MetricWarning, match=r"kept\.late changed"):
+        batch(6)

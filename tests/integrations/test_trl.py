@@ -14,10 +14,9 @@ import datasets
 from transformers.utils import logging
 
 from automicro.integrations.transformers import Pairs, enable
-from tests.integrations.transformers_runs import furthest, losses, run
+from tests.integrations.both import furthest
+from tests.integrations.transformers_runs import losses, run
 from tests.integrations.trl_runs import make
-
-LIMITS = 20
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of theirs, which change with each version
 
@@ -56,16 +55,6 @@ def test_trainers_that_make_their_batches_are_refused_by_name(tmp_path: Path) ->
     trainer.__class__ = kind
     with pytest.raises(ValueError, match="TRL's KTOTrainer makes its batches inside the step"):
         enable(trainer)
-
-
-def test_what_was_logged_is_from_every_row_once(tmp_path: Path) -> None:
-    ours = make("Reward", tmp_path, with_us=True, options={"microbatch_size": 1})
-    found = run(ours)[1]
-    expected = run(make("Reward", tmp_path))[1]
-    for name in ("min_reward", "max_reward", "mean_reward", "accuracy", "margin", "num_tokens"):
-        assert [row[name] for row in found if name in row] == pytest.approx(
-            [row[name] for row in expected if name in row], abs=1e-12
-        )
 
 
 SIZES = {"microbatch_size": 3, "eval_microbatch_size": 3}

@@ -14,7 +14,8 @@ from peft import LoraConfig
 
 from automicro import LossAverageError
 from automicro.integrations.transformers import enable
-from tests.integrations.transformers_runs import furthest, run
+from tests.integrations.both import furthest
+from tests.integrations.transformers_runs import run
 from tests.integrations.trl_runs import ON_THE_CPU, WORDS, model, tokenizer
 
 pytestmark = pytest.mark.filterwarnings("ignore")

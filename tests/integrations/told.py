@@ -212,7 +212,7 @@ class Verdict:
     about: str = ""
 
 
-def with_and_without(host: Any, program: Program) -> Verdict:
+def judge(host: Any, program: Program) -> Verdict:
     """Run a program in a host alone, then with automicro, and compare all that it told."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -264,7 +264,7 @@ def main() -> None:
         program = Program.drawn(host, seed)
         try:
             with quietly():
-                verdict = with_and_without(host, program)
+                verdict = judge(host, program)
         except Exception as error:
             verdict = Verdict("crash", f"{type(error).__name__}: {error}")
         kinds[verdict.kind] += 1

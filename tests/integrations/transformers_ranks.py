@@ -18,6 +18,7 @@ from transformers import GPT2LMHeadModel
 
 from automicro.integrations.transformers import enable
 from tests.integrations import transformers_runs as runs
+from tests.integrations.both import furthest
 
 
 def shard(trainer: Any) -> Any:
@@ -85,7 +86,7 @@ def main(folder: Path, name: str, accumulation: int, strategy: str = "ddp") -> N
     got = runs.run(ours)
     if handle is not None:
         handle.remove()
-    found["differs"] = runs.furthest(got[0], plain[0])
+    found["differs"] = furthest(got[0], plain[0])
     found["losses"] = [runs.losses(each[1]) for each in (plain, got)]
     found["microbatch_size"] = ours.automicro.microbatch_size
     found["evaluations"] = [float(ours.evaluate()["eval_loss"])]

@@ -23,6 +23,7 @@ from transformers import (
 )
 
 from automicro.integrations.transformers import enable
+from tests.integrations.both import Ran
 
 VOCABULARY, LENGTH, ROWS = 50, 40, 44  # 44 rows: 5 batches of 8, and one of 4
 
@@ -153,9 +154,10 @@ class Case:
     """One kind of trainer: its model, its data, its arguments."""
 
     model: Callable[[float], nn.Module] = gpt2
-    data: Callable[..., list[dict[str, Tensor]]] = tokens
-    arguments: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    data: Callable[..., list[Any]] = tokens
+    kind: Any = Trainer
+    arguments: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # its own, too
+    options: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # for `enable`
 
 
 _NAMES = {each.name for each in dataclasses.fields(TrainingArguments)}
@@ -174,11 +176,7 @@ CASES = {
     ),
     "gradient checkpointing": Case(arguments={CHECKPOINTING: True}),
     "encoder-decoder": Case(model=t5),
-    "encoder-decoder, accumulation": Case(model=t5, arguments={"gradient_accumulation_steps": 2}),
     "classifier": Case(model=bert, data=classes),
-    "classifier, accumulation": Case(
-        model=bert, data=classes, arguments={"gradient_accumulation_steps": 4}
-    ),
     "own module": Case(model=Own, data=classes),
     "own module, accumulation": Case(
         model=Own, data=classes, arguments={"gradient_accumulation_steps": 4}
@@ -187,10 +185,10 @@ CASES = {
         model=Deaf, data=classes, arguments={"gradient_accumulation_steps": 2}
     ),
     "loss function, a sum": Case(
-        arguments={"gradient_accumulation_steps": 2}, options={"compute_loss_func": sum_over_items}
+        arguments={"gradient_accumulation_steps": 2, "compute_loss_func": sum_over_items}
     ),
     "loss function, a mean": Case(
-        model=Own, data=classes, options={"compute_loss_func": mean_of_rows}
+        model=Own, data=classes, arguments={"compute_loss_func": mean_of_rows}
     ),
     "frozen base": Case(model=peft_gpt2),
 }
@@ -201,11 +199,9 @@ OF_TRL: dict[str, tuple[str, dict[str, Any]]] = {
     "SFT": ("sft", {}),
     "SFT, accumulation": ("sft", {"gradient_accumulation_steps": 2}),
     "SFT, packed": ("sft", {"packing": True}),
-    "SFT, packed and wrapped": ("sft", {"packing": True, "packing_strategy": "wrapped"}),
     "SFT, without padding": ("sft", {"padding_free": True, "max_length": None}),
     "SFT, DFT": ("sft", {"loss_type": "dft"}),
     "DPO": ("dpo", {}),
-    "DPO, accumulation": ("dpo", {"gradient_accumulation_steps": 2}),
     "Reward": ("reward", {}),
 }
 
@@ -230,7 +226,7 @@ def make(
     dtype: torch.dtype = torch.float32,
     dropout: float = 0.0,
     options: Mapping[str, Any] | None = None,
-    kind: Any = Trainer,
+    kind: Any = None,
     **arguments: Any,
 ) -> Any:
     """A trainer of two epochs: 12 steps of at most 8 rows, the last of each epoch of 4.
@@ -260,22 +256,22 @@ def make(
         **arguments,
     }
     own = {name: given.pop(name) for name in list(given) if name not in _NAMES}
-    trainer = kind(
+    trainer = (kind or case.kind)(
         model,
         TrainingArguments(**given),
         train_dataset=case.data(),
         eval_dataset=case.data(20),
-        **{**case.options, **own},
+        **own,
     )
-    return enable(trainer, **(options or {})) if with_us else trainer
+    return enable(trainer, **{**case.options, **(options or {})}) if with_us else trainer
 
 
-def run(trainer: Any) -> tuple[list[Tensor], list[dict[str, Any]], list[str]]:
-    """Train to the end: parameters, what was logged, and the order of events."""
+def run(trainer: Any) -> Ran:
+    """Train to the end."""
     events = Events()
     trainer.add_callback(events)
     trainer.train()
-    return parameters(trainer), logged(trainer), events.told
+    return Ran(parameters(trainer), logged(trainer), events.told, trainer)
 
 
 def parameters(trainer: Any) -> list[Tensor]:
@@ -294,10 +290,6 @@ def logged(trainer: Any) -> list[dict[str, Any]]:
 def timeless(row: Mapping[str, Any]) -> dict[str, Any]:
     clocks = ("runtime", "per_second", "flos", "_time")
     return {k: v for k, v in row.items() if not any(each in k for each in clocks)}
-
-
-def furthest(one: Sequence[Tensor], other: Sequence[Tensor]) -> float:
-    return max(float((a - b).abs().max()) for a, b in zip(one, other, strict=True))
 
 
 def losses(rows: Sequence[Mapping[str, Any]]) -> list[float]:

@@ -1,0 +1,86 @@
+"""A module in its host alone and with automicro: one comparison for every host."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+
+from automicro import MemoryBudget, SampleTooLargeError
+
+
+class Ran(NamedTuple):
+    """What one run leaves."""
+
+    parameters: list[Tensor]
+    logged: list[dict[str, Any]]
+    events: list[Any]
+    trainer: Any = None
+
+
+# Trains a module, without automicro if the options are None; the result has what `Ran` has.
+Run = Callable[[Mapping[str, Any] | None], Any]
+
+
+def furthest(ours: Sequence[Tensor], theirs: Sequence[Tensor]) -> float:
+    """The largest difference of any parameter."""
+    return max(float((a - b).abs().max()) for a, b in zip(ours, theirs, strict=True))
+
+
+def check_rows(found: Sequence[Any], expected: Sequence[Any], close: float = 2e-6) -> None:
+    """The same names with the same numbers in each row of a log."""
+    for row, other in zip(found, expected, strict=True):
+        assert row.keys() == other.keys()
+        for name, number in other.items():
+            is_number = isinstance(number, float | int)
+            wanted = pytest.approx(number, rel=close, abs=close) if is_number else number
+            assert row[name] == wanted, name
+
+
+def check(ours: Any, plain: Any, *, close: float, logged: float = 2e-6) -> None:
+    """All that is left is the host's own but for rounding; bit for bit if it must be as close."""
+    if close:
+        assert furthest(ours.parameters, plain.parameters) < close
+        check_rows(ours.logged, plain.logged, logged)
+    else:
+        assert all(map(torch.equal, ours.parameters, plain.parameters))
+        assert ours.logged == plain.logged
+    assert ours.events == plain.events
+
+
+def with_and_without(
+    run: Run, options: Mapping[str, Any] | None = None, *, close: float = 0.0, logged: float = 2e-6
+) -> tuple[Any, Any]:
+    """Run a module in its host alone and with automicro, and compare all that is left."""
+    plain, ours = run(None), run(options or {})
+    check(ours, plain, close=close, logged=logged)
+    return plain, ours
+
+
+def in_less_memory(run: Run, share: float = 0.5) -> tuple[Any, Any]:
+    """The run of a host alone, and that with automicro in a memory in which the host dies."""
+    with MemoryBudget("4GiB") as budget:
+        plain = run(None)
+    limit = int(budget.peak_bytes * share)
+    with pytest.raises(torch.OutOfMemoryError), MemoryBudget(limit):
+        run(None)
+    with MemoryBudget(limit):
+        return plain, run({})
+
+
+def at_any_limit(run: Run, *, close: float, limits: int = 20) -> None:
+    """Compare runs in each part of the peak; memory is too small for one row, or all is right."""
+    with MemoryBudget("4GiB") as budget:
+        plain = run(None)
+    ended = 0
+    for number in range(1, limits + 1):
+        try:
+            with MemoryBudget(budget.peak_bytes * number // limits):
+                ours = run({})
+        except SampleTooLargeError:
+            assert not ended  # more memory never hurts
+            continue
+        ended += 1
+        check(ours, plain, close=close)
+    assert limits // 3 <= ended
