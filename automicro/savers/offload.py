@@ -13,7 +13,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from automicro.batch.device import on_host, to_host
+from automicro.batch.device import on_host
+from automicro.nested.slices import to_host
 from automicro.torch_private import FakeTensor, counter_of, refuses_hooks, version_of
 from automicro.torch_private_distributed import is_fsdp_module
 
