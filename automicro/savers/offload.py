@@ -124,13 +124,10 @@ class OffloadHooks:
         tensor: Tensor
         tensor, version, place, stored = packed
         if version_of(tensor) != version:
-            size = list(tensor.size() if stored is None else place[0])
             raise RuntimeError(
                 "one of the variables needed for gradient computation has been modified by an "
-                f"inplace operation: [{tensor.type()} {size}] is at version {version_of(tensor)}; "
-                f"expected version {version} instead. Hint: enable anomaly detection to find the "
-                "operation that failed to compute its gradient, with "
-                "torch.autograd.set_detect_anomaly(True)."
+                f"inplace operation: it is at version {version_of(tensor)}; expected version "
+                f"{version} instead"
             )
         if stored is None:
             return tensor
