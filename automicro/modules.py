@@ -212,30 +212,6 @@ def evaluation_mode(modules: Sequence[nn.Module]) -> Iterator[None]:
                 each.training = training
 
 
-@contextlib.contextmanager
-def replaced_forward(
-    module: nn.Module, forward: Callable[..., Any], name: str = "forward"
-) -> Iterator[None]:
-    """Replace a module's own forward inside the context.
-
-    >>> layer = nn.Linear(2, 2)
-    >>> with replaced_forward(layer, lambda x: 3):
-    ...     layer(None)
-    3
-    >>> "forward" in vars(layer)
-    False
-    """
-    # Past __setattr__, which would register a module as a submodule of this name.
-    table = vars(module)
-    before = {name: table[name]} if name in table else {}
-    table[name] = forward
-    try:
-        yield
-    finally:
-        del table[name]
-        table.update(before)
-
-
 def is_parallel(modules: Sequence[nn.Module]) -> bool:
     """Whether modules communicate with other ranks."""
     return runs_collectives(modules) or any(

@@ -35,7 +35,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from automicro import MemoryBudget, Microbatcher, UnsplittableModelError, split
 from automicro.batchnorm import sees_the_batch
 from automicro.nested import batchnorm
-from automicro.nested.batchnorm import Stages, to_device, to_host
+from automicro.nested.batchnorm import Stages, to_device
+from automicro.nested.slices import to_host
 from automicro.units import format_bytes
 from benchmarks.sizes_of_peers import repair_torchvision
 
@@ -80,12 +81,12 @@ class Host:
 @contextlib.contextmanager
 def counting(host: Host) -> Iterator[None]:
     """Offload tensors between stages to this host."""
-    usual = batchnorm.to_host, batchnorm.to_device
-    batchnorm.to_host, batchnorm.to_device = host.to_host, host.to_device
+    table = vars(batchnorm)
+    table |= {"to_host": host.to_host, "to_device": host.to_device}
     try:
         yield
     finally:
-        batchnorm.to_host, batchnorm.to_device = usual
+        table |= {"to_host": to_host, "to_device": to_device}
 
 
 # Alternatives to compare with

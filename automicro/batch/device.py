@@ -13,7 +13,7 @@ A retry must see the same batch as the first attempt, so a forward never gets th
 import contextlib
 import functools
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -31,29 +31,6 @@ def on_host() -> contextlib.AbstractContextManager[None]:
     """Exclude work on the batch before it moves from the count of a `MemoryBudget`."""
     budget = active_budget()
     return contextlib.nullcontext() if budget is None else budget.host()
-
-
-def to_host(
-    value: Tensor,
-    *,
-    waits: bool = False,
-    host: Callable[[], contextlib.AbstractContextManager[Any]] = on_host,
-) -> Tensor:
-    """Copy a tensor to the host, into pinned memory if it comes from an accelerator.
-
-    >>> to_host(torch.ones(2, requires_grad=True))
-    tensor([1., 1.])
-    """
-    with host():
-        held = None
-        if copies_overlap(value.device):
-            # Pinned memory might run out. Then the copy is blocking, with the same result.
-            with contextlib.suppress(RuntimeError):
-                held = torch.empty_like(value, device="cpu", requires_grad=False, pin_memory=True)
-        overlaps = held is not None and not waits
-        if held is None:
-            held = torch.empty_like(value, device="cpu", requires_grad=False)
-        return held.copy_(value.detach(), non_blocking=overlaps)
 
 
 def on_device(microbatches: Sequence[Any], device: torch.device, *, isolate: bool) -> Iterator[Any]:

@@ -45,7 +45,7 @@ from automicro.loss.conventions import Output, outputs_with_rows
 from automicro.loss.passes import Computation, Mode, check_own_graph, extra_pass
 from automicro.loss.weights import BatchWeights
 from automicro.memory.oom import Failure, caught, classify, release, surely
-from automicro.modules import ModuleIndex, replaced_forward
+from automicro.modules import ModuleIndex
 from automicro.options import check_loss
 from automicro.state.capture import Captured, capture
 from automicro.state.tensors import seen_version
@@ -640,11 +640,15 @@ def _put_back(captured: Captured, known: set[str]) -> None:
 @contextlib.contextmanager
 def _alone(modules: Sequence[nn.Module]) -> Iterator[None]:
     """Let DistributedDataParallel modules, nested ones included, run without other ranks."""
-    with contextlib.ExitStack() as stack:
-        for each in modules:
-            if isinstance(each, DistributedDataParallel):
-                stack.enter_context(replaced_forward(each, each.module))
+    wrappers = [each for each in modules if isinstance(each, DistributedDataParallel)]
+    for each in wrappers:
+        # Bypass __setattr__, which would register the model as a submodule of this name.
+        vars(each)["forward"] = each.module
+    try:
         yield
+    finally:
+        for each in wrappers:
+            del vars(each)["forward"]
 
 
 @contextlib.contextmanager
@@ -657,7 +661,8 @@ def _rows_apart(modules: Sequence[nn.Module]) -> Iterator[None]:
                 continue
             # Without running statistics the layer has only those of its batch.
             if layer.running_mean is None:
-                stack.enter_context(replaced_forward(layer, nn.Identity().forward))
+                vars(layer)["forward"] = nn.Identity().forward
+                stack.callback(vars(layer).pop, "forward")
             elif layer.training:
                 layer.eval()
                 stack.callback(layer.train)

@@ -29,7 +29,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
-from automicro.batch.device import to_host
 from automicro.batch.tensors import tensor_leaves
 from automicro.batchnorm import sees_the_batch
 from automicro.errors import UnsplittableModelError, text_of
@@ -44,11 +43,12 @@ from automicro.nested.slices import (
     naming,
     refuse_twice,
     summed,
+    to_host,
     tolerance_of,
 )
 from automicro.state.capture import capture
 from automicro.state.part import Replay
-from automicro.torch_private import AnyBatchNorm, all_versions, call_hooks
+from automicro.torch_private import BUFFERS, AnyBatchNorm, all_versions, buffer_table, call_hooks
 from automicro.transaction.rng import RandomState
 
 PLAIN = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
@@ -333,7 +333,7 @@ def _normalised(layer: Any, x: Tensor, mean: Tensor, variance: Tensor) -> Tensor
 def _twin(layer: nn.Module, buffers: Mapping[str, Tensor], *, training: bool) -> nn.Module:
     """Return a layer with the same parameters and other buffers."""
     twin = copy.copy(layer)
-    vars(twin).update(_buffers={**vars(layer)["_buffers"], **buffers}, training=training)
+    vars(twin).update({BUFFERS: {**buffer_table(layer), **buffers}, "training": training})
     return twin
 
 

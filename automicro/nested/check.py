@@ -51,6 +51,7 @@ from automicro.nested.slices import (
 from automicro.reach import Reach
 from automicro.sharding import num_ranks
 from automicro.torch_private import in_backward, reduction_of, uncheckpointed
+from automicro.values import same_values
 
 _ROWS = (4, 2)  # rows of one comparison; fewer if memory runs out
 _NOISE = 1e-2  # relative to the value: noise of this size hides differences between slices
@@ -338,13 +339,9 @@ def _told(loss: Tensor, rows: Mapping[str, Any], num_rows: int) -> Average | Non
 
 
 def _is_like(one: Average, other: Average) -> bool:
-    if not (isinstance(one, Tokens) and isinstance(other, Tokens)):
-        return type(one) is type(other)
-    if one.ignore_index != other.ignore_index:
-        return False
-    if one.class_weight is None or other.class_weight is None:
-        return one.class_weight is other.class_weight
-    return _holds_same(one.class_weight, other.class_weight)
+    names = "ignore_index", "class_weight"
+    facts = [[type(each), *(getattr(each, e, None) for e in names)] for each in (one, other)]
+    return same_values(*facts)
 
 
 def _holds_same(one: Tensor, other: Tensor) -> bool:

@@ -13,8 +13,8 @@ from automicro.batch.tensors import map_tensors
 from automicro.errors import UnsplittableModelError, suggestion
 from automicro.loss.averages import IGNORED
 from automicro.loss.passes import extra_pass
-from automicro.modules import evaluation_mode, replaced_forward
-from automicro.nested.slices import tolerance_of
+from automicro.modules import evaluation_mode
+from automicro.nested.slices import replaced_forward, tolerance_of
 from automicro.nested.split import NestedSplit, split
 from automicro.options import check_choice
 from automicro.step.feature import Feature

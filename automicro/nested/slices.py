@@ -19,14 +19,16 @@ from dataclasses import dataclass
 from typing import Any, NoReturn, TypeVar, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from automicro.batch.device import on_host
 from automicro.batch.layout import BatchLayout, balanced_sizes
 from automicro.batch.tensors import map_tensors, tensor_leaves
 from automicro.errors import BatchError, UnsplittableModelError
 from automicro.loss.averages import Average, CutBatch
 from automicro.loss.weights import BatchWeights
+from automicro.memory.device import copies_overlap
 from automicro.memory.oom import Failure, classify
 from automicro.state.part import Replay
 from automicro.torch_private import FakeTensor, all_versions, saving, uncheckpointed
@@ -110,6 +112,53 @@ def storage_of(tensor: Tensor) -> int | None:
     with contextlib.suppress(NotImplementedError, RuntimeError):
         return id(tensor.untyped_storage())
     return None
+
+
+@contextlib.contextmanager
+def replaced_forward(
+    module: nn.Module, forward: Callable[..., Any], name: str = "forward"
+) -> Iterator[None]:
+    """Replace a module's own forward inside the context.
+
+    >>> layer = nn.Linear(2, 2)
+    >>> with replaced_forward(layer, lambda x: 3):
+    ...     layer(None)
+    3
+    >>> "forward" in vars(layer)
+    False
+    """
+    # Past __setattr__, which would register a module as a submodule of this name.
+    table = vars(module)
+    before = {name: table[name]} if name in table else {}
+    table[name] = forward
+    try:
+        yield
+    finally:
+        del table[name]
+        table.update(before)
+
+
+def to_host(
+    value: Tensor,
+    *,
+    waits: bool = False,
+    host: Callable[[], contextlib.AbstractContextManager[Any]] = on_host,
+) -> Tensor:
+    """Copy a tensor to the host, into pinned memory if it comes from an accelerator.
+
+    >>> to_host(torch.ones(2, requires_grad=True))
+    tensor([1., 1.])
+    """
+    with host():
+        held = None
+        if copies_overlap(value.device):
+            # Pinned memory might run out. Then the copy is blocking, with the same result.
+            with contextlib.suppress(RuntimeError):
+                held = torch.empty_like(value, device="cpu", requires_grad=False, pin_memory=True)
+        overlaps = held is not None and not waits
+        if held is None:
+            held = torch.empty_like(value, device="cpu", requires_grad=False)
+        return held.copy_(value.detach(), non_blocking=overlaps)
 
 
 _ABSENT = torch.empty(0)  # stands for any tensor in the structure of arguments or outputs

@@ -6,7 +6,7 @@ import functools
 import inspect
 import logging
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -34,7 +34,7 @@ from automicro.nested.check import Check, Checked
 from automicro.nested.slices import Call, naming, split_loss, split_outputs, storage_of
 from automicro.options import check_choice
 from automicro.policy.choose import make_policy
-from automicro.policy.policy import Outcome, Policy, require_rows, require_size
+from automicro.policy.policy import Outcome, Policy, require_size
 from automicro.reach import OF_EVERY_MODULE, Reach, captured_modules
 from automicro.sharding import is_sharded
 from automicro.state.part import Replay
@@ -64,27 +64,6 @@ _MOST_SIZES = 1024  # sizes kept until a backward
 
 _CONSTANTS = (type(None), bool, int, float, complex, str, bytes)
 _WITHOUT_BATCHNORM = "Or let the part begin behind these layers, or end before them."
-
-
-class Share(Policy):
-    """A policy of slices that are a fixed fraction of the rows.
-
-    >>> Share(4).propose(10), Share(4).propose(3)
-    (3, 1)
-    """
-
-    adapts = False
-
-    def __init__(self, split_factor: int) -> None:
-        self._split_factor = require_size(split_factor, name="batch_split_factor")
-
-    def __repr__(self) -> str:
-        return f"Share({self._split_factor})"
-
-    def propose(self, num_rows: int, cost: float | None = None) -> int:
-        """Return the rows of the largest slice."""
-        require_rows(num_rows)
-        return -(-num_rows // self._split_factor)
 
 
 class NestedSplit:
@@ -169,9 +148,10 @@ class NestedSplit:
                 "say the same; give one of them"
             )
         self._part = part
-        self._policy = make_policy(microbatch_size, may_explore=False)
-        if batch_split_factor is not None:
-            self._policy = Share(batch_split_factor)
+        size = None if batch_split_factor is not None else microbatch_size
+        self._policy = make_policy(size, may_explore=False)
+        factor = 1 if batch_split_factor is None else batch_split_factor
+        self._factor = require_size(factor, name="batch_split_factor")
         if self._policy.explores:
             raise ValueError(
                 'microbatch_size="explore" is for the microbatches of a whole model; give a part '
@@ -219,7 +199,9 @@ class NestedSplit:
 
     def is_like(self, other: "NestedSplit") -> bool:
         """Whether another split would cut a part in the same way."""
-        mine, others = ((repr(each._policy), each._is_exact) for each in (self, other))
+        mine, others = (
+            (repr(each._policy), each._factor, each._is_exact) for each in (self, other)
+        )
         return mine == others
 
     def state_dict(self) -> dict[str, Any]:
@@ -522,7 +504,8 @@ class _Sizer:
             # In evaluation, no backward clears them.
             if len(fixed) > _MOST_SIZES:
                 fixed.clear()
-            fixed[key] = -(-self._policy.propose(self.num_rows, self._cost) // nested.finer)
+            proposed = self._policy.propose(self.num_rows, self._cost)
+            fixed[key] = -(-proposed // (nested.finer * nested._factor))
         return fixed[key]
 
     def failed(self, size: int, error: BaseException | None = None) -> bool:
@@ -603,41 +586,38 @@ class Places:
     """The places of the parameters of modules that need a gradient."""
 
     def __init__(self, index: ModuleIndex) -> None:
-        self._found: list[tuple[MutableMapping[str, Any], str, int]] = []
-        by_id: dict[int, int] = {}
-        self.parameters: list[Tensor] = []
-        self.frozen: list[Tensor] = []  # need no gradient now, but might in the backward
-        for _, module in index.owners:
-            table = parameter_table(module)
-            for name, parameter in table.items():
-                if parameter is None:
-                    continue
-                if not parameter.requires_grad:
-                    self.frozen.append(parameter)
-                    continue
-                if is_sharded(parameter):
-                    raise UnsplittableModelError(
-                        f"the part's parameter {name!r} is sharded while it runs, so that every "
-                        "slice would communicate; apply fully_shard to the part itself"
-                    )
-                # A tied parameter has several places but one gradient.
-                if id(parameter) not in by_id:
-                    by_id[id(parameter)] = len(self.parameters)
-                    self.parameters.append(parameter)
-                self._found.append((table, name, by_id[id(parameter)]))
+        tables = [parameter_table(module) for _, module in index.owners]
+        held = [
+            (table, name, each)
+            for table in tables
+            for name, each in table.items()
+            if each is not None
+        ]
+        self._found = [place for place in held if place[2].requires_grad]
+        # These need no gradient now, but might in the backward.
+        self.frozen = [each for *_, each in held if not each.requires_grad]
+        # A tied parameter has several places but one gradient.
+        self.parameters = list({id(each): each for *_, each in self._found}.values())
+        for _, name, each in self._found:
+            if is_sharded(each):
+                raise UnsplittableModelError(
+                    f"the part's parameter {name!r} is sharded while it runs, so that every slice "
+                    "would communicate; apply fully_shard to the part itself"
+                )
 
     @contextlib.contextmanager
     def holding(self, tensors: Sequence[Tensor] | None) -> Iterator[None]:
         """Put other tensors in the places of the parameters, in their order, if there are any."""
-        others = tensors or ()
-        found = self._found if others else []
+        found = self._found if tensors else []
+        others: dict[int, Any] = {}
+        others.update(zip(map(id, self.parameters), tensors or (), strict=bool(tensors)))
         before = [table[name] for table, name, _ in found]
         # Copies that autocast caches in a slice have no gradient, or that of an alias.
         is_cached = torch.is_autocast_cache_enabled()
         try:
             torch.set_autocast_cache_enabled(False)
-            for table, name, index in found:
-                table[name] = others[index]
+            for table, name, each in found:
+                table[name] = others[id(each)]
             with without_parametrization_cache():
                 yield
         finally:
@@ -669,16 +649,12 @@ def _names_of(function: Callable[..., Any], num_given: int) -> list[str]:
     >>> _names_of(lambda x, y=1, *more, z: None, 4)
     ['x', 'y', 'more.0', 'more.1']
     """
-    names, rest = [], None
-    for parameter in inspect.signature(function).parameters.values():
-        if parameter.kind in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD):
-            names.append(parameter.name)
-        elif parameter.kind is parameter.VAR_POSITIONAL:
-            rest = parameter.name
-    num_more = num_given - len(names)
-    if num_more > 0 and rest is None:
-        return [str(index) for index in range(num_given)]  # the call itself raises the error
-    return [*names[:num_given], *(f"{rest}.{index}" for index in range(num_more))]
+    parameters = inspect.signature(function).parameters.values()
+    by_place = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    names = [each.name for each in parameters if each.kind in by_place]
+    rest = next((each.name for each in parameters if each.kind is each.VAR_POSITIONAL), "")
+    # If there are too many, the call itself raises the error.
+    return [*names[:num_given], *(f"{rest}.{at}" for at in range(num_given - len(names)))]
 
 
 def split(part: P, **options: Any) -> NestedSplit:

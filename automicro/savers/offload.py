@@ -13,7 +13,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from automicro.batch.device import on_host, to_host
+from automicro.batch.device import on_host
+from automicro.nested.slices import to_host
 from automicro.torch_private import FakeTensor, counter_of, refuses_hooks, version_of
 from automicro.torch_private_distributed import is_fsdp_module
 
@@ -123,13 +124,10 @@ class OffloadHooks:
         tensor: Tensor
         tensor, version, place, stored = packed
         if version_of(tensor) != version:
-            size = list(tensor.size() if stored is None else place[0])
             raise RuntimeError(
                 "one of the variables needed for gradient computation has been modified by an "
-                f"inplace operation: [{tensor.type()} {size}] is at version {version_of(tensor)}; "
-                f"expected version {version} instead. Hint: enable anomaly detection to find the "
-                "operation that failed to compute its gradient, with "
-                "torch.autograd.set_detect_anomaly(True)."
+                f"inplace operation: it is at version {version_of(tensor)}; expected version "
+                f"{version} instead"
             )
         if stored is None:
             return tensor

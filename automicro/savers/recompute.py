@@ -23,8 +23,8 @@ from torch.utils.checkpoint import CheckpointError
 
 from automicro.errors import RollbackError, add_note, describe_error, suggestion, text_of
 from automicro.memory.oom import Failure, classify
-from automicro.modules import ModuleIndex, replaced_forward
-from automicro.nested.slices import AsItStood, computed_again
+from automicro.modules import ModuleIndex
+from automicro.nested.slices import AsItStood, computed_again, replaced_forward
 from automicro.ranks.interface import StrayedError
 from automicro.state.part import Replay
 from automicro.torch_private import (

@@ -12,41 +12,23 @@ from automicro import Microbatcher
 from automicro.errors import UnsplittableModelError
 from automicro.features import Nested
 from automicro.nested.parts import LanguageTail, MissingLogits
+from tests.savers.families import SMALL
 
 transformers = pytest.importorskip("transformers")
-
-SMALL = {
-    "vocab_size": 67,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "pad_token_id": 0,
-    "n_embd": 32,
-    "n_layer": 2,
-    "n_head": 4,
-    "n_positions": 64,
-    "num_local_experts": 4,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "state_size": 8,
-    "max_position_embeddings": 64,
-    "d_model": 32,
-    "encoder_layers": 1,
-    "decoder_layers": 1,
-    "ffn_dim": 48,
-    "decoder_start_token_id": 2,
-    "final_logit_softcapping": 30.0,
-}
 
 
 def language_model(name: str, kind: str = "CausalLM") -> Any:
     """A small one without dropout, whose logits are large enough to show what is done to them."""
     torch.manual_seed(0)
     config = transformers.CONFIG_MAPPING[name]()
-    options = {key: value for key, value in SMALL.items() if hasattr(config, key)}
+    small = {
+        **SMALL,
+        "num_hidden_layers": 2,
+        "n_layer": 2,
+        "conv_kernel": 4,
+        "final_logit_softcapping": 30.0,
+    }
+    options = {key: value for key, value in small.items() if hasattr(config, key)}
     config = type(config)(**options)
     if hasattr(config, "router_aux_loss_coef"):
         config.output_router_logits = True
@@ -127,7 +109,7 @@ def test_whoever_asks_for_logits_that_are_not_there_is_told() -> None:
         logits.argmax(-1)
     assert not hasattr(logits, "shape")
     with torch.no_grad():
-        assert model(**given).logits.shape == (5, 9, 67)
+        assert model(**given).logits.shape == (5, 9, SMALL["vocab_size"])
 
 
 def test_evaluation_and_removal_leave_the_model_as_it_was() -> None:
@@ -141,7 +123,7 @@ def test_evaluation_and_removal_leave_the_model_as_it_was() -> None:
         assert torch.equal(model(**given).loss, wanted)
     torch.testing.assert_close(torch.as_tensor(result.loss), wanted, rtol=1e-5, atol=0)
     microbatcher.remove_parts()
-    assert model(**given).logits.shape == (5, 9, 67)
+    assert model(**given).logits.shape == (5, 9, SMALL["vocab_size"])
 
 
 def test_a_model_that_was_trained_can_be_copied_and_saved() -> None:
@@ -159,7 +141,7 @@ def test_a_head_that_is_replaced_between_steps_is_the_tails() -> None:
     model, given = language_model("llama"), batch(with_count=False)
     Microbatcher(model, features=[Nested({"tail": 2})])
     loss_and_gradients(model, given)
-    model.resize_token_embeddings(80)
+    model.resize_token_embeddings(120)
     loss, found = loss_and_gradients(model, given)
     tail = LanguageTail.of(model)
     assert tail is not None

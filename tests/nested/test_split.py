@@ -493,7 +493,8 @@ def test_a_tail_may_give_a_sum_that_is_divided_outside(dtype: torch.dtype) -> No
     head = nn.Linear(WIDTH, 3).to(dtype)
 
     def tail(hidden: Tensor, depth: Tensor) -> Tensor:
-        return (head(hidden) - depth).abs()[depth > 0].sum()
+        output: Tensor = (head(hidden) - depth).abs()[depth > 0].sum()
+        return output
 
     def loss(compute: Any) -> Tensor:
         output: Tensor = compute(hidden, depth) / (depth > 0).sum()

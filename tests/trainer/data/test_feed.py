@@ -236,13 +236,17 @@ def references() -> dict[str, Any]:
     return {}
 
 
+QUICK = {(0, 1), (0, BATCHES), (1, 0), (1, 2)}
 # Workers are processes, started for each pass.
 QUICK_WITH_WORKERS = {("persistent workers", 0, 1)}
+
+
+def is_quick(name: str, *cut: int) -> bool:
+    return (name, *cut) in QUICK_WITH_WORKERS if "workers" in name else cut in QUICK
+
+
 CUTS = [
-    pytest.param(
-        *cut,
-        marks=() if "workers" not in cut[0] or cut in QUICK_WITH_WORKERS else pytest.mark.sweep,
-    )
+    pytest.param(*cut, marks=() if is_quick(*cut) else pytest.mark.sweep)
     for cut in itertools.product(LOADERS, range(PASSES), [0, 1, 2, BATCHES])
 ]
 

@@ -1,15 +1,10 @@
 """How ranks share the rows of a batch: all of them, each once, and none alone."""
 
-import os
-from collections.abc import Iterator
-from typing import Any
-
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
-from torch.utils.data import Sampler
 
 from automicro import Microbatcher
 from automicro.trainer.data.sharing import SharedBatchSampler
@@ -55,16 +50,6 @@ def test_every_row_comes_once_in_its_batch_and_none_is_alone_beside_more(
         assert max(sizes) <= max(batch_size, 3)
         if batch_size > 1 and len(batch) > 1:
             assert min(sizes) > 1
-
-
-class Unseeded(Sampler[Any]):
-    """Draws from what nobody seeds."""
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter([os.urandom(8) for _ in range(4)])
-
-    def __len__(self) -> int:
-        return 4
 
 
 def test_batchnorm_on_a_batch_of_one_row_is_explained_with_its_remedy() -> None:
