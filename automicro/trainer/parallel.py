@@ -1,7 +1,7 @@
 """Models on several devices, wrapped in DDP or FSDP2 here or by the user."""
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
