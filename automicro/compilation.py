@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from automicro.batch.tensors import tensor_leaves
-from automicro.errors import suggestion
+from automicro.errors import about, suggestion
 from automicro.memory.budget import active_budget
 from automicro.torch_private import (
     compile_in_place,
@@ -43,6 +43,7 @@ CompileOptions = bool | Mapping[str, Any]
 """False, True, or the keyword arguments of ``torch.compile``."""
 
 
+@about("compile")
 def check_compile(
     options: CompileOptions,
     *,

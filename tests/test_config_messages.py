@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from automicro.cli import main
 from automicro.errors import ConfigError
 from tests.config_jobs import JOB, build_trainer, complaint, job, load_config
 
@@ -28,8 +29,9 @@ def test_a_mistake_names_where_it_was_brought_in() -> None:
             "the override 'sede=1': unknown key 'sede' (did you mean 'seed'?): correct it"
         ),
         ("base.yaml", "base.yaml", "seed=${sede}"): (
-            "the override 'seed=${sede}': seed refers to ${sede}, which is not set (did you "
-            "mean 'seed'?): use a key of the config, from its top level"
+            "the override 'seed=${sede}': seed=${sede}: Interpolation key 'sede' not found (did "
+            "you mean 'seed'?): correct it; there are ${key} from the top level, "
+            "${oc.env:NAME,default} and ${now:%Y-%m-%d}"
         ),
     }
     for arguments, message in wrong.items():
@@ -56,12 +58,12 @@ def test_a_mistake_names_where_it_was_brought_in() -> None:
     }.items(),
 )
 def test_what_this_machine_or_the_compiler_cannot_do_is_refused(
-    overrides: tuple[str, ...], beginning: str
+    overrides: tuple[str, ...], beginning: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    message = complaint(*overrides)
-    assert message.startswith(f"the override {overrides[0]!r}: {beginning}")
-    if "device" in overrides[0]:
-        assert message.endswith("; pass 'auto', 'cpu' or a device that torch can see")
+    Path("job.yaml").write_text(JOB, encoding="utf-8")
+    assert main(["train", "job.yaml", *overrides]) == 2
+    place = f"automicro: the override {overrides[0]!r}: "
+    assert capsys.readouterr().err.startswith(place + beginning)
 
 
 @pytest.mark.parametrize(

@@ -261,12 +261,6 @@ def type_in_words(key: str) -> str:
     return one_of(words)
 
 
-def is_made(key: str) -> bool:
-    """Return whether a key holds nodes."""
-    is_node = {CallConfig, NoneType} == {*alternatives(key)}
-    return is_node or key == "eval_dataloader" or bool(OPTIONS[key].made)
-
-
 def keys_inside(key: str) -> tuple[str, ...]:
     """Return the keys that a key can contain."""
     return tuple(_arguments(key)) if key in SECTIONS else ()
@@ -404,8 +398,6 @@ class Reader:
                 # The folder's default depends on run_dir, which is known later.
                 if (section, name, value) != ("checkpoint", "folder", None):
                     given[name] = self.read(value, where, f"{section}.{name}")
-                    if section == "checkpoint":
-                        check_checkpoint(name, given[name])
         missing = [name for name in known if name not in {"folder", *given, *values}]
         if missing:
             words = choices(f"{section}.{missing[0]}")
@@ -445,14 +437,6 @@ def _is_mistyped(name: object, value: object) -> bool:
     return not isinstance(value, Mapping) and nearest(name, NODE_KEYS) is not None
 
 
-def check_checkpoint(name: str, value: Any) -> None:
-    """Refuse a single value that `CheckpointConfig` would refuse."""
-    try:
-        CheckpointConfig(**{"folder": "checkpoints", name: value})
-    except (TypeError, ValueError) as error:
-        raise ConfigError(f"checkpoint.{error}") from error
-
-
 def unknown_key(key: str, tree: Mapping[str, Any]) -> ConfigError:
     """Return the error for an unknown key, with a suggestion."""
     if key in INSTEAD:
@@ -479,15 +463,7 @@ def _read_limit(limit: Any) -> None:
 
 def _read_loss_average(name: str, value: Any) -> None:
     """Refuse an invalid way to average a loss, or one of several losses by name."""
-    if isinstance(value, Mapping):
-        for inner, each in value.items():
-            if not is_node(each):
-                _read_loss_average(f"{name}.{inner}", each)
-        return
-    try:
-        check_choice(name, value, LOSS_AVERAGES)
-    except ValueError as error:
-        raise ConfigError(
-            f"{error}, or a function of yours from a microbatch to what its loss was divided by: "
-            "{call: pkgutil.resolve_name, args: {name: my_data.count}}"
-        ) from None
+    inside = {f"{name}.{each}": inner for each, inner in items_inside(value)} or {name: value}
+    for key, each in inside.items():
+        if not is_node(each):
+            check_choice(key, each, LOSS_AVERAGES)
