@@ -16,7 +16,7 @@ from automicro.checkpoints.reading import load_checkpoint
 from automicro.checkpoints.store import CheckpointConfig
 from automicro.cli.config.keys import KEYS, LISTS
 from automicro.cli.config.load import rows_to_load
-from automicro.cli.config.nodes import is_node, items_inside, prepare_value
+from automicro.cli.config.nodes import is_node, items_inside, prepare, prepare_value
 from automicro.cli.config.schema import At, RunConfig, keys_inside
 from automicro.data import LengthBatchSampler, with_batch_sampler
 from automicro.errors import CheckpointError, ConfigError, about
@@ -34,6 +34,7 @@ FIRST_ARGUMENTS = {
     "optimizer": ["the model's parameters"],
     "scheduler": ["the optimizer"],
 }
+SEVERAL = ("metrics", *LISTS)
 LOADERS = ("train_dataloader", "eval_dataloader")
 _SHORT = 500  # characters
 SAVE = "write it with torch.save(model.state_dict(), path)"
@@ -133,16 +134,25 @@ def _prepare(value: Any, key: str, kind: str, at: At) -> Callable[..., Any]:
             name: _prepare(value[name], f"{key}.{name}", inner, at) for name, inner in kinds.items()
         }
         return lambda: _make_evaluator({name: make() for name, make in makers.items()})
-    if not is_node(value) and kind in ("eval_dataloader", "metrics", *LISTS):
+    # Nodes in a list or by name; evaluations can hold others.
+    several = list if kind in LISTS else Mapping
+    is_several = isinstance(value, several) and not is_node(value)
+    if is_several and (kind == "eval_dataloader" or key == kind in SEVERAL):
         inside: dict[str, Callable[..., Any]] = {}
         for name, each in items_inside(value):
+            if each in (None, "None") and kind == "metrics":
+                continue
             with at(f"{key}.{name}"):
                 inside[name] = _prepare(each, f"{key}.{name}", kind, at)
         if kind in LISTS:
             return lambda: [make() for make in inside.values()]
         # If no name is left, there is no evaluation.
         return lambda: {name: make() for name, make in inside.items()} or None
-    make = prepare_value(value, key, first=FIRST_ARGUMENTS.get(key, ()))
+    # A null evaluation is none, and any other value that is not a node is refused there.
+    if is_node(value) or (value is not None and kind in ("eval_dataloader", *SEVERAL)):
+        make = prepare(value, key, first=FIRST_ARGUMENTS.get(key, ()))
+    else:
+        make = prepare_value(value, key)
     return _checking(make, value["call"], key) if is_node(value) and kind in LOADERS else make
 
 

@@ -130,14 +130,14 @@ def prepare(
     return functools.partial(_make, target, values, key, call)
 
 
-def prepare_value(value: Any, key: str, *, first: Sequence[str] = ()) -> Callable[..., Any]:
+def prepare_value(value: Any, key: str) -> Callable[..., Any]:
     """Return a function that creates a value, which can contain nodes at any depth.
 
     >>> prepare_value([{"call": "fractions.Fraction"}, 1], "values")()
     [Fraction(0, 1), 1]
     """
     if is_node(value):
-        return prepare(value, key, first=first)
+        return prepare(value, key)
     inner = {name: prepare_value(each, f"{key}.{name}") for name, each in items_inside(value)}
     if isinstance(value, Mapping):
         return lambda: {name: make() for name, make in inner.items()}

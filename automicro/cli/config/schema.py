@@ -17,7 +17,6 @@ from automicro.checkpoints.store import CheckpointConfig
 from automicro.cli.config.keys import KEYS, OPTIONS, TO_TRAIN, Option, as_override, mistake
 from automicro.cli.config.nodes import (
     FORM,
-    NODE_KEYS,
     CallConfig,
     is_node,
     items_inside,
@@ -27,7 +26,7 @@ from automicro.cli.config.nodes import (
 )
 from automicro.cli.config.sources import read_value
 from automicro.data import LengthBatchSampler
-from automicro.errors import ConfigError, about, nearest, suggestion
+from automicro.errors import ConfigError, about, suggestion
 from automicro.features import INSTEAD, WORDS, class_of
 from automicro.options import check_choice
 from automicro.policy.policy import Policy
@@ -301,8 +300,6 @@ NO_KEYS_OF_ITS_OWN = (
 FORMS = {
     "checkpoint": "{interval: 500ba, keep_last: 2}, {} for the defaults, or null for none",
     "sampling_mode": "{mode: duration, lengths: seconds, batch_length: 600.0}, or fixed",
-    "list": "[{call: dotted.path, args: {name: value}}], or [] for none",
-    "mapping": "{name: {call: dotted.path, args: {…}}}, or {} for none",
 }
 
 
@@ -324,8 +321,8 @@ class Reader:
             return self._evaluations(value, key)
         if kind in SECTIONS:
             return self._section(value, key, kind)
-        if option.made in FORMS:
-            return self._nodes(value, key, option.made)
+        if value is None and option.made in ("list", "mapping"):
+            return defaults()[kind]
         # A mapping is a node. If the key also accepts plain mappings, it is one only if it has
         # call.
         is_plain = isinstance(value, Mapping) and Mapping in found and not is_node(value)
@@ -346,28 +343,12 @@ class Reader:
             raise mistake(said, key) from error
         return typed
 
-    def _nodes(self, value: Any, key: str, made: str) -> Any:
-        """Return a list of nodes, or a mapping from names to nodes."""
-        if value is None:
-            return [] if made == "list" else {}
-        if not isinstance(value, list if made == "list" else Mapping):
-            raise ConfigError(f"{key}={show(value)} is not a {made}: write {FORMS[made]}")
-        nodes = {}
-        for name, node in items_inside(value):
-            with self._at(f"{key}.{name}"):
-                if made == "list" or node not in (None, "None"):
-                    nodes[name] = read_node(node, f"{key}.{name}")
-        return [*nodes.values()] if made == "list" else nodes
-
     def _evaluations(self, value: Any, key: str) -> Any:
         """Return a node, an evaluation with options, or a mapping from names to these."""
-        known = keys_inside("eval_dataloader")
-        is_mapping = isinstance(value, Mapping) and not is_node(value)
-        if is_mapping and not {*known}.isdisjoint(value):
+        if not isinstance(value, Mapping) or is_node(value):
+            return value
+        if not {*keys_inside("eval_dataloader")}.isdisjoint(value):
             return self._section(value, key, "eval_dataloader")
-        # {clal: torch.nn.Linear} is a mistyped node, not an evaluation called clal.
-        if not is_mapping or not value or any(_is_mistyped(*each) for each in value.items()):
-            return read_node(value, key)
         found = {}
         for name, each in value.items():
             with self._at(f"{key}.{name}"):
@@ -430,11 +411,6 @@ def _is_default(value: object, kind: str) -> bool:
     default = defaults(section).get(name, ...)
     # Types are compared, too, because True == 1 and False == 0.
     return type(value) is type(default) and value == default
-
-
-def _is_mistyped(name: object, value: object) -> bool:
-    """Return whether a name is a mistyped key of a node, and not the name of an evaluation."""
-    return not isinstance(value, Mapping) and nearest(name, NODE_KEYS) is not None
 
 
 def unknown_key(key: str, tree: Mapping[str, Any]) -> ConfigError:
