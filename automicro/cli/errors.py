@@ -78,11 +78,15 @@ def is_closed_pipe(error: BaseException) -> bool:
     # Rich turns a BrokenPipeError into SystemExit.
     if isinstance(error, SystemExit):
         return isinstance(error.__context__, BrokenPipeError)
-    # A BrokenPipeError might come from any pipe of user code; a closed stdout raises it again.
+    if not isinstance(error, BrokenPipeError):
+        return False
+    # It might come from any pipe of user code; a closed stdout raises it again.
     try:
         sys.stdout.flush()
     except BrokenPipeError:
-        return isinstance(error, BrokenPipeError)
+        return True
+    except (OSError, ValueError):  # closed here
+        return False
     return False
 
 

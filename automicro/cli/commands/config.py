@@ -1,9 +1,10 @@
 """Print the config that train would use, all keys, or a template.
 
-Files are merged, key=value is applied, interpolations are resolved, and every key is
-shown with its default. All that can be checked without creating objects is checked:
-keys, values, import paths and names of arguments. automicro verify, or train, shows
-whether models and data can be created and fit each other. run_dir is not checked.
+Files are merged, key=value is applied, and every key is shown with its default.
+References such as ${seed} stay as they are written. All that can be checked without
+creating objects is checked: keys, values, import paths and names of arguments.
+automicro verify, or train, shows whether models and data can be created and fit each
+other. run_dir is not checked.
 """
 
 import argparse

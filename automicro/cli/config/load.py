@@ -130,7 +130,7 @@ class LoadedConfig:
     def everything(self) -> dict[str, Any]:
         """All keys, including defaults of keys that are not set."""
         values = {**defaults(), **self.written}
-        if values["checkpoint"] is not None:
+        if isinstance(values["checkpoint"], Mapping):
             folder = {} if self.config.run_dir is None else {"folder": "${run_dir}/checkpoints"}
             values["checkpoint"] = {**folder, **defaults("checkpoint"), **values["checkpoint"]}
         return {key: values[key] for key in KEYS if key in values}
