@@ -150,12 +150,6 @@ FAILED = {
         "{call: pkgutil.resolve_name, args: {name: my_data.count_tokens}}",
         FIRST_BATCH,
     ),
-    ("train", "loss_fn=null"): (
-        "nothing says how to compute a loss from a batch of type list; pass loss_fn=… for "
-        "batches of (inputs, targets), or forward=… that takes (model, microbatch) and returns the "
-        "loss",
-        FIRST_BATCH,
-    ),
 }
 
 
@@ -201,10 +195,6 @@ MADE = {
         "'obj': it takes no arguments; call has to return the function, and for builtins.len "
         "itself write count_tokens: {call: pkgutil.resolve_name, args: {name: builtins.len}}",
     ),
-    "model={call: my_code.func}": (
-        "model: my_code.func cannot be called like this, missing a required argument: 'x': it "
-        "takes x",
-    ),
     "loss_fn={call: builtins.list}": (
         "loss_fn=[] cannot be called; pass loss_fn=… for batches of (inputs, targets), or "
         "forward=… that takes (model, microbatch) and returns the loss",
@@ -249,11 +239,6 @@ WRITTEN = {
     "batchnorm=off": (
         "batchnorm=false: expected warn, error, disable, ignore or exact; YAML reads yes, no, on "
         "and off as true or false"
-    ),
-    "max_duration=5epochs": (
-        "max_duration='5epochs' is not a whole number of epochs, batches, samples, "
-        "tokens or seconds of data, at least 1 (did you mean '5ep'?); write it like '2ep', "
-        "'500ba', '10000sp', '1e6tok' or '100h' of data; a limit in time is max_time='2h30m'"
     ),
     "seed=": (
         "the override 'seed=' is not key=value: write it so, such as optimizer.args.lr=0.001, "
