@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from automicro.errors import about
 from automicro.memory.budget import active_budget
 from automicro.torch_private import (
     compile_in_place,
@@ -36,6 +37,7 @@ CompileOptions = bool | Mapping[str, Any]
 """False, True, or the keyword arguments of ``torch.compile``."""
 
 
+@about("compile")
 def check_compile(
     options: CompileOptions,
     *,

@@ -160,27 +160,17 @@ def check_optimizer(
     return innermost
 
 
-def check_modules(modules: object) -> list[nn.Module]:
+def check_modules(modules: Any) -> list[nn.Module]:
     """Return the additional modules as a list; refuse anything else, such as a bare parameter."""
-    if isinstance(modules, Tensor) or not isinstance(modules, Iterable):
-        raise TypeError(
-            f"modules is a {type(modules).__name__} and not a list of modules; pass "
-            f"{_as_modules(modules)}"
-        )
-    listed = list(modules)
-    for module in listed:
-        if not isinstance(module, nn.Module):
+    is_list = isinstance(modules, Iterable) and not isinstance(modules, Tensor)
+    listed = list(modules) if is_list else [modules]
+    for each in listed:
+        if not is_list or not isinstance(each, nn.Module):
             raise TypeError(
-                f"modules holds a {type(module).__name__}, which is not a torch.nn.Module; pass "
-                f"{_as_modules(module)}"
+                f"modules must be a list of torch.nn.Module, and this is a {type(each).__name__}. "
+                "Pass modules=[…], with a parameter of your own in a torch.nn.ParameterList"
             )
     return listed
-
-
-def _as_modules(given: object) -> str:
-    if isinstance(given, Tensor):
-        return "modules=[torch.nn.ParameterList([…])], with the parameter in it"
-    return "modules=[…] with instances of torch.nn.Module"
 
 
 def check_step(batches: Iterable[Any], *, may_be_none: bool = False) -> list[Any]:

@@ -164,11 +164,10 @@ def _falling(
             f"the warm-up of {rise} steps is longer than the total of {end}: lower warmup, or "
             "raise total"
         )
-    if isinstance(final, bool) or not isinstance(final, int | float):
-        raise TypeError(f"final={final!r} is not a number: give a fraction from 0 to 1")
-    if not 0 <= final <= 1:
+    is_text = not isinstance(final, int | float)
+    if isinstance(final, bool) or is_text or not 0 <= final <= 1:
         raise ValueError(
-            f"final={final} is not a fraction of the base rate: give a number from 0 to 1"
+            f"final={final!r} is not a fraction of the base rate: give a number from 0 to 1"
         )
 
     def fall(step: int) -> float:

@@ -23,7 +23,7 @@ NEW_COMMAND = """\
 from automicro.cli.arguments import Command
 
 COMMAND = Command(
-    doc=__doc__, examples=["automicro count"], exit_codes={}, run=lambda arguments: 3,
+    doc=__doc__, examples=["automicro count"], run=lambda arguments: 3,
 )
 """
 
@@ -123,18 +123,15 @@ def test_help_shows_every_command_with_an_example(capsys: pytest.CaptureFixture[
 
 
 @pytest.mark.parametrize("name", COMMANDS)
-def test_the_help_of_a_command_shows_its_own_examples_and_exit_codes(
+def test_the_help_of_a_command_shows_its_own_examples(
     name: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main([name, "--help"]) == 0
     out = capsys.readouterr().out
     command = COMMANDS[name]
     for example in command.examples:
-        assert f"automicro {name} " in example
+        assert f"automicro {name}" in example
         assert f"\n  {example}\n" in out
-    for code, meaning in command.exit_codes.items():
-        assert f"\n  {code:<4} {meaning}\n" in out
-    assert "  2    the command line or the config is wrong" in out
 
 
 def test_debug_shows_the_traceback_of_a_mistake(capsys: pytest.CaptureFixture[str]) -> None:
@@ -252,8 +249,8 @@ def test_plan_tells_the_largest_microbatch_that_fits_whatever_data_print(
     assert "a100-80gb" in capsys.readouterr().out
     assert main(["plan", DIGITS, "--device", "a1"]) == 2
     assert "is none of t4" in capsys.readouterr().err
-    assert main(["plan", DIGITS, "--memory", "-5GiB"]) == 2
-    assert "cannot read '-5GiB' as an amount of memory: write a pos" in capsys.readouterr().err
+    assert main(["plan", DIGITS, "--memory", "5parsecs"]) == 2
+    assert "cannot read '5parsecs' as an amount of memory: write a" in capsys.readouterr().err
     assert main(["plan", DIGITS, "--rows", "0"]) == 2
     assert main(["plan", DIGITS, "--memory", "4MiB", "batchnorm=exact"]) == 0
     assert "batchnorm='exact' a batch takes other memory" in capsys.readouterr().out
@@ -262,11 +259,7 @@ def test_plan_tells_the_largest_microbatch_that_fits_whatever_data_print(
 @pytest.mark.parametrize(
     ("option", "words"),
     [
-        (
-            "--max-minutes=-1",
-            "--max-minutes: -1 is not a time: give a number above 0, or leave it out",
-        ),
-        ("--max-minutes=nan", "--max-minutes: nan is not a time"),
+        ("--max-minutes=soon", "--max-minutes: invalid float value: 'soon'"),
         ("--max-steps=0", "--max-steps: 0 is below 1"),
         ("--max-rows=-3", "--max-rows: -3 is below 1"),
     ],

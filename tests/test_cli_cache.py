@@ -2,13 +2,9 @@
 
 import dataclasses
 import json
-import os
 import re
-import subprocess
-import sys
 import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -45,40 +41,13 @@ def cache(own_cache: Path, monkeypatch: pytest.MonkeyPatch) -> SizeCache:
     return cache
 
 
-def left(cache: SizeCache) -> list[tuple[str, str]]:
-    return [(entry.key["model"], entry.key["phase"]) for entry in cache.entries()]
-
-
-@pytest.mark.parametrize(
-    "other",
-    [
-        {"shapes": {"0": "float32[1, 28, 28]", "1": "int64[]"}},
-        {"optimizer": None},
-        {"structure": "9" * 64},
-        {"torch": "2.14.0"},
-    ],
-    ids=str,
-)
-def test_no_two_lines_look_alike(
-    other: dict[str, Any], own_cache: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    for key in (KEY, {**KEY, **other}):
-        SizeCache().remember(size_of(16, key))
-    assert main(["cache"]) == 0
-    _, *lines = capsys.readouterr().out.splitlines()[:3]
-    assert len(set(lines)) == 2
-
-
-def test_in_json_what_many_tensors_hold_is_whole_and_in_the_table_it_is_short(
+def test_in_json_all_is_there_and_in_the_table_it_is_short(
     own_cache: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    names = ("input_ids", "attention_mask", "labels")
-    shapes = dict.fromkeys(names, "int64[128]") | {
-        "a": "float32[2]", "b": "float32[3]", "c": "bool[]", "d": "uint8[4]",
-    }  # fmt: skip
+    shapes = dict.fromkeys(("input_ids", "attention_mask", "labels", "a", "b"), "int64[128]")
     SizeCache().remember(size_of(16, {**KEY, "shapes": shapes}))
     assert main(["cache"]) == 0
-    assert "3 × int64[128], float32[2], float32[3], 2 more" in capsys.readouterr().out
+    assert "int64[128], int64[128], int64[128], [...]" in capsys.readouterr().out
     assert main(["cache", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)[0]["key"]["shapes"] == shapes
 
@@ -97,39 +66,10 @@ def test_without_a_size_it_says_where_one_will_be(
     assert not own_cache.exists()
 
 
-def test_nothing_of_that_kind_says_how_to_see_the_rest(
-    cache: SizeCache, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["cache", "--model", "MLP"]) == 0
-    assert capsys.readouterr().out == (
-        f"no such size is remembered in {cache.folder}: automicro cache lists all\n"
-    )
-
-
-CLEARED: dict[str, tuple[list[str], list[tuple[str, str]]]] = {
-    "all": ([], []),
-    "by age": (["--older-than", "30d"], [("CNN", "eval"), ("CNN", "train")]),
-    "by model": (["--model", "CNN"], [("GPT2LMHeadModel", "train")]),
-    "by both": (
-        ["--model", "CNN", "--older-than", "1h30m"],
-        [("CNN", "eval"), ("GPT2LMHeadModel", "train")],
-    ),
-    "none": (["--model", "cn"], [("CNN", "eval"), ("CNN", "train"), ("GPT2LMHeadModel", "train")]),
-}
-
-
-@pytest.mark.parametrize(("options", "stay"), CLEARED.values(), ids=CLEARED)
-def test_clear_removes_what_is_meant(
-    cache: SizeCache,
-    options: list[str],
-    stay: list[tuple[str, str]],
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    assert main(["cache", "--clear", *options]) == 0
-    number = 3 - len(stay)
-    sizes = "1 size" if number == 1 else f"{number} sizes"
-    assert capsys.readouterr().out == f"removed {sizes} from {cache.folder}\n"
-    assert left(cache) == stay
+def test_clear_removes_all(cache: SizeCache, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["cache", "--clear"]) == 0
+    assert capsys.readouterr().out == f"removed 3 sizes from {cache.folder}\n"
+    assert cache.entries() == []
 
 
 # Tests turn warnings into errors; users do not.
@@ -168,51 +108,16 @@ def test_text_of_a_file_neither_marks_up_nor_steers_the_terminal(
     assert capsys.readouterr().out.splitlines()[1].startswith("[red]?[2J|Net  ")
 
 
-MISTAKES = {
-    ("--older-than", "month"): (
-        "--older-than: 'month' is not a time: write whole numbers, as in '1d', '2h30m', '45m' or "
-        "'90s'"
-    ),
-    ("--json", "--clear"): "--json and --clear do not go together: give one of them",
-}
-
-
-@pytest.mark.parametrize(
-    ("options", "end"),
-    [
-        (["all"], "unknown argument 'all': cache takes options only\n"),
-        (
-            ["--older", "3d"],
-            "unknown option '--older' (did you mean '--older-than'?): use some of --clear, "
-            "--model, --older-than, --json, --debug; options of a config are "
-            "key=value\n",
-        ),
-    ],
-    ids=str,
-)
-def test_unknown_arguments_are_named(
-    options: list[str], end: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["cache", *options]) == 2
-    assert capsys.readouterr().err.endswith(f"automicro cache: error: {end}")
-
-
-@pytest.mark.slow
-def test_a_closed_pipe_is_no_traceback(own_cache: Path) -> None:
-    cache = SizeCache()
-    for rows in range(64, 364):
-        cache.remember(size_of(16, {**KEY, "rows": rows}))
-    command = f"{sys.executable} -m automicro cache | head -n 1"
-    done = subprocess.run(
-        ["bash", "-o", "pipefail", "-c", command],
-        capture_output=True,
-        text=True,
-        check=False,
-        env=os.environ,
+def test_unknown_arguments_are_named(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["cache", "all"]) == 2
+    said = capsys.readouterr().err
+    assert said.endswith(
+        "automicro cache: error: unknown argument 'all': cache takes options only\n"
     )
-    assert done.stdout.startswith("model ")
-    assert done.stderr == ""
-    assert done.returncode in (0, 141)  # 0 where all was written before the pipe closed
+    assert main(["cache", "--clean"]) == 2
+    assert "unknown option '--clean' (did you mean '--clear'?): use" in capsys.readouterr().err
+    assert main(["cache", "--json", "--clear"]) == 2
+    assert "--json and --clear do not go together" in capsys.readouterr().err
 
 
 def test_the_table_in_the_documentation_is_one_of_these() -> None:

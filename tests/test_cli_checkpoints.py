@@ -223,7 +223,7 @@ def test_the_checkpoint_of_another_model_is_refused(capsys: pytest.CaptureFixtur
     assert train("run_dir=a", "checkpoint={}") == 0
     larger = ["model.args.out_features=3", f"eval_dataloader={EVAL_DATA}"]
     assert main(["eval", "job.yaml", *larger, "weights=a/checkpoints"]) == 2
-    assert "weights='a/checkpoints' does not fit the Linear: " in capsys.readouterr().err
+    assert "weights='a/checkpoints' does not fit the Linear (" in capsys.readouterr().err
     assert train("checkpoint={folder: a/checkpoints}", "model.args.bias=false") == 1
     err = capsys.readouterr().err
     assert "does not fit" in err

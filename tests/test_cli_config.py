@@ -114,8 +114,8 @@ def test_the_template_filled_in_with_a_users_module_trains(
     Path("mine.yaml").write_text(template, encoding="utf-8")
     assert main(["train", "mine.yaml"]) == 2
     assert capsys.readouterr().err.splitlines()[0] == (
-        "automicro: mine.yaml:10,14: model.call, train_dataloader.call are '???', to be filled in: "
-        "write them there, or add model.call=VALUE train_dataloader.call=VALUE"
+        "automicro: mine.yaml:10,14: model.call, train_dataloader.call: replace '???' by a "
+        "value, or add model.call=VALUE train_dataloader.call=VALUE"
     )
     Path("template_module.py").write_text(MY_MODULE, encoding="utf-8")
     for name in ("MyModel", "make_loader"):

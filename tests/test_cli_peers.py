@@ -84,5 +84,5 @@ def test_torchrun_is_left_what_went_wrong_of_the_rank_that_it_went_wrong_on(
     assert not path.exists()  # what only followed would be taken for the cause
     said(RuntimeError("a mistake"), capsys)
     message = json.loads(path.read_text(encoding="utf-8"))["message"]
-    assert message["message"] == "the run failed: RuntimeError: a mistake"
+    assert message["message"] == "RuntimeError: a mistake"
     assert message["extraInfo"]["timestamp"].isdecimal()

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from omegaconf import OmegaConf
 
-from automicro.cli.config.load import escape, rows_to_load, to_yaml
+from automicro.cli.config.load import escape, read_config, rows_to_load, to_yaml
 from automicro.cli.config.sources import merge, read_file
 from automicro.errors import ConfigError
 from tests.config_jobs import JOB, args_of, job, load_config
@@ -50,12 +50,12 @@ def test_now_is_one_instant() -> None:
     assert job("run_dir=runs/${now:%Y-%m-%d_%H-%M-%S-%f}").run_dir == config.run_dir
 
 
-BATCH_SIZES = [
-    "train_dataloader.args.batch_size=${global_batch_size}",
-    "eval_dataloader={call: a.b, args: {batch_size: '${global_batch_size}'}}",
-    "optimizer.args.lr=${global_batch_size}",
-    "global_batch_size=24",
-]
+def test_a_written_config_keeps_references_and_what_resolvers_gave() -> None:
+    overrides = ["run_dir=runs/${now:%f}", "optimizer.args.lr=${seed}", "seed=1"]
+    loaded = read_config(["base.yaml"], overrides)
+    assert loaded.written["run_dir"] == loaded.config.run_dir
+    assert loaded.written["optimizer"]["args"] == {"lr": "${seed}"}
+    assert args_of(loaded.config, "optimizer") == {"lr": 1}
 
 
 @pytest.mark.parametrize(

@@ -25,7 +25,6 @@ def in_an_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
             "there is no file 'nothing.txt': give the path of a YAML file, such as "
             "configs/digits.yaml, job.yaml"
         ),
-        "seed": "there is no file 'seed': to set this key, say seed=VALUE",
         ".": ". cannot be read ([Errno 21] Is a directory: '.'): give a YAML file",
     }.items(),
 )

@@ -185,7 +185,7 @@ CALLS: dict[str, tuple[Any, dict[str, Any], str]] = {
     "a final rate as text": (
         cosine_with_warmup,
         {"warmup": 0, "total": 5, "final": "0.1"},
-        "final='0.1' is not a number: give a fraction from 0 to 1",
+        "final='0.1' is not a fraction of the base rate: give a number from 0 to 1",
     ),
 }
 

@@ -3,13 +3,13 @@
 import argparse
 import contextlib
 import os
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
-from automicro.cli.config.keys import KEYS, TO_TRAIN
-from automicro.cli.output import results_alone, saying
+from automicro.cli.config.keys import TO_TRAIN
+from automicro.cli.output import results_alone
 from automicro.errors import ConfigError, nearest
 
 if TYPE_CHECKING:
@@ -26,8 +26,6 @@ class Command:
 
     doc: str  # help text, the docstring of its file; lists of commands show the first line
     examples: Sequence[str]  # complete command lines; lists of commands show the first one
-    # Apart from 2, 130, 141 and 143, which mean the same for all commands.
-    exit_codes: Mapping[int, str]
     run: Callable[[argparse.Namespace], int]  # returns the exit code
     add_arguments: Callable[[argparse.ArgumentParser], None] = lambda parser: None
     takes_config: bool = True  # whether it takes files and overrides
@@ -43,9 +41,8 @@ class Command:
     def fill(self, parser: argparse.ArgumentParser) -> None:
         """Add all arguments and the help of the command to a parser."""
         examples = "".join(f"  {example}\n" for example in self.examples)
-        codes = "\n".join(exit_code_lines(self.exit_codes))
         parser.description = self.doc
-        parser.epilog = f"examples:\n{examples}\n{codes}"
+        parser.epilog = f"examples:\n{examples}"
         self.add_arguments(parser)
         if self.takes_config:
             parser.add_argument(
@@ -57,22 +54,6 @@ class Command:
             )
         if self.json:
             parser.add_argument("--json", action="store_true", help=self.json)
-
-
-def exit_code_lines(codes: Mapping[int, str]) -> list[str]:
-    """Return the meaning of exit codes, including those of all commands.
-
-    >>> print(exit_code_lines({0: "trained"})[1])
-      0    trained
-    """
-    everywhere = {
-        2: "the command line or the config is wrong",
-        130: "interrupted with Ctrl-C",
-        141: "the output was closed, as by | head",
-        143: "ended by SIGTERM",
-    }
-    lines = [f"  {code:<4} {meaning}" for code, meaning in sorted({**codes, **everywhere}.items())]
-    return ["exit codes:", *lines]
 
 
 def split_inputs(inputs: Sequence[str], *, command: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
@@ -106,8 +87,7 @@ def reading(
     for path in map(Path, files):
         if not path.exists():
             raise no_such_file(path)
-    with saying("importing torch", is_wanted="progress=false" not in arguments.inputs):
-        from automicro.cli.job import Job
+    from automicro.cli.job import Job
 
     job = Job(files, overrides, alone=None if for_ranks else arguments.command)
     with job.reading(needs, unused) as recipe, results_alone(results_only) as results:
@@ -144,9 +124,6 @@ def is_path(argument: str) -> bool:
 
 
 def _files_near(path: Path) -> str:
-    # The argument might be a key without =VALUE.
-    if str(path).partition(".")[0] in KEYS and not path.suffix.startswith(".y"):
-        return f": to set this key, say {path}=VALUE"
     folders = {Path(), Path("configs"), path.parent}
     found = sorted({str(each) for folder in folders for each in folder.glob("[!.]*.y*ml")})
     names = {Path(each).stem: each for each in found}

@@ -5,7 +5,7 @@ import re
 import sys
 from collections.abc import Sequence
 
-from automicro.cli.arguments import FORM, exit_code_lines
+from automicro.cli.arguments import FORM
 from automicro.cli.commands import COMMANDS
 from automicro.cli.config.keys import KEYS
 from automicro.cli.output import one_rank_speaks
@@ -17,6 +17,17 @@ DESCRIPTION = """\
 Train PyTorch models on full optimization batches, on any memory: batches are cut into
 microbatches that fit, with the gradient of the whole batch.
 """
+
+
+EXIT_CODES = {
+    0: "success",
+    1: "the run failed, or would (plan); verify: not exact",
+    2: "the command line or the config is wrong",
+    3: "verify: exactness cannot be verified",
+    130: "interrupted with Ctrl-C",
+    141: "the output was closed, as by | head",
+    143: "ended by SIGTERM",
+}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -43,11 +54,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    given: list[str] = []
-    for each in sys.argv[1:] if argv is None else argv:
-        if re.match(r"-\d", each) and given and re.fullmatch(r"--[\w-]+", given[-1]):
-            each = f"{given.pop()}={each}"  # argparse would read -5GiB as an option
-        given.append(each)
+    given = list(sys.argv[1:] if argv is None else argv)
     parser, commands = make_parsers()
     if given and given[0] == "help":
         given = [*given[1:2], "--help"]
@@ -130,9 +137,8 @@ def _add_debug(parser: argparse.ArgumentParser, *, default: object) -> None:
 
 
 def _overview() -> str:
-    lines = ["examples:"]
-    for each in COMMANDS.values():
-        lines.append(f"  {each.examples[0]}")
+    lines = ["examples:", *(f"  {each.examples[0]}" for each in COMMANDS.values())]
     lines += ["", "automicro COMMAND --help shows more. The first steps with a model of your own:"]
     lines += ["  automicro config --template > job.yaml", "  automicro train job.yaml", ""]
-    return "\n".join([*lines, *exit_code_lines({0: "all went well", 1: "the run failed"})])
+    lines += ["exit codes:", *(f"  {code:<4} {meaning}" for code, meaning in EXIT_CODES.items())]
+    return "\n".join(lines)

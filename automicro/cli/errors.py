@@ -1,14 +1,10 @@
 """Display of errors and warnings: exit codes, and the line of user code that failed."""
 
 import contextlib
-import json
 import os
-import re
-import select
 import signal
 import sys
 import textwrap
-import time
 import traceback
 import warnings
 from collections.abc import Iterator
@@ -36,9 +32,6 @@ PACKAGE = Path(__file__).parent.parent
 DEMO = PACKAGE / "demo"
 STANDARD_LIBRARY = Path(os.__file__).parent
 INSTALLED = ("site-packages", "dist-packages")
-# A DataLoader worker sends its traceback as text.
-WORKER_FRAME = re.compile(r'^  File "(.+)", line (\d+), in (.+)$', re.MULTILINE)
-IN_WORKER = "Original Traceback (most recent call last):"
 
 
 def show_failure(error: BaseException, *, debug: bool) -> int:
@@ -52,7 +45,7 @@ def show_failure(error: BaseException, *, debug: bool) -> int:
     if debug:
         traceback.print_exception(error)
     complain(text)
-    _leave_for_torchrun(error, text)
+    _leave_for_torchrun(error)
     if not debug and _has_more_to_show(error):
         print(DEBUG_HINT, file=sys.stderr)
     return code
@@ -65,18 +58,14 @@ def summarize_error(error: BaseException) -> str:
     return _in_words(error, _users_place(error))
 
 
-def _leave_for_torchrun(error: BaseException, text: str) -> None:
+def _leave_for_torchrun(error: BaseException) -> None:
     """Write the error to the file that torchrun shows in its summary."""
-    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
-    if not path or isinstance(error, RankError | KeyboardInterrupt | SystemExit):
-        return
-    if _is_most_likely_of_all(error):
-        return
-    details = {"py_callstack": text, "timestamp": str(int(time.time()))}
-    with contextlib.suppress(OSError):  # the error was already printed
-        Path(path).write_text(
-            json.dumps({"message": {"message": text, "extraInfo": details}}), encoding="utf-8"
-        )
+    is_cause = isinstance(error, Exception) and not isinstance(error, RankError)
+    if "TORCHELASTIC_ERROR_FILE" in os.environ and is_cause and not _is_most_likely_of_all(error):
+        from torch.distributed.elastic.multiprocessing.errors import get_error_handler
+
+        with contextlib.suppress(OSError):  # the error was already printed
+            get_error_handler().record_exception(error)
 
 
 def is_sigterm(error: BaseException) -> bool:
@@ -87,22 +76,18 @@ def is_sigterm(error: BaseException) -> bool:
 def is_closed_pipe(error: BaseException) -> bool:
     """Return whether stdout is closed by its reader, as with ``| head``."""
     # Rich turns a BrokenPipeError into SystemExit.
-    cause = error.__context__ if isinstance(error, SystemExit) else error
-    if not isinstance(cause, BrokenPipeError):
-        return False
     if isinstance(error, SystemExit):
-        return True
+        return isinstance(error.__context__, BrokenPipeError)
+    if not isinstance(error, BrokenPipeError):
+        return False
+    # It might come from any pipe of user code; a closed stdout raises it again.
     try:
         sys.stdout.flush()
-        # A BrokenPipeError might come from any pipe of user code; POLLERR shows whether it is
-        # stdout.
-        poll = select.poll()
-        poll.register(sys.stdout.fileno(), select.POLLOUT)
     except BrokenPipeError:
         return True
-    except (AttributeError, OSError, ValueError):  # no poll here, or stdout is not a file
+    except (OSError, ValueError):  # closed here
         return False
-    return any(event & select.POLLERR for _, event in poll.poll(0))
+    return False
 
 
 def forget_stdout() -> None:
@@ -130,8 +115,7 @@ def _share(error: BaseException, text: str) -> str:
         return text
     if facts_of(error).stopped is not None:
         return ""  # stopped in order, which the first rank reports
-    # Shortened to one line, because it is one rank's part of the same error. Our own errors name
-    # the rank.
+    # One line, because it is one rank's part of the same error. Our own errors name the rank.
     line = text if is_of_another else f"rank {place.rank} of {place.world_size}: {text}"
     return textwrap.shorten(line, _SHORT, placeholder=" …")
 
@@ -157,33 +141,23 @@ def _describe(error: BaseException) -> tuple[int, str]:
     return FAILED, f"the run failed: {_in_words(error, _users_place(error))}"
 
 
-def _headline(error: BaseException) -> str:
-    kind, said = type(error).__name__, str(error)
-    if isinstance(error, SyntaxError):  # its place is reported separately
-        said = error.msg
-    if IN_WORKER in said:  # the traceback of another process, as text
-        last = next(line for line in reversed(said.splitlines()) if line.strip())
-        return f"{last} (in a worker process of the DataLoader)"
-    # Messages of several lines are indented to distinguish them from notes.
-    return "\n    ".join(line for line in f"{kind}: {said}".splitlines() if line.strip())
-
-
 def _in_words(error: BaseException, place: str | None) -> str:
+    # The place of a SyntaxError is reported separately.
+    said = error.msg if isinstance(error, SyntaxError) else str(error)
+    lines = [line for line in f"{type(error).__name__}: {said}".splitlines() if line.strip()]
     at = [] if place is None else [f"at {place}"]
-    return "\n  ".join([_headline(error), *_notes(error), *at])
+    # Messages of several lines are indented to distinguish them from notes.
+    return "\n  ".join(["\n    ".join(lines), *_notes(error), *at])
 
 
 def _has_more_to_show(error: BaseException) -> bool:
     """Return whether a traceback adds to the message; never for a mistake in a config itself."""
-    if isinstance(error, KeyboardInterrupt | SystemExit):
-        return False
-    if not isinstance(error, ConfigError):
-        return True
     # Config errors wrap each other, so the first cause of another kind counts.
     cause: BaseException | None = error
     while isinstance(cause, ConfigError):
         cause = cause.__cause__
-    return cause is not None and bool(_notes(cause) or _users_place(cause))
+    is_shown = cause is error or bool(cause and (_notes(cause) or _users_place(cause)))
+    return isinstance(cause, Exception) and is_shown
 
 
 def _describe_end(what: str, error: BaseException) -> str:
@@ -214,8 +188,7 @@ def _users_place(error: BaseException) -> str | None:
     if isinstance(error, SyntaxError) and error.filename and is_users(error.filename):
         code = f": {error.text.strip()}" if error.text else ""
         return f"{shorten(error.filename)}:{error.lineno}{code}"
-    # Lines of a worker process are further inside than those of the main process.
-    for place in reversed([*traceback.extract_tb(error.__traceback__), *_places_in_worker(error)]):
+    for place in reversed(traceback.extract_tb(error.__traceback__)):
         if is_users(place.filename):
             return _describe_place(place)
     return None
@@ -262,14 +235,6 @@ def shorten(filename: str) -> str:
         return filename
 
 
-def _places_in_worker(error: BaseException) -> list[traceback.FrameSummary]:
-    text = str(error).partition(IN_WORKER)[2]
-    return [
-        traceback.FrameSummary(name, int(line), function)
-        for name, line, function in WORKER_FRAME.findall(text)
-    ]
-
-
 def _describe_place(place: traceback.FrameSummary) -> str:
     text = f"{shorten(place.filename)}:{place.lineno}"
     if place.name != "<module>":
@@ -313,11 +278,6 @@ def warnings_in_one_line() -> Iterator[None]:
         place = "" if is_ours else f" ({shorten(filename)}:{lineno})"
         warn(f"warning: {'' if is_ours else f'{category.__name__}: '}{text}{place}")
 
-    before = warnings.showwarning
-    warnings.showwarning = show
-    try:
+    with warnings.catch_warnings():
+        warnings.showwarning = show
         yield
-    finally:
-        # Keep a function that other code has installed in the meantime.
-        if warnings.showwarning is show:
-            warnings.showwarning = before

@@ -10,9 +10,8 @@ from torch import nn
 
 from automicro.cli.config.build import Recipe
 from automicro.cli.config.load import LoadedConfig, read_config
-from automicro.cli.errors import is_refusal, summarize_error
-from automicro.errors import AutomicroError, ConfigError, DataLoaderError, keys_of
-from automicro.options import check_model
+from automicro.cli.errors import summarize_error
+from automicro.errors import ConfigError, DataLoaderError, keys_of
 from automicro.trainer.device import choose_device
 from automicro.trainer.processes import process_in_environment
 from automicro.trainer.surroundings import noting
@@ -50,23 +49,7 @@ class Job:
             yield
         except Exception as error:
             text = str(error) if isinstance(error, ConfigError) else summarize_error(error)
-            raise ConfigError(self._located(text, keys_of(error))) from error
-
-    @contextlib.contextmanager
-    def asking(self) -> Iterator[None]:
-        """Turn refusals of a configured value into config errors; pass on all other errors."""
-        try:
-            yield
-        except (TypeError, ValueError) as error:
-            if isinstance(error, AutomicroError) or not is_refusal(error):
-                raise
-            # Raised again inside, to add the lines of the config.
-            with self.making():
-                raise
-
-    def _located(self, text: str, keys: Sequence[str]) -> str:
-        """Return a message with the config lines that it is about."""
-        return f"{self.loaded.sources.origin(keys)}: {text}"
+            raise ConfigError(f"{self.loaded.sources.origin(keys_of(error))}: {text}") from error
 
     def _count_processes(self) -> int:
         try:
@@ -97,7 +80,6 @@ def make_computation(recipe: Recipe) -> tuple[nn.Module, dict[str, Any]]:
     """Return the model of a config on its device, and the arguments for computing its loss."""
     device = choose_device(recipe.config.device)
     model = recipe.make_model()
-    check_model(model)
     model.to(device)
     loss_fn = recipe.make("loss_fn")
     return model, {

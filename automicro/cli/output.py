@@ -6,16 +6,13 @@ Nothing here imports torch in a single process.
 import contextlib
 import dataclasses
 import json
-import math
 import os
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, TextIO
 
 if TYPE_CHECKING:
     from automicro.trainer.processes import Process
-
-_ERASE = "\r\x1b[2K"
 
 
 def to_json(values: Any, *, indent: int | None = None) -> str:
@@ -24,10 +21,13 @@ def to_json(values: Any, *, indent: int | None = None) -> str:
     >>> to_json({"loss": float("nan"), "steps": 3})
     '{"loss": null, "steps": 3}'
     """
-    if dataclasses.is_dataclass(values) and not isinstance(values, type):
-        values = dataclasses.asdict(values)
     # Python would write NaN and Infinity, which other JSON parsers refuse.
-    return json.dumps(_finite(values), indent=indent, allow_nan=False, default=str)
+    plain = json.loads(json.dumps(values, default=_plain), parse_constant=lambda constant: None)
+    return json.dumps(plain, indent=indent)
+
+
+def _plain(value: Any) -> Any:
+    return dataclasses.asdict(value) if dataclasses.is_dataclass(value) else str(value)  # type: ignore[arg-type]
 
 
 @contextlib.contextmanager
@@ -68,32 +68,6 @@ def _say(text: str, style: str) -> None:
     # As Text, because Rich reads [brackets] in a plain string as markup.
     line = Text.assemble(("automicro:", style), f" {text}")
     Console(stderr=True).print(line, soft_wrap=True)
-
-
-def _finite(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return {str(name): _finite(each) for name, each in value.items()}
-    if isinstance(value, list | tuple):
-        return [_finite(each) for each in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
-@contextlib.contextmanager
-def saying(doing: str, *, is_wanted: bool = True) -> Iterator[None]:
-    """Show in a terminal what is being done until it is done, on one rank."""
-    can_erase = sys.stderr.isatty() and os.environ.get("TERM", "dumb") not in ("dumb", "unknown")
-    # The variable of torchrun, because every other source of the rank imports torch.
-    if not (is_wanted and can_erase) or os.environ.get("RANK", "0") != "0":
-        yield
-        return
-    # The cursor returns to the start of the line, so that other output overwrites it. A stream that
-    # cannot encode "…" must not prevent training.
-    with contextlib.suppress(OSError, ValueError):
-        print(f"automicro: {doing} …", end="\r", file=sys.stderr, flush=True)
-    try:
-        yield
-    finally:
-        print(_ERASE, end="", file=sys.stderr, flush=True)
 
 
 def has_peers() -> bool:

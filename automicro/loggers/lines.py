@@ -170,4 +170,10 @@ def json_values(value: Any) -> Any:
     >>> json_values({"lr": (0.1, float("nan")), 3: Path("data")})
     {'lr': [0.1, 'NaN'], '3': 'data'}
     """
-    return json.loads(json.dumps(value, default=str), parse_constant=str)
+    return json.loads(json.dumps(value, default=_plain), parse_constant=str)
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return dict(value)
+    return list(value) if isinstance(value, set | frozenset) else str(value)

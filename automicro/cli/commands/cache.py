@@ -13,30 +13,27 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import datetime
-import time
-from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from textwrap import shorten
 from typing import TYPE_CHECKING
 
 from automicro.cli.arguments import Command
 from automicro.cli.output import to_json
 from automicro.errors import ConfigError
-from automicro.units import describe_count, format_bytes, parse_time
+from automicro.units import describe_count, format_bytes
 
 if TYPE_CHECKING:
-    from automicro.remembered.cache import RememberedSize, SizeCache
+    from automicro.remembered.cache import RememberedSize
 
-_MOST_SHAPES = 3
+_SHORT = 50  # characters
 _FILE_LETTERS = 8
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments."""
     parser.add_argument(
-        "--clear", action="store_true", help="remove the sizes, damaged files included"
+        "--clear", action="store_true", help="remove all sizes, damaged files included"
     )
-    parser.add_argument("--model", metavar="NAME", help="only those of a model's class")
-    parser.add_argument("--older-than", metavar="AGE", help="only those older, such as 12h or 30d")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -45,53 +42,25 @@ def run(arguments: argparse.Namespace) -> int:
         raise ConfigError("--json and --clear do not go together: give one of them")
     from automicro.remembered.cache import SizeCache
 
-    which = _choose_sizes(older_than=arguments.older_than, model=arguments.model)
     cache = SizeCache()
     if arguments.clear:
-        print(f"removed {_count(cache.clear(which))} from {cache.folder}")
+        print(f"removed {_count(cache.clear())} from {cache.folder}")
         return 1 if cache.has_failed else 0
-    sizes = [size for size in cache.entries() if which is None or which(size)]
+    sizes = cache.entries()
     if arguments.json:
-        print(to_json([_as_values(size, cache) for size in sizes]))
+        print(to_json([dataclasses.asdict(each) for each in sizes]))
     elif sizes:
         print(as_text(sizes))
         print(f"\n{_count(len(sizes))} in {cache.folder}")
-    elif which is None:
+    else:
         print(
             f"no size is remembered in {cache.folder}: runs with microbatch_size=auto write there"
         )
-    else:
-        print(f"no such size is remembered in {cache.folder}: automicro cache lists all")
     return 0
 
 
 def _count(number: int) -> str:
     return f"{number} size{'' if number == 1 else 's'}"
-
-
-def _choose_sizes(
-    *, older_than: str | None, model: str | None
-) -> Callable[[RememberedSize], bool] | None:
-    """Return a function that selects sizes, or None to select all."""
-    if older_than is None and model is None:
-        return None
-    try:
-        until = time.time() - (0.0 if older_than is None else parse_time(older_than))
-    except ValueError as error:
-        raise ConfigError(f"--older-than: {error}") from error
-    return lambda size: (
-        (older_than is None or size.written_at <= until)
-        and (model is None or model.lower() in size.key["model"].lower().split(" + "))
-    )
-
-
-def _as_values(size: RememberedSize, cache: SizeCache) -> dict[str, object]:
-    """Return a size as values for JSON, including the whole key that it was found for."""
-    return {
-        **dataclasses.asdict(size),
-        "num_microbatches": _num_microbatches(size),
-        "file": f"{cache.folder}/{size.file}",
-    }
 
 
 def as_text(sizes: Sequence[RememberedSize]) -> str:
@@ -116,18 +85,6 @@ def _date(size: RememberedSize) -> str:
     return datetime.datetime.fromtimestamp(size.written_at, datetime.UTC).date().isoformat()
 
 
-def _one_row(shapes: Mapping[str, str]) -> str:
-    """Describe one row of a batch; equal tensors are counted.
-
-    >>> _one_row({"input_ids": "int64[128]", "labels": "int64[128]", "weight": "float32[]"})
-    '2 × int64[128], float32[]'
-    """
-    counted = Counter(shapes.values())
-    texts = [f"{count} × {each}" if count > 1 else each for each, count in counted.items()]
-    more = len(texts) - _MOST_SHAPES
-    return ", ".join([*texts[:_MOST_SHAPES], *([f"{more} more"] if more > 0 else [])])
-
-
 def _device(size: RememberedSize) -> str:
     memory, ranks = size.key["memory_bytes"], size.key["world_size"]
     text = size.key["device"] + ("" if memory is None else f", {format_bytes(memory)}")
@@ -146,7 +103,7 @@ COLUMNS: Mapping[str, Callable[[RememberedSize], object]] = {
     "peak memory": lambda size: "–" if size.peak_bytes is None else format_bytes(size.peak_bytes),
     "level": lambda size: size.level,
     "optimizer": lambda size: size.key["optimizer"] or "–",
-    "one row": lambda size: _one_row(size.key["shapes"]),
+    "one row": lambda size: shorten(", ".join(size.key["shapes"].values()), _SHORT),
     "written": _date,
     "file": lambda size: f"{size.file[:_FILE_LETTERS]}…",
 }
@@ -154,14 +111,10 @@ COLUMNS: Mapping[str, Callable[[RememberedSize], object]] = {
 COMMAND = Command(
     doc=__doc__,
     examples=(
-        "automicro cache --model GPT2LMHeadModel",
-        "automicro cache --clear --older-than 30d",
+        "automicro cache",
+        "automicro cache --clear",
         "automicro cache --json",
     ),
-    exit_codes={
-        0: "listed or cleared; what cannot be read was told on stderr",
-        1: "a file could not be removed",
-    },
     add_arguments=add_arguments,
     run=run,
     takes_config=False,

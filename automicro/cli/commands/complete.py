@@ -45,7 +45,6 @@ COMMAND = Command(
         "automicro complete fish | source    # in ~/.config/fish/config.fish",
         "automicro complete tcsh             # into a file that ~/.tcshrc sources",
     ),
-    exit_codes={0: "printed"},
     add_arguments=add_arguments,
     run=run,
     takes_config=False,

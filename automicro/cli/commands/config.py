@@ -1,9 +1,10 @@
 """Print the config that train would use, all keys, or a template.
 
-Files are merged, key=value is applied, interpolations are resolved, and every key is
-shown with its default. All that can be checked without creating objects is checked:
-keys, values, import paths and names of arguments. automicro verify, or train, shows
-whether models and data can be created and fit each other. run_dir is not checked.
+Files are merged, key=value is applied, and every key is shown with its default.
+References such as ${seed} stay as they are written. All that can be checked without
+creating objects is checked: keys, values, import paths and names of arguments.
+automicro verify, or train, shows whether models and data can be created and fit each
+other. run_dir is not checked.
 """
 
 import argparse
@@ -41,10 +42,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Run the command, and return the exit code."""
     if arguments.template:
-        _take_no_inputs(arguments, "--template")
         print(TEMPLATE.read_text(encoding="utf-8"), end="")
     elif arguments.keys is not None:
-        _take_no_inputs(arguments, "--keys")
         _print_keys(arguments.keys)
     else:
         _print_config(arguments)
@@ -56,14 +55,6 @@ def _print_config(arguments: argparse.Namespace) -> None:
         from automicro.cli.config.load import to_yaml
 
         print(to_yaml(job.loaded.written if arguments.set else job.loaded.everything), end="")
-
-
-def _take_no_inputs(arguments: argparse.Namespace, option: str) -> None:
-    if arguments.inputs:
-        raise ConfigError(
-            f"{option} looks at no config, but {arguments.inputs[0]!r} was given: leave it out, "
-            f"or leave out {option} to print that config"
-        )
 
 
 class Key(NamedTuple):
@@ -113,7 +104,6 @@ def documentation() -> dict[str, str]:
 def describe_keys() -> dict[str, list[Key]]:
     """Return all keys in their groups, each followed by the keys inside it."""
     from automicro.cli.config.load import to_yaml
-    from automicro.cli.config.nodes import CallConfig
     from automicro.cli.config.schema import EXAMPLES, defaults, keys_inside, type_in_words
 
     meanings = documentation()
@@ -127,7 +117,7 @@ def describe_keys() -> dict[str, list[Key]]:
         example = EXAMPLES[name] if name in TO_TRAIN else ""
         return Key(name, type_in_words(name), default, meanings[name], example)
 
-    groups = {
+    return {
         group: [
             describe(name)
             for key in KEYS
@@ -136,9 +126,6 @@ def describe_keys() -> dict[str, list[Key]]:
         ]
         for group, options in GROUPS.items()
     }
-    node = {name: _in_yaml(text) for name, text in read_entries(CallConfig).items()}
-    call = Key("call", "text", None, node["call"], "torch.optim.AdamW")
-    return {**groups, "What a node holds": [call, Key("args", "a mapping", "{}", node["args"])]}
 
 
 def read_entries(documented: Any) -> dict[str, str]:
@@ -217,7 +204,6 @@ COMMAND = Command(
         "automicro config --keys batch",
         "automicro config --template > job.yaml",
     ),
-    exit_codes={0: "no mistake was found"},
     add_arguments=add_arguments,
     run=run,
     place=6,

@@ -49,7 +49,6 @@ COMMAND = Command(
         "automicro doctor runs/1/oom/oom-0001.json",
         "automicro doctor snapshot.pickle --memory 24GiB",
     ),
-    exit_codes={0: "told"},
     add_arguments=add_arguments,
     run=run,
     takes_config=False,

@@ -48,7 +48,6 @@ COMMAND = Command(
         "automicro eval job.yaml eval_dataloader.args.batch_size=90 memory_limit=null",
         "torchrun --nproc-per-node 2 -m automicro eval job.yaml parallel=ddp",
     ),
-    exit_codes={0: "evaluated", 1: "the run failed"},
     run=run,
     json="print one JSON object in place of lines",
     place=2,

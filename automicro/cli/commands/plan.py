@@ -91,12 +91,11 @@ def run(arguments: argparse.Namespace) -> int:
                 "train": not arguments.eval,
             }
             data = recipe.make("train_dataloader")
-        with job.asking():
-            batch = first_batch(data)
-            with noting(lambda: "in planning, on the first batch of train_dataloader"):
-                # The memory of a step does not depend on weights, so their file does not have to be
-                # here.
-                report = plan(partial(recipe.make_model, with_weights=False), batch, **options)
+        batch = first_batch(data)
+        with noting(lambda: "in planning, on the first batch of train_dataloader"):
+            # The memory of a step does not depend on weights, so their file does not have to be
+            # here.
+            report = plan(partial(recipe.make_model, with_weights=False), batch, **options)
         if config.batchnorm == "exact":
             report = replace(report, assumptions=[*report.assumptions, _NOT_EXACT])
         print(to_json(report.to_dict(), indent=2) if arguments.json else report, file=results)
@@ -116,7 +115,6 @@ COMMAND = Command(
         "automicro plan job.yaml --memory 24GiB --ranks 8 when_too_large=recompute",
         "automicro plan job.yaml --memory 24GiB train_dataloader.args.batch_size=512 --json",
     ),
-    exit_codes={0: "it fits", 1: "not even one row fits, or the run failed"},
     add_arguments=add_arguments,
     run=run,
     json="print all of it as JSON",

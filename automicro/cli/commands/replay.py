@@ -103,7 +103,6 @@ COMMAND = Command(
         "automicro replay runs/first/failed-batch-0001.pt memory_limit=24GiB",
         "automicro replay /tmp/automicro-k3x/failed-batch-0001.pt job.yaml precision=bf16",
     ),
-    exit_codes={0: "it fits", 1: "it does not fit, or the run failed"},
     add_arguments=add_arguments,
     run=run,
     json="print it as one JSON object",

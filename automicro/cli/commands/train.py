@@ -12,7 +12,7 @@ import argparse
 from typing import TYPE_CHECKING
 
 from automicro.cli.arguments import Command, reading
-from automicro.cli.output import saying, to_json, warn
+from automicro.cli.output import to_json, warn
 
 if TYPE_CHECKING:
     from torch import nn
@@ -31,8 +31,7 @@ def run(arguments: argparse.Namespace) -> int:
 
         loaded, config = job.loaded, recipe.config
         is_first = process_in_environment().is_first
-        making = saying("making the model and the data", is_wanted=config.progress)
-        with making, job.making():
+        with job.making():
             run_dir = RunDir(config.run_dir, loaded.everything, goes_on=goes_on(recipe.checkpoint))
             finished = run_dir.finished()
             if finished is None:
@@ -87,7 +86,6 @@ COMMAND = Command(
         "automicro train job.yaml --json > summary.json",
         "torchrun --nproc-per-node 2 -m automicro train job.yaml parallel=ddp",
     ),
-    exit_codes={0: "it trained to its end", 1: "the run failed"},
     run=run,
     json="print the summary as one JSON object, and nothing else, on stdout",
     place=1,

@@ -9,20 +9,20 @@ from textwrap import shorten
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.data import Dataset, IterableDataset
 
 from automicro.checkpoints.reading import load_checkpoint
 from automicro.checkpoints.store import CheckpointConfig
-from automicro.cli.config.keys import KEYS, LISTS, mistake
+from automicro.cli.config.keys import KEYS, LISTS
 from automicro.cli.config.load import rows_to_load
-from automicro.cli.config.nodes import is_node, items_inside, prepare_value
+from automicro.cli.config.nodes import is_node, items_inside, prepare, prepare_value
 from automicro.cli.config.schema import At, RunConfig, keys_inside
 from automicro.data import LengthBatchSampler, with_batch_sampler
 from automicro.errors import CheckpointError, ConfigError, about
 from automicro.features import WORDS, with_features
 from automicro.loggers import Logger
-from automicro.memory.oom import first_line
+from automicro.options import check_model
 from automicro.trainer.device import seed_everything
 from automicro.trainer.evaluators import Evaluator
 from automicro.trainer.optimizer import ParameterGroups
@@ -34,8 +34,9 @@ FIRST_ARGUMENTS = {
     "optimizer": ["the model's parameters"],
     "scheduler": ["the optimizer"],
 }
+SEVERAL = ("metrics", *LISTS)
 LOADERS = ("train_dataloader", "eval_dataloader")
-SHOWN = 3
+_SHORT = 500  # characters
 SAVE = "write it with torch.save(model.state_dict(), path)"
 
 
@@ -67,13 +68,9 @@ class Recipe:
         if self.config.seed is not None:
             seed_everything(self.config.seed)
         model = self.make("model")
+        with about("model"):
+            check_model(model)
         if with_weights and self.config.weights is not None:
-            if not isinstance(model, nn.Module):
-                raise mistake(
-                    f"model.call={self.config.model['call']!r} made a "
-                    f"{type(model).__name__}, which can hold no weights: name a torch.nn.Module",
-                    "model",
-                )
             load_weights(model, self.config.weights)
         return model
 
@@ -137,16 +134,25 @@ def _prepare(value: Any, key: str, kind: str, at: At) -> Callable[..., Any]:
             name: _prepare(value[name], f"{key}.{name}", inner, at) for name, inner in kinds.items()
         }
         return lambda: _make_evaluator({name: make() for name, make in makers.items()})
-    if not is_node(value) and kind in ("eval_dataloader", "metrics", *LISTS):
+    # Nodes in a list or by name; evaluations can hold others.
+    several = list if kind in LISTS else Mapping
+    is_several = isinstance(value, several) and not is_node(value)
+    if is_several and (kind == "eval_dataloader" or key == kind in SEVERAL):
         inside: dict[str, Callable[..., Any]] = {}
         for name, each in items_inside(value):
+            if each in (None, "None") and kind == "metrics":
+                continue
             with at(f"{key}.{name}"):
                 inside[name] = _prepare(each, f"{key}.{name}", kind, at)
         if kind in LISTS:
             return lambda: [make() for make in inside.values()]
         # If no name is left, there is no evaluation.
         return lambda: {name: make() for name, make in inside.items()} or None
-    make = prepare_value(value, key, first=FIRST_ARGUMENTS.get(key, ()))
+    # A null evaluation is none, and any other value that is not a node is refused there.
+    if is_node(value) or (value is not None and kind in ("eval_dataloader", *SEVERAL)):
+        make = prepare(value, key, first=FIRST_ARGUMENTS.get(key, ()))
+    else:
+        make = prepare_value(value, key)
     return _checking(make, value["call"], key) if is_node(value) and kind in LOADERS else make
 
 
@@ -160,14 +166,12 @@ def _checking(make: Callable[[], Any], call: str, key: str) -> Callable[..., Any
 
     def made() -> Any:
         found = make()
-        if found is None:
-            raise ConfigError(f"{key}: {call} returned None: return a DataLoader")
         # An iterable dataset can give whole batches; a map-style dataset gives rows.
         is_rows = isinstance(found, Dataset) and not isinstance(found, IterableDataset)
-        if is_rows:
+        if found is None or is_rows:
             raise ConfigError(
-                f"{key}: {call} gave a {type(found).__name__}, which gives single rows: wrap it in "
-                f"a torch.utils.data.DataLoader"
+                f"{key}: {call} returned {'None' if found is None else 'a dataset'}, which gives "
+                "no batches: return a torch.utils.data.DataLoader"
             )
         return found
 
@@ -246,33 +250,25 @@ def load_weights(model: nn.Module, path: str | os.PathLike[str]) -> None:
     """
     _check_weights_file(path)
     said = f"weights={str(path)!r}"
-    state: Any
     try:
         if Path(path).is_dir():
-            modules = load_checkpoint(Path(path)).state.get("modules")
-            state = modules[0] if isinstance(modules, list) and modules else None
+            state = load_checkpoint(Path(path)).state["modules"][0]
         else:
             # To the host, because the device that they were saved from might not exist here.
             state = torch.load(path, weights_only=True, map_location="cpu")
+        model.load_state_dict(state)
     except CheckpointError as error:
         raise ConfigError(f"{said}: {error}") from error
-    except (pickle.UnpicklingError, OSError, EOFError, RuntimeError, ValueError) as error:
-        # Torch's message for the first of these recommends running the code in the file.
-        why = "it is damaged, or holds objects that would run code when they are read"
-        why = why if isinstance(error, pickle.UnpicklingError) else first_line(error)
-        raise ConfigError(f"{said} is not a file of tensors alone ({why}): {SAVE}") from error
-    is_state = isinstance(state, Mapping)
-    if not is_state or (state and not any(isinstance(each, Tensor) for each in state.values())):
-        held = ", ".join(map(str, [*state][:SHOWN])) if is_state else type(state).__name__
-        raise ConfigError(f"{said} is no state dict of a model (it holds {held}): {SAVE}")
-    try:
-        model.load_state_dict(state)
-    except RuntimeError as error:
-        # The first line of torch's message has only the name of the class.
-        wrong = [shorten(line, 160, placeholder=" …") for line in str(error).splitlines()[1:]]
-        more = f" and {len(wrong) - SHOWN} more" if len(wrong) > SHOWN else ""
+    # Torch's message recommends running the code in the file.
+    except pickle.UnpicklingError as error:
         raise ConfigError(
-            f"{said} does not fit the {type(model).__name__}: "
-            f"{' '.join(wrong[:SHOWN]).rstrip('.')}{more}: give weights of this very model, or "
-            "change model to theirs"
+            f"{said} is damaged, or holds objects that would run code when they are read: {SAVE}"
+        ) from error
+    except (LookupError, OSError, EOFError, RuntimeError, TypeError, ValueError) as error:
+        # The first of several lines of torch's message has only the name of the class.
+        lines = str(error).splitlines()
+        why = shorten(" ".join(lines[1:] or lines), _SHORT, placeholder=" …")
+        raise ConfigError(
+            f"{said} does not fit the {type(model).__name__} ({why}): give weights of this very "
+            f"model; {SAVE}"
         ) from error

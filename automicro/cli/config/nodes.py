@@ -5,10 +5,6 @@ import functools
 import importlib
 import inspect
 import pkgutil
-import re
-import reprlib
-import sys
-import typing
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, TypedDict
@@ -24,7 +20,6 @@ from automicro.errors import (
 )
 
 NODE_KEYS = ("call", "args")
-REFERENCE = re.compile(r"\$\{([\w.]+)\}")
 FORM = "write {call: dotted.path, args: {name: value}}"
 # Prefixes that people omit from a path, because their imports have them.
 PLACES = (
@@ -38,8 +33,7 @@ PLACES = (
     "torchmetrics.classification",
     "automicro",
 )
-_BY_PLACE = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-_BY_NAME = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+_NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 
 
 class CallConfig(TypedDict):
@@ -71,29 +65,27 @@ def read_node(node: object, key: str) -> CallConfig:
     # In YAML, args: without a value is null.
     call, args = node.get("call"), {} if node.get("args") is None else node["args"]
     if not isinstance(call, str):
-        wrong = f"={show(call)} is not a path" if "call" in node else " is missing"
         raise mistake(
-            f"{key}.call{wrong}: write call: and the dotted path of a class or a function, such as "
-            f"torch.optim.AdamW, directly under {key}:",
+            f"{key}.call={show(call)} is not a path: write the dotted path of a class or a "
+            f"function, such as torch.optim.AdamW, directly under {key}",
             f"{key}.call",
         )
     if not isinstance(args, Mapping) or not all(isinstance(each, str) for each in args):
         raise mistake(
-            f"{key}.args={show(args)} is not a mapping of names: write {{name: value}}, the names "
-            f"being those of the arguments of {call}",
+            f"{key}.args={show(args)} is not a mapping of names: write {{name: value}} with the "
+            f"names of arguments of {call}",
             f"{key}.args",
         )
-    for name, value in args.items():
-        _read_inside(value, f"{key}.args.{name}")
+    _read_inside(args, f"{key}.args")
     return {"call": call, "args": {**args}}
 
 
 def _read_inside(value: Any, key: str) -> None:
-    if is_node(value):
-        read_node(value, key)
-        return
     for name, inner in items_inside(value):
-        _read_inside(inner, f"{key}.{name}")
+        if is_node(inner):
+            read_node(inner, f"{key}.{name}")
+        else:
+            _read_inside(inner, f"{key}.{name}")
 
 
 def show(value: object) -> str:
@@ -138,14 +130,14 @@ def prepare(
     return functools.partial(_make, target, values, key, call)
 
 
-def prepare_value(value: Any, key: str, *, first: Sequence[str] = ()) -> Callable[..., Any]:
+def prepare_value(value: Any, key: str) -> Callable[..., Any]:
     """Return a function that creates a value, which can contain nodes at any depth.
 
     >>> prepare_value([{"call": "fractions.Fraction"}, 1], "values")()
     [Fraction(0, 1), 1]
     """
     if is_node(value):
-        return prepare(value, key, first=first)
+        return prepare(value, key)
     inner = {name: prepare_value(each, f"{key}.{name}") for name, each in items_inside(value)}
     if isinstance(value, Mapping):
         return lambda: {name: make() for name, make in inner.items()}
@@ -198,24 +190,14 @@ def _make(
     *first: Any,
 ) -> Any:
     args = {name: value() for name, value in values.items()}
-    shown = ", ".join(f"{name}={_brief(value)}" for name, value in args.items())
     try:
-        with _noting(f"while making {key} ({call})" + (f" with {shown}" if shown else "")):
+        with _noting(f"while making {key} ({call})"):
             return target(*first, **args)
     except Exception as error:
         # If the error names the wrong arguments, it is attributed to their lines of the config.
         wrong = [f"{key}.args.{name}" for name in keys_of(error) if name in args]
         remember(error, keys=tuple(wrong or [key]))
         raise
-
-
-def _brief(value: object) -> str:
-    """Show a plain value as it is, and another object by its type."""
-    if value is None or isinstance(value, bool):
-        return show(value)
-    if isinstance(value, str | int | float | list | dict):
-        return reprlib.repr(value)
-    return f"a {type(value).__name__}"
 
 
 @contextmanager
@@ -252,9 +234,8 @@ def _import_callable(path: str, *, key: str) -> Callable[..., Any]:
         before = whole
     if not callable(found):
         # Modules are often named like a class in them: torch.optim.adamw, AdamW.
-        last = path.rpartition(".")[2].lower()
-        meant = [f"{path}.{name}" for name in dir(found) if name.lower() == last != name]
-        hint = f" (did you mean {meant[0]!r}?)" if meant else ""
+        last = path.rpartition(".")[2]
+        hint = suggestion(last, [each for each in dir(found) if each.lower() == last])
         raise ConfigError(
             f"{key}={path!r} is a {type(found).__name__}, which cannot be called{hint}: name a "
             "class or a function"
@@ -267,31 +248,17 @@ def _missing(parent: Any, before: str, part: str, path: str) -> str:
     if before:
         known = {each for each in dir(parent) if not each.startswith("_")}
         known |= {each.name for each in pkgutil.iter_modules(getattr(parent, "__path__", []))}
-        hint = suggestion(part, known)
-        return f"{before!r} exists, but has no {part!r}{hint}: correct the path"
+        return f"{before!r} has no {part!r}{suggestion(part, known)}: correct the path"
     for place in PLACES:
         # Some libraries of PLACES might not be installed.
         with contextlib.suppress(ImportError, AttributeError):
             if callable(pkgutil.resolve_name(f"{place}.{path}")):
-                meant = f"{place}.{path}"
                 return (
-                    f"there is no module {part!r} (did you mean {meant!r}?): write the whole path"
+                    f"there is no module {part!r} (did you mean '{place}.{path}'?): write the "
+                    "whole path"
                 )
-    # The standard library has neither models nor data.
-    installed = {each.name for each in pkgutil.iter_modules()} - sys.stdlib_module_names
-    hint = suggestion(part, installed)
+    hint = suggestion(part, [each.name for each in pkgutil.iter_modules()])
     return f"there is no module {part!r}{hint}: install it, or put it beside the config"
-
-
-def _is_decimal(target: Callable[..., Any], name: str) -> bool:
-    """Return whether an argument is annotated as a decimal number that cannot be a bool."""
-    owner = target.__init__ if isinstance(target, type) else target  # type: ignore[misc]
-    try:
-        hint = typing.get_type_hints(owner).get(name)
-    except Exception:  # annotations that only a type checker can resolve
-        return False
-    kinds = {hint, *typing.get_args(hint)}
-    return float in kinds and not kinds & {bool, object, Any}
 
 
 def _check_arguments(
@@ -301,52 +268,36 @@ def _check_arguments(
     key: str,
     first: Sequence[str],
 ) -> None:
-    """Refuse unknown and missing arguments of a class or function."""
+    """Refuse arguments that a class or function does not take, and missing ones."""
     try:
         signature = inspect.signature(target)
     except (TypeError, ValueError):
         return  # some builtins have no signature to read
-    parameters = signature.parameters.values()
-    taken = [each.name for each in parameters if each.kind in _BY_PLACE][: len(first)]
-    names = [each.name for each in parameters if each.kind in _BY_NAME and each.name not in taken]
+    parameters = [each for each in signature.parameters.values() if each.kind in _NAMED]
+    names = [each.name for each in parameters[len(first) :]]
     known = f"it takes {', '.join(names)}" if names else "it takes no arguments"
-    unknown = [name for name in args if name not in (*names, *taken)]
-    if unknown and inspect.Parameter.VAR_KEYWORD not in {each.kind for each in parameters}:
-        said = ", ".join(f"{name!r}{suggestion(name, names)}" for name in unknown)
-        arguments = "argument" if len(unknown) == 1 else "arguments"
-        given = [f"{key}.args.{name}" for name in unknown]
-        raise mistake(f"{key}: {call} takes no {arguments} {said}: {known}", *given)
-    for name in names:
-        if isinstance(args.get(name), bool) and _is_decimal(target, name):
+    for each in parameters:
+        if isinstance(args.get(each.name), bool) and isinstance(each.default, float):
             raise mistake(
-                f"{key}.args.{name} is {show(args[name])}, and {call} takes a number there: write "
-                f"one; YAML reads yes, no, on and off as true or false",
-                f"{key}.args.{name}",
+                f"{key}.args.{each.name} is {show(args[each.name])}, and {call} takes a number "
+                "there: write one; YAML reads yes, no, on and off as true or false",
+                f"{key}.args.{each.name}",
             )
-    missing = [
-        each.name
-        for each in parameters
-        if each.kind in (*_BY_PLACE, *_BY_NAME)
-        and each.default is inspect.Parameter.empty
-        and each.name not in (*taken, *args)
-    ]
-    if missing:
-        remedy = f"write {'it' if len(missing) == 1 else 'them'} under {key}.args; {known}"
-        option = OPTIONS.get(key.partition(".")[0], Option())
-        if not isinstance(target, type) and option.made == "function":
-            remedy = (
-                f"call is called once and has to return the function; name a class or a function "
-                f"that returns one; to hand over the function itself, write {key}: "
-                f"{{call: pkgutil.resolve_name, args: {{name: {call}}}}}"
-            )
-        raise mistake(
-            f"{key}: {call} needs {', '.join(map(repr, missing))}: {remedy}", f"{key}.call"
-        )
     try:
         signature.bind(*first, **args)
     except TypeError as error:
-        handed = f", and is handed {first[0]} first" if first else ""
-        raise mistake(
-            f"{key}: {call} cannot be called like this ({error}){handed}: {known}",
-            *(f"{key}.args.{name}" for name in taken if name in args),
-        ) from None
+        kinds = {each.kind for each in signature.parameters.values()}
+        takes_any = inspect.Parameter.VAR_KEYWORD in kinds
+        unknown = [] if takes_any else [name for name in args if name not in names]
+        hints = ", ".join(f"{name!r}{suggestion(name, names)}" for name in unknown)
+        why = f"takes no argument {hints}" if unknown else f"cannot be called like this, {error}"
+        handed = f" after {first[0]}" if first else ""
+        said = f"{key}: {call} {why}: {known}{handed}"
+        option = OPTIONS.get(key.partition(".")[0], Option())
+        if not isinstance(target, type) and option.made == "function":
+            said += (
+                f"; call has to return the function, and for {call} itself write {key}: "
+                f"{{call: pkgutil.resolve_name, args: {{name: {call}}}}}"
+            )
+        where = [f"{key}.args.{name}" for name in unknown] or [f"{key}.call"]
+        raise mistake(said, *where) from None

@@ -17,7 +17,6 @@ from automicro.checkpoints.store import CheckpointConfig
 from automicro.cli.config.keys import KEYS, OPTIONS, TO_TRAIN, Option, as_override, mistake
 from automicro.cli.config.nodes import (
     FORM,
-    NODE_KEYS,
     CallConfig,
     is_node,
     items_inside,
@@ -27,7 +26,7 @@ from automicro.cli.config.nodes import (
 )
 from automicro.cli.config.sources import read_value
 from automicro.data import LengthBatchSampler
-from automicro.errors import ConfigError, about, nearest, suggestion
+from automicro.errors import ConfigError, about, suggestion
 from automicro.features import INSTEAD, WORDS, class_of
 from automicro.options import check_choice
 from automicro.policy.policy import Policy
@@ -260,12 +259,6 @@ def type_in_words(key: str) -> str:
     return one_of(words)
 
 
-def is_made(key: str) -> bool:
-    """Return whether a key holds nodes."""
-    is_node = {CallConfig, NoneType} == {*alternatives(key)}
-    return is_node or key == "eval_dataloader" or bool(OPTIONS[key].made)
-
-
 def keys_inside(key: str) -> tuple[str, ...]:
     """Return the keys that a key can contain."""
     return tuple(_arguments(key)) if key in SECTIONS else ()
@@ -306,8 +299,6 @@ NO_KEYS_OF_ITS_OWN = (
 FORMS = {
     "checkpoint": "{interval: 500ba, keep_last: 2}, {} for the defaults, or null for none",
     "sampling_mode": "{mode: duration, lengths: seconds, batch_length: 600.0}, or fixed",
-    "list": "[{call: dotted.path, args: {name: value}}], or [] for none",
-    "mapping": "{name: {call: dotted.path, args: {…}}}, or {} for none",
 }
 
 
@@ -329,8 +320,8 @@ class Reader:
             return self._evaluations(value, key)
         if kind in SECTIONS:
             return self._section(value, key, kind)
-        if option.made in FORMS:
-            return self._nodes(value, key, option.made)
+        if value is None and option.made in ("list", "mapping"):
+            return defaults()[kind]
         # A mapping is a node. If the key also accepts plain mappings, it is one only if it has
         # call.
         is_plain = isinstance(value, Mapping) and Mapping in found and not is_node(value)
@@ -351,28 +342,12 @@ class Reader:
             raise mistake(said, key) from error
         return typed
 
-    def _nodes(self, value: Any, key: str, made: str) -> Any:
-        """Return a list of nodes, or a mapping from names to nodes."""
-        if value is None:
-            return [] if made == "list" else {}
-        if not isinstance(value, list if made == "list" else Mapping):
-            raise ConfigError(f"{key}={show(value)} is not a {made}: write {FORMS[made]}")
-        nodes = {}
-        for name, node in items_inside(value):
-            with self._at(f"{key}.{name}"):
-                if made == "list" or node not in (None, "None"):
-                    nodes[name] = read_node(node, f"{key}.{name}")
-        return [*nodes.values()] if made == "list" else nodes
-
     def _evaluations(self, value: Any, key: str) -> Any:
         """Return a node, an evaluation with options, or a mapping from names to these."""
-        known = keys_inside("eval_dataloader")
-        is_mapping = isinstance(value, Mapping) and not is_node(value)
-        if is_mapping and not {*known}.isdisjoint(value):
+        if not isinstance(value, Mapping) or is_node(value):
+            return value
+        if not {*keys_inside("eval_dataloader")}.isdisjoint(value):
             return self._section(value, key, "eval_dataloader")
-        # {clal: torch.nn.Linear} is a mistyped node, not an evaluation called clal.
-        if not is_mapping or not value or any(_is_mistyped(*each) for each in value.items()):
-            return read_node(value, key)
         found = {}
         for name, each in value.items():
             with self._at(f"{key}.{name}"):
@@ -403,8 +378,6 @@ class Reader:
                 # The folder's default depends on run_dir, which is known later.
                 if (section, name, value) != ("checkpoint", "folder", None):
                     given[name] = self.read(value, where, f"{section}.{name}")
-                    if section == "checkpoint":
-                        check_checkpoint(name, given[name])
         missing = [name for name in known if name not in {"folder", *given, *values}]
         if missing:
             words = choices(f"{section}.{missing[0]}")
@@ -439,19 +412,6 @@ def _is_default(value: object, kind: str) -> bool:
     return type(value) is type(default) and value == default
 
 
-def _is_mistyped(name: object, value: object) -> bool:
-    """Return whether a name is a mistyped key of a node, and not the name of an evaluation."""
-    return not isinstance(value, Mapping) and nearest(name, NODE_KEYS) is not None
-
-
-def check_checkpoint(name: str, value: Any) -> None:
-    """Refuse a single value that `CheckpointConfig` would refuse."""
-    try:
-        CheckpointConfig(**{"folder": "checkpoints", name: value})
-    except (TypeError, ValueError) as error:
-        raise ConfigError(f"checkpoint.{error}") from error
-
-
 def unknown_key(key: str, tree: Mapping[str, Any]) -> ConfigError:
     """Return the error for an unknown key, with a suggestion."""
     if key in INSTEAD:
@@ -478,15 +438,7 @@ def _read_limit(limit: Any) -> None:
 
 def _read_loss_average(name: str, value: Any) -> None:
     """Refuse an invalid way to average a loss, or one of several losses by name."""
-    if isinstance(value, Mapping):
-        for inner, each in value.items():
-            if not is_node(each):
-                _read_loss_average(f"{name}.{inner}", each)
-        return
-    try:
-        check_choice(name, value, LOSS_AVERAGES)
-    except ValueError as error:
-        raise ConfigError(
-            f"{error}, or a function of yours from a microbatch to what its loss was divided by: "
-            "{call: pkgutil.resolve_name, args: {name: my_data.count}}"
-        ) from None
+    inside = {f"{name}.{each}": inner for each, inner in items_inside(value)} or {name: value}
+    for key, each in inside.items():
+        if not is_node(each):
+            check_choice(key, each, LOSS_AVERAGES)

@@ -15,7 +15,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from automicro.cli.arguments import no_such_file
-from automicro.cli.config.nodes import NODE_KEYS, leaves
+from automicro.cli.config.nodes import leaves
 from automicro.cli.errors import summarize_error
 from automicro.errors import ConfigError, about, keys_of
 from automicro.memory.oom import first_line
@@ -93,7 +93,9 @@ class Sources:
         found: dict[str, set[int]] = {}
         for key in keys:
             for name in self._names(key):
-                found.setdefault(name, set()).update(self._line_of(key, name))
+                lines = self._lines.get(name, {})
+                line = next((lines[each] for each in _with_parents(key) if each in lines), None)
+                found.setdefault(name, set()).update([] if line is None else [line])
         found = found or {path: set() for path in self._lines}
         return " + ".join(
             ":".join(filter(None, [name, ",".join(map(str, sorted(found[name])))]))
@@ -102,18 +104,17 @@ class Sources:
 
     def _names(self, key: str) -> set[str]:
         """Return the last sources of the values in a key, or else of the value that contains it."""
-        inside = [leaf for leaf in leaves(self.tree) if f"{leaf}.".startswith(f"{key}.")]
-        if not inside:
-            above = key.rpartition(".")[0]
-            return self._names(above) if above else set()
-        return {self._set_by[leaf] for leaf in inside if leaf in self._set_by}
+        for each in _with_parents(key):
+            inside = [leaf for leaf in leaves(self.tree) if f"{leaf}.".startswith(f"{each}.")]
+            if inside:
+                return {self._set_by[leaf] for leaf in inside if leaf in self._set_by}
+        return set()
 
-    def _line_of(self, key: str, path: str) -> list[int]:
-        """Return the line of a key in a file, or of the key that contains it, if any."""
-        lines = self._lines.get(path, {})
-        while key and key not in lines:
-            key = key.rpartition(".")[0]
-        return [lines[key]] if key else []
+
+def _with_parents(key: str) -> Iterator[str]:
+    while key:
+        yield key
+        key = key.rpartition(".")[0]
 
 
 def name_override(override: str) -> str:
@@ -144,12 +145,6 @@ def read_file(path: Path) -> tuple[Tree, Mapping[str, int]]:
         raise ConfigError(
             f"{path} holds {'a list' if isinstance(tree, list) else 'text'} and not a mapping: "
             f"write keys at its top level, such as model: {{call: my_package.MyModel}}"
-        )
-    stray = [name for name in NODE_KEYS if name in tree]
-    if stray:  # people forget to indent them
-        raise ConfigError(
-            f"{path}: {' and '.join(stray)} at the top level: indent them below their key, as in "
-            f"model: {{call: dotted.path, args: {{name: value}}}}"
         )
     # OmegaConf does not keep line numbers.
     return cast(Tree, tree), dict(_lines(yaml.compose(text, Loader=yaml.SafeLoader)))
@@ -232,18 +227,14 @@ def _apply_override(tree: Tree, override: str) -> tuple[str, Any]:
     >>> tree
     {'optimizer': {'call': 'torch.optim.AdamW', 'args': {'lr': 0.001}}}
     """
-    key, equals, text = override.partition("=")
+    key, _, text = override.partition("=")
     key = key.strip()
     name = name_override(override)
     *way, last = key.split(".")
-    if not equals or not all([*way, last]):
+    if not all([*way, last, text.strip()]):
         raise ConfigError(
-            f"{name} is not key=value, with a name before and behind each dot: write it so, such "
-            f"as optimizer.args.lr=0.001"
-        )
-    if not text.strip():
-        raise ConfigError(
-            f"{name} has no value: write {key}=null for none, or '{key}=\"\"' for an empty text"
+            f"{name} is not key=value: write it so, such as optimizer.args.lr=0.001, seed=null for "
+            "none, or 'run_dir=\"\"' for an empty text"
         )
     try:
         value = read_value(text)
