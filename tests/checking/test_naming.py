@@ -25,6 +25,7 @@ from tests.cases import (
     masked_mean,
     mean_of_tokens,
 )
+from tests.checking.told import warnings_of
 from tests.models import (
     CLASS_WEIGHT,
     CLASSES,
@@ -39,18 +40,6 @@ from tests.models import (
     x,
     y,
 )
-
-
-def warnings_of(microbatcher: Microbatcher, *batches: Any) -> list[str]:
-    """The probe's warnings while these batches are trained on."""
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        for batch in batches:
-            microbatcher.backward(batch)
-    # `Counting` counts its calls, on purpose.
-    told = [each for each in caught if "attributes or variables: calls" not in str(each.message)]
-    assert all(each.category is LossAverageWarning for each in told)
-    return [str(each.message) for each in told]
 
 
 def on(model: nn.Module, loss_fn: Callable[..., Any], **options: Any) -> Microbatcher:
@@ -320,17 +309,6 @@ def test_out_of_memory_in_the_probe_changes_nothing() -> None:
     result = microbatcher.backward((x(), y()))
     assert result.loss_average_is == "unchecked"
     assert (result.num_microbatches, result.ooms) == (1, 0)
-
-
-# When it looks again
-
-
-class Counting(Encoder):
-    calls = 0
-
-    def forward(self, tokens: Tensor) -> Any:
-        self.calls += 1
-        return super().forward(tokens)
 
 
 def test_where_warnings_are_errors_the_state_is_as_before_the_step() -> None:
