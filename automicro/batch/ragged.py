@@ -1,16 +1,11 @@
 """Rows of packed, nested and sparse tensors, tensordicts, and other tensor classes."""
 
+import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch.nn.utils.rnn import (
-    PackedSequence,
-    pack_padded_sequence,
-    pack_sequence,
-    pad_packed_sequence,
-    unpack_sequence,
-)
+from torch.nn.utils.rnn import PackedSequence, pack_sequence, unpack_sequence
 
 from automicro.batch.types import (
     TENSORS,
@@ -32,28 +27,14 @@ class _Packed(RowType):
         return int(value.batch_sizes[0])
 
     def cut(self, value: Any, pieces: Pieces, dim: int, path: str) -> Sequence[Any]:
-        padded, lengths = pad_packed_sequence(value, batch_first=True)
-        found = []
-        for selection in pieces.selections:
-            rows = torch.as_tensor(list(selection))
-            if isinstance(selection, range):
-                piece = padded[selection.start : selection.stop]
-            else:
-                piece = padded.index_select(0, rows.to(padded.device))
-            own = lengths[rows]
-            # Sequences that were packed as sorted have no indices; keep that form if possible.
-            in_order = value.sorted_indices is None and bool(torch.all(own.diff() <= 0))
-            packed = pack_padded_sequence(piece, own, batch_first=True, enforce_sorted=in_order)
-            found.append(packed)
-        return found
+        rows = unpack_sequence(value)
+        chosen = ([rows[row] for row in selection] for selection in pieces.selections)
+        return [_packed(each, is_sorted=value.sorted_indices is None) for each in chosen]
 
     def concat(self, values: Sequence[Any], dim: int) -> Any:
         # By rows, because each part was sorted separately.
         rows = [row for value in values for row in unpack_sequence(value)]
-        lengths = [len(row) for row in rows]
-        unsorted = any(value.sorted_indices is not None for value in values)
-        in_order = not unsorted and lengths == sorted(lengths, reverse=True)
-        return pack_sequence(rows, enforce_sorted=in_order)
+        return _packed(rows, is_sorted=all(value.sorted_indices is None for value in values))
 
     def map(self, value: Any, fn: TensorFunction) -> Any:
         data = fn(value.data)
@@ -67,6 +48,12 @@ class _Packed(RowType):
 
     def leaves(self, value: Any) -> Iterable[tuple[str, torch.Tensor]]:
         return [("data", value.data)]
+
+
+def _packed(rows: list[torch.Tensor], *, is_sorted: bool) -> PackedSequence:
+    # Sequences that were packed as sorted have no indices; keep that form if possible.
+    in_order = is_sorted and all(len(one) >= len(two) for one, two in itertools.pairwise(rows))
+    return pack_sequence(rows, enforce_sorted=in_order)
 
 
 class _TensorDicts(Registered):

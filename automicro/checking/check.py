@@ -583,11 +583,11 @@ def _said(found: Mapping[str, float], whole: Reading, parts: Reading, apart: Cut
     """Return the largest difference, with its size."""
     rows = f"{sum(apart.sizes)} rows in {len(apart.sizes)} parts"
 
-    def rank(name: str) -> tuple[bool, ...]:
+    def rank(name: str) -> tuple[bool, bool, float]:
         is_number = name in whole.numbers
-        return is_number and math.isinf(found[name]), not is_number, name != SEAM, name == LOSS
+        return is_number and math.isinf(found[name]), not is_number, found[name]
 
-    name = max(found, key=lambda each: (*rank(each), found[each]))
+    name = max(found, key=rank)
     if name in whole.numbers:
         return f"{_number(name, whole, parts)}, for {rows}"
     what = name if name == SEAM else f"the gradient of {name}"

@@ -1,7 +1,6 @@
 """Find why splitting changes a batch, by comparing again with one condition changed at a time."""
 
 import contextlib
-import functools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -91,13 +90,8 @@ class _Examination:
             if isinstance(top, nn.Module)
             for name in find_batchnorm(top)
         ]
-        # The author knows the function by its own name, not as a partial.
-        function = forward or self.loss_fn
-        while isinstance(function, functools.partial):
-            function = function.func
-        own = f"{type(self.model).__name__}'s own loss"
-        name = getattr(function, "__name__", type(function).__name__) if function else own
-        self.loss_name = "the loss" if name == "<lambda>" else str(name)
+        own = "loss_fn" if self.loss_fn is not None else "the model's own loss"
+        self.loss_name = own if forward is None else "forward"
 
     def averages_of(self, value: Any) -> dict[str, Average]:
         """Return the averages that a value of ``loss_average`` means."""
@@ -236,11 +230,14 @@ class _Examination:
 
     def _unexplained(self, sizes: Sequence[int]) -> list[Finding]:
         """Return the innermost modules with equal inputs and different outputs, or the loss."""
-        modules = {name for top in self.computation.reached for name, _ in top.named_modules()}
+        every = [each for top in self.computation.reached for each in top.named_modules()]
+        modules = {name or type(module).__name__ for name, module in every}
         off = self.gap(sizes, watches=True, **_STILL)
         # A module with different inputs is not where the difference starts.
-        guilty = [n for n in off if n and n in modules and f"the input of {n}" not in off]
+        guilty = [n for n in off if n in modules and f"the input of {n}" not in off]
         inner = [n for n in guilty if not any(o.startswith(f"{n}.") for o in guilty)]
+        # The whole model, which goes by the name of its class, differs wherever a module does.
+        inner = [n for n in inner if n != type(self.model).__name__ or len(inner) == 1]
         cause = finding("across rows", inner)
         if not inner:
             cause = finding("compares rows", [self.loss_name])

@@ -20,37 +20,24 @@ from automicro import (
 )
 from automicro.batch.layout import BatchLayout
 from automicro.checking.rows import telling_rows
+from tests.acceptance.checks import judge, worse_and_better
 from tests.cases import (
     contrastive,
-    masked_mean,
     mean_of_tokens,
 )
+from tests.checking.told import warnings_of
 from tests.models import (
-    CLASS_WEIGHT,
     CLASSES,
     IGNORED,
     ROWS,
     Encoder,
     Mlp,
-    numbers,
     token_targets,
     tokens,
     with_ignored,
     x,
     y,
 )
-
-
-def warnings_of(microbatcher: Microbatcher, *batches: Any) -> list[str]:
-    """The probe's warnings while these batches are trained on."""
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        for batch in batches:
-            microbatcher.backward(batch)
-    # `Counting` counts its calls, on purpose.
-    told = [each for each in caught if "attributes or variables: calls" not in str(each.message)]
-    assert all(each.category is LossAverageWarning for each in told)
-    return [str(each.message) for each in told]
 
 
 def on(model: nn.Module, loss_fn: Callable[..., Any], **options: Any) -> Microbatcher:
@@ -63,56 +50,21 @@ def shifted_mean(logits: Tensor, targets: Tensor) -> Tensor:
 
 # What it names
 
-NAMED: dict[str, tuple[Any, Any, Any, dict[str, Any]]] = {
-    "a mean declared as a sum": (
-        Mlp,
-        (x(), numbers(ROWS, CLASSES)),
-        lambda logits, targets: F.mse_loss(logits, targets),
-        {"loss_average": "none"},
-    ),
-    "a mean over tokens": (Encoder, (tokens(), token_targets()), mean_of_tokens, {}),
-    "a mean over shifted tokens": (Encoder, (tokens(), token_targets()), shifted_mean, {}),
-    "a masked mean that never divides by zero": (
-        Encoder,
-        (tokens(), torch.full_like(tokens(), 3).index_fill(0, torch.tensor([2]), IGNORED)),
-        lambda logits, targets: masked_mean(logits, targets).nan_to_num(0.0),
-        {},
-    ),
-    "a divisor with a little added, declared without it": (
-        Encoder,
-        (tokens(), token_targets()),
-        lambda logits, targets: (
-            F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum")
-            / ((targets != IGNORED).sum() + 1e-3)
-        ),
-        {"loss_average": "tokens"},
-    ),
-    "rows of which some have no target": (
-        Mlp,
-        (x(), y().index_fill(0, torch.arange(1, ROWS), IGNORED).index_fill(0, torch.tensor(3), 1)),
-        lambda logits, targets: F.cross_entropy(logits, targets),
-        {},
-    ),
-    "class weights, after rows of one class": (
-        Mlp,
-        (x(), torch.ones_like(y()).index_fill(0, torch.tensor([6]), 4)),
-        lambda logits, targets: F.cross_entropy(logits, targets, CLASS_WEIGHT),
-        {},
-    ),
-    "the wrong part of several": (
-        Encoder,
-        (tokens(), token_targets()),
-        lambda logits, targets: {"a": logits.square().mean(), "b": mean_of_tokens(logits, targets)},
-        {"loss_average": {"a": "samples", "b": "samples"}},
-    ),
-}
 
-
-@pytest.mark.parametrize("name", NAMED)
-def test_what_does_not_add_up_is_named_by_what_differs(name: str) -> None:
-    make, batch, loss_fn, options = NAMED[name]
-    with pytest.warns(LossAverageWarning, match="splitting changes this batch"):
-        on(make(), loss_fn, **options).backward(batch)
+@pytest.mark.parametrize(
+    "row",
+    [
+        "a divergence of weights, declared a sum",
+        "a mean over tokens",
+        "a mask, and a little",
+        "targets ignored, in an own function",
+        "a weight of a rare class",
+        "tokens and rows by name",
+        "a mean over tokens, declared samples",
+    ],
+)
+def test_what_does_not_add_up_is_named(row: str) -> None:
+    assert worse_and_better([judge(row, "float64")])[0] == []
 
 
 def test_an_index_of_the_batch_for_a_target_is_named() -> None:
@@ -320,17 +272,6 @@ def test_out_of_memory_in_the_probe_changes_nothing() -> None:
     result = microbatcher.backward((x(), y()))
     assert result.loss_average_is == "unchecked"
     assert (result.num_microbatches, result.ooms) == (1, 0)
-
-
-# When it looks again
-
-
-class Counting(Encoder):
-    calls = 0
-
-    def forward(self, tokens: Tensor) -> Any:
-        self.calls += 1
-        return super().forward(tokens)
 
 
 def test_where_warnings_are_errors_the_state_is_as_before_the_step() -> None:

@@ -21,7 +21,7 @@ from automicro import (
     is_extra_pass,
 )
 from automicro.checking.check import Occasions
-from tests.checking.models import warnings_of
+from tests.checking.told import warnings_of
 from tests.outside import Outside
 from tests.torture.engine.faults import Fault, FaultMode
 
