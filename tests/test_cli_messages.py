@@ -74,7 +74,7 @@ def needs_config(command: str) -> str:
     )
 
 
-WRONG_USES = {
+WRONG_USES: dict[tuple[str, ...], str] = {
     ("train",): needs_config("train"),
     ("eval", "weights=weights.pt"): needs_config("eval"),
     ("verify",): needs_config("verify"),

@@ -220,6 +220,7 @@ class Recorded:
         self._roots, self._is_own, self._hosts, self._fold_of = beside, is_own, hosts, fold_of
         self._skip = skip
         self._beside = State(beside, skip=self._skipped, is_held=False)
+        self._num_split: collections.Counter[bool] = collections.Counter()
         # Number of comparisons of each changed path, in training (True) and evaluation (False).
         self._looks = collections.defaultdict[bool, collections.Counter[str]](collections.Counter)
         self._dims, self._sorted_by, self._concat = dims, sorted_by, concat
@@ -284,6 +285,13 @@ class Recorded:
         """Whether at least two microbatches of the batch have started."""
         return len(self.rows) > 1
 
+    def _is_due(self, trains: bool) -> bool:
+        """Whether this split batch looks for state that steps change: 1, 2, 3, then 4, 8, 16."""
+        # Comparing a trainer's whole state is slow, and most steps change the same.
+        self._num_split[trains] += 1
+        count = self._num_split[trains]
+        return count <= _LOOKS or count & (count - 1) == 0
+
     @contextlib.contextmanager
     def step(self, rows: int, counts: Mapping[str, float] | None = None) -> Iterator[None]:
         """Record the values emitted by a microbatch, or compare those emitted by a check."""
@@ -303,9 +311,8 @@ class Recorded:
         self.is_filler = dist.is_initialized() and dist.get_world_size() > 1
         self.rows.append(rows)
         trains = torch.is_grad_enabled()
-        if len(self.rows) == 2:
+        if len(self.rows) == 2 and self._is_due(trains):
             self._changed = self._places(self._beside.captured)
-            # Comparing a trainer's whole state again is slow, and most steps change the same.
             looks, paths = self._looks[trains], {*self._changed, ""}  # "": of any batch
             if any(looks[each] < _LOOKS for each in paths):
                 looks.update(paths)

@@ -138,18 +138,13 @@ def replaced_forward(
         table.update(before)
 
 
-def to_host(
-    value: Tensor,
-    *,
-    waits: bool = False,
-    host: Callable[[], contextlib.AbstractContextManager[Any]] = on_host,
-) -> Tensor:
+def to_host(value: Tensor, *, waits: bool = False) -> Tensor:
     """Copy a tensor to the host, into pinned memory if it comes from an accelerator.
 
     >>> to_host(torch.ones(2, requires_grad=True))
     tensor([1., 1.])
     """
-    with host():
+    with on_host():
         held = None
         if copies_overlap(value.device):
             # Pinned memory might run out. Then the copy is blocking, with the same result.

@@ -5,6 +5,7 @@
 
 import contextlib
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
@@ -13,8 +14,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from automicro.batch.device import on_host
-from automicro.nested.slices import to_host
+from automicro.batch.device import on_host, side_stream
+from automicro.memory.device import copies_overlap
 from automicro.torch_private import FakeTensor, counter_of, refuses_hooks, version_of
 from automicro.torch_private_distributed import is_fsdp_module
 
@@ -22,6 +23,8 @@ OFFLOAD = "offload"
 """Its name in ``when_too_large``."""
 SMALL_BYTES = 1 << 16
 """Storages below it stay where they are: a copy costs more than they hold."""
+
+_MOST_ON_THE_WAY = 2  # storages that a side stream is still reading
 
 
 class _Packed(NamedTuple):
@@ -38,11 +41,14 @@ class _Packed(NamedTuple):
 class _Stored:
     """A storage on the host, which is also on the device while a tensor there uses it."""
 
-    def __init__(self, host: Tensor, source: torch.UntypedStorage, device: torch.device) -> None:
+    def __init__(
+        self, host: Tensor, source: torch.UntypedStorage, device: torch.device, copied: Any
+    ) -> None:
         self._host = host
         self._source = weakref.ref(source)
         # Passed separately, because the storage of a fake tensor lacks its device.
         self._device = device
+        self._copied = copied  # an event of the side stream, or None
         self._there: weakref.ref[torch.UntypedStorage] | None = None
 
     def is_of(self, storage: torch.UntypedStorage) -> bool:
@@ -55,6 +61,11 @@ class _Stored:
         if storage is not None:
             return torch.empty(0, dtype=torch.uint8, device=self._device).set_(storage)
         whole = torch.empty(self._host.shape, dtype=torch.uint8, device=self._device)
+        # The copy to the host runs on another stream and might not be finished.
+        if self._copied is not None:
+            torch.get_device_module(self._device).current_stream(self._device).wait_event(
+                self._copied
+            )
         whole.copy_(self._host, non_blocking=True)
         # A weak reference, so that the memory is freed when the backward no longer uses it.
         self._there = weakref.ref(whole.untyped_storage())
@@ -64,9 +75,11 @@ class _Stored:
 class OffloadHooks:
     """The hooks for saved tensors of one attempt."""
 
-    # On an accelerator, host memory is pinned, and copies run in the order of the computation. With
-    # a `MemoryBudget` for the CPU, copies are in host memory, which it does not count. Parameters,
-    # buffers, small tensors and tensor subclasses stay.
+    # On an accelerator, host memory is pinned, and copies to it run on a side stream. That stream
+    # waits for the computation of the tensor, and the main stream waits for the copy before the
+    # memory of the storage is reused, at most two storages later. Copies back run on the main
+    # stream, in order. With a `MemoryBudget` for the CPU, copies are in host memory, which it does
+    # not count. Parameters, buffers, small tensors and tensor subclasses stay.
     #
     # As without hooks, the backward refuses a tensor that was changed after it was saved.
 
@@ -82,6 +95,7 @@ class OffloadHooks:
         self._known: weakref.WeakValueDictionary[tuple[int, int], _Stored] = (
             weakref.WeakValueDictionary()
         )
+        self._on_the_way: deque[tuple[Any, torch.UntypedStorage]] = deque()
 
     def keep(self, tensors: Iterable[Tensor]) -> None:
         """Leave the storages of these tensors on the device from now on."""
@@ -115,19 +129,47 @@ class OffloadHooks:
         return stored
 
     def _copied(self, whole: Tensor, storage: torch.UntypedStorage) -> _Stored:
-        return _Stored(to_host(whole, host=self._host), storage, whole.device)
+        device = whole.device
+        # Pinned memory might run out. Then the copy is blocking, with the same result.
+        host = _pinned(whole.shape) if copies_overlap(device) else None
+        if host is None:
+            with self._host():
+                host = torch.empty(whole.shape, dtype=torch.uint8, device="cpu")
+            host.copy_(whole)
+            return _Stored(host, storage, device, None)
+        module = torch.get_device_module(device)
+        current, side = module.current_stream(device), side_stream(device)
+        side.wait_stream(current)
+        with module.stream(side):
+            host.copy_(whole, non_blocking=True)
+        copied = side.record_event()
+        self._on_the_way.append((copied, storage))
+        while len(self._on_the_way) > _MOST_ON_THE_WAY:
+            self._arrive()
+        return _Stored(host, storage, device, copied)
+
+    def _arrive(self) -> None:
+        copied, storage = self._on_the_way.popleft()
+        device = storage.device
+        torch.get_device_module(device).current_stream(device).wait_event(copied)
 
     def unpack(self, packed: Any) -> Tensor:
         """Return the tensor for the backward, or raise an error if it was changed."""
+        # Release storages with running copies; their memory is free when the copies are finished.
+        while self._on_the_way:
+            self._arrive()
         if isinstance(packed, Tensor):
             return packed
         tensor: Tensor
         tensor, version, place, stored = packed
         if version_of(tensor) != version:
+            size = list(tensor.size() if stored is None else place[0])
             raise RuntimeError(
                 "one of the variables needed for gradient computation has been modified by an "
-                f"inplace operation: it is at version {version_of(tensor)}; expected version "
-                f"{version} instead"
+                f"inplace operation: [{tensor.type()} {size}] is at version {version_of(tensor)}; "
+                f"expected version {version} instead. Hint: enable anomaly detection to find the "
+                "operation that failed to compute its gradient, with "
+                "torch.autograd.set_detect_anomaly(True)."
             )
         if stored is None:
             return tensor
@@ -142,6 +184,13 @@ class OffloadHooks:
     def __call__(self) -> AbstractContextManager[None]:
         """Return the context for forward and backward."""
         return torch.autograd.graph.saved_tensors_hooks(self.pack, self.unpack)
+
+
+def _pinned(shape: torch.Size) -> Tensor | None:
+    """Return bytes in pinned host memory, or None if there is no more of it."""
+    with contextlib.suppress(RuntimeError):
+        return torch.empty(shape, dtype=torch.uint8, device="cpu", pin_memory=True)
+    return None
 
 
 def _is_plain(tensor: Tensor) -> bool:

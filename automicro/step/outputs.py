@@ -18,6 +18,8 @@ from automicro.step.feature import Attempt, Feature, MicrobatchRun
 from automicro.step.plan import order_of, with_padding
 from automicro.transaction.transaction import Part
 
+_ALIKE = 3  # slices of one size that are conclusive
+
 
 class Kept(Feature):
     """The requested results of every microbatch's forward in one step."""
@@ -101,8 +103,9 @@ class Kept(Feature):
     def _warn_of_fixed_lengths(self, sizes: Sequence[int]) -> None:
         """Warn once of each output whose length is the same for microbatches of any size."""
         least, most = min(sizes, default=0), max(sizes, default=0)
-        # Slices of one size show nothing: a fixed length may also be a fixed number per row.
-        if least == most or len(sizes) != len(self._outputs):
+        is_alike = least == most  # then a fixed length may also be a fixed number per row
+        # Two slices of one size may have an output of the same length by chance.
+        if len(sizes) != len(self._outputs) or (is_alike and len(sizes) < _ALIKE):
             return
         # By path, because only one of several outputs may be affected.
         lengths: dict[str, set[int]] = {}
@@ -111,14 +114,16 @@ class Kept(Feature):
                 lengths.setdefault(path, set()).add(leaf.size(0) if leaf.dim() else 0)
         for path, found in lengths.items():
             length = found.pop()
-            if length and not found and path not in self._known:
+            is_fixed = length and not found and not (is_alike and length % most == 0)
+            if is_fixed and path not in self._known:
                 self._known.add(path)
                 name = f"output {path!r}" if path else "the output"
+                rows = f"{most} rows each" if is_alike else f"{least} and of {most} rows"
                 warn(
-                    f"{name} has {length} entries for microbatches of {least} and of {most} rows, "
-                    "so it does not have one per row (a confusion matrix, a histogram, attention "
-                    "by layers?) and cannot be joined. Return tensors with rows in the first "
-                    "dimension, leave it out of the outputs, or let a metric count it",
+                    f"{name} has {length} entries for microbatches of {rows}, so it does not have "
+                    "one per row (a confusion matrix, a histogram, attention by layers?) and "
+                    "cannot be joined. Return tensors with rows in the first dimension, leave it "
+                    "out of the outputs, or let a metric count it",
                     MetricWarning,
                 )
 

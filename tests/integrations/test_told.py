@@ -169,7 +169,7 @@ def test_what_a_step_changes_only_after_many_batches_is_named() -> None:
 
     with pytest.warns(MetricWarning, match=r"kept\.early changed"):
         batch(0)
-    for number in range(1, 6):
+    for number in range(1, 7):
         batch(number)
     with pytest.warns(MetricWarning, match=r"kept\.late changed"):
-        batch(6)
+        batch(7)  # the eighth is looked at again

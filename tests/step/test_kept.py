@@ -150,6 +150,17 @@ def test_what_is_as_long_for_every_number_of_rows_is_named(is_training: bool) ->
         run(pair(7), return_outputs=True)  # warns only once
 
 
+def test_what_is_as_long_for_slices_that_are_alike_is_named() -> None:
+    """In training, where no check compares outputs."""
+
+    def with_table(model: nn.Module, batch: Any) -> dict[str, Any]:
+        return with_outputs(model, batch) | {"table": torch.zeros(7, 2)}
+
+    microbatcher = Microbatcher(classifier(), forward=with_table, microbatch_size=2)
+    with pytest.warns(MetricWarning, match="'table' has 7 entries for .* of 2 rows each"):
+        microbatcher.backward(pair(6), return_outputs=True)
+
+
 def test_what_a_look_has_found_right_is_not_named_for_its_length() -> None:
     def with_found(model: nn.Module, batch: Any) -> dict[str, Any]:
         """Three of every four rows, as a threshold might select them by chance."""
