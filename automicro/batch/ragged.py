@@ -137,15 +137,18 @@ def _cut_jagged(value: Any, pieces: Pieces) -> list[torch.Tensor]:
     # The only dimension without a number: its size is a symbol, bound to the offsets tensor.
     ragged_dim = next(i for i, size in enumerate(value.shape) if not isinstance(size, int))
     values, offsets, lengths = value.values(), value.offsets(), value.lengths()
-    row_lengths = offsets.diff() if lengths is None else lengths
-    starts, own = offsets.tolist(), row_lengths.tolist()
+    starts = offsets.tolist()
+    own = (offsets.diff() if lengths is None else lengths).tolist()
     # Tensors that share offsets in the batch must share them in a microbatch. Otherwise torch
     # treats their ragged dimensions as different and refuses to add them.
     new = pieces.offsets.setdefault(id(offsets), [])
     if not new:
         for chosen in pieces.selections:
-            ends = row_lengths[list(chosen)].cumsum(0)
-            new.append(torch.nn.functional.pad(ends, (1, 0)).to(offsets.dtype))
+            if lengths is None and isinstance(chosen, range):  # waits for no device
+                new.append(offsets[chosen.start : chosen.stop + 1] - starts[chosen.start])
+            else:
+                ends = list(itertools.accumulate((own[row] for row in chosen), initial=0))
+                new.append(torch.tensor(ends, dtype=offsets.dtype, device=offsets.device))
     found = []
     for chosen, new_offsets in zip(pieces.selections, new, strict=True):
         first, last = chosen[0], chosen[-1]

@@ -118,7 +118,7 @@ def test_a_device_is_chosen_and_described() -> None:
     assert (
         describe_device(torch.device(DEVICE), "25%") == "standin:0 (stand-in 0) limited to 4.00 GiB"
     )
-    with pytest.raises(ValueError, match=r"did you mean standin:0\?"):
+    with pytest.raises(ValueError, match="device='gpu:0' cannot be used here"):
         choose_device("gpu:0")
     with pytest.raises(ValueError, match="cannot be used here"):
         choose_device("cuda:0")
