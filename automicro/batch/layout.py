@@ -164,8 +164,7 @@ class BatchLayout:
     def _read_anew(self, batch: Any, form: Any) -> tuple[Node, int, Decisions]:
         root, num_rows, decisions = self._read(batch)
         if form is not None and "items" not in decisions.values():
-            dims = dict(_row_dims(root, decisions))
-            self._known = form, num_rows, [dims.get(path) for path, _ in tensor_leaves(batch)]
+            self._known = form, num_rows, _plain_dims(root)
         return root, num_rows, decisions
 
     def _read(self, batch: Any) -> tuple[Node, int, Decisions]:
@@ -281,6 +280,16 @@ def _cut(node: Node, pieces: Pieces, num_rows: int, decisions: Decisions) -> Seq
         for piece, own in zip(found, pieces.of(records), strict=True):
             piece._encodings = own
     return found
+
+
+def _plain_dims(node: Node) -> list[int | None]:
+    """Return the dimension in which each tensor of a plain batch is cut; None if it is shared."""
+    # In order, because the paths of two tensors can be the same text.
+    if node.kind is Kind.ROWS:
+        return [node.dim]
+    if node.kind is Kind.SHARED:
+        return [None] * len(tensor_leaves(node.value))
+    return [dim for child in node.children for dim in _plain_dims(child)]
 
 
 def _cut_plain(batch: Any, sizes: list[int], dims: Iterator[int | None]) -> Sequence[Any]:

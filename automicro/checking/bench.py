@@ -5,6 +5,7 @@ import itertools
 import math
 import random
 import warnings
+import zlib
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias, TypeVar, cast
@@ -18,7 +19,8 @@ from torch.nn.parallel import DistributedDataParallel
 from automicro.batch.device import on_device, on_host
 from automicro.batch.joining import concat_rows
 from automicro.batch.layout import BatchLayout
-from automicro.batch.tensors import map_tensors, tensor_leaves
+from automicro.batch.tensors import map_tensors, open_container, tensor_leaves
+from automicro.batch.types import STRUCTURES, Kind, join_path, kind_of
 from automicro.checking.draws import HeldDraws
 from automicro.checking.reading import (
     LOSS,
@@ -546,17 +548,35 @@ def _joined(outputs: Sequence[Any]) -> dict[str, Tensor]:
         return {}
     # The whole is a single part.
     if len(outputs) == 1:
-        return dict(tensor_leaves(outputs[0]))
+        return _leaves(outputs[0])
     try:
-        return dict(tensor_leaves(concat_rows(outputs)))
+        return _leaves(concat_rows(outputs))
     except BatchError:  # perhaps only these parts cannot be joined; try leaf by leaf
-        first, *others = (dict(tensor_leaves(each)) for each in outputs)
+        first, *others = map(_leaves, outputs)
         found = {}
         for path, leaf in first.items():
             pieces = [leaf, *(each.get(path, leaf[..., :0]) for each in others)]
             are_alike = len({piece.shape[1:] for piece in pieces}) == 1 and leaf.dim() > 0
             found[path] = torch.cat(pieces) if are_alike else leaf
         return found
+
+
+def _leaves(value: Any) -> dict[str, Tensor]:
+    return dict(tensor_leaves(value)) | _texts(value)
+
+
+def _texts(value: Any, path: str = "") -> dict[str, Tensor]:
+    """Return lists of strings and integers by path, as hashes that can be compared."""
+    kind = kind_of(type(value))
+    if kind is not Kind.SEQUENCE and kind not in STRUCTURES:
+        return {}
+    keys, parts = open_container(value)
+    if kind is Kind.SEQUENCE and parts and {str, int, bool}.issuperset(map(type, parts)):
+        return {path: torch.tensor([zlib.crc32(repr(each).encode()) for each in parts])}
+    found: dict[str, Tensor] = {}
+    for key, part in zip(keys, parts, strict=True):
+        found |= _texts(part, join_path(path, key))
+    return found
 
 
 def _add_told(reading: Reading, told: Sequence[Mapping[str, tuple[float, float]]]) -> None:

@@ -5,10 +5,10 @@
 # device holds one slice of one stage. Each slice of a stage is checkpointed, with the waiting
 # values as its inputs. So the forward of a row is computed twice, as with any checkpointing.
 #
-# The statistics of a stage's BatchNorms are known by then, and are inputs of its slices: each slice
-# is normalized with them, and the layer itself, in evaluation mode, only scales and shifts. So the
-# gradients of mean and variance add up over all slices, and flow on to the previous stage, which
-# computed these.
+# The BatchNorms of a stage run in evaluation mode, because their statistics are known by then, and
+# take scale and shift as inputs. Scale and shift have the values of the layer, but are functions of
+# mean and variance, too. So their gradients (the sums of ``dy`` and ``dy · x̂`` over all slices)
+# flow on to mean and variance, and to the previous stage, which computed these.
 #
 # The operations between two BatchNorms are read from a symbolic trace of the model (``torch.fx``),
 # a list of operations with their inputs. A stage holds all operations that can run once some
@@ -16,8 +16,8 @@
 # depth in parallel branches share a stage. Models that cannot be traced, or that stages would
 # compute differently, are refused with the reason.
 
+import collections
 import contextlib
-import copy
 import functools
 import inspect
 import operator
@@ -29,6 +29,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
+from automicro.batch.device import on_host
 from automicro.batch.tensors import tensor_leaves
 from automicro.batchnorm import sees_the_batch
 from automicro.errors import UnsplittableModelError, text_of
@@ -43,12 +44,11 @@ from automicro.nested.slices import (
     naming,
     refuse_twice,
     summed,
-    to_host,
     tolerance_of,
 )
 from automicro.state.capture import capture
 from automicro.state.part import Replay
-from automicro.torch_private import BUFFERS, AnyBatchNorm, all_versions, buffer_table, call_hooks
+from automicro.torch_private import AnyBatchNorm, all_versions, call_hooks
 from automicro.transaction.rng import RandomState
 
 PLAIN = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
@@ -78,6 +78,7 @@ class Stage(NamedTuple):
     inputs: Sequence[fx.Node]  # from earlier stages, or arguments and attributes of the model
     outputs: Sequence[fx.Node]  # results that later stages need
     ahead: Sequence[fx.Node]  # BatchNorms that wait for all rows of this stage
+    dead: Sequence[Sequence[fx.Node]]  # for each node, values that no later node of the stage needs
 
 
 class Stages:
@@ -104,7 +105,6 @@ class Stages:
         self.norms = {node: layer for node in nodes if (layer := self._norm(node)) is not None}
         self._refuse_read_statistics(nodes)
         self._output = nodes[-1]
-        self._code = fx.Interpreter(module, graph=self._graph)
         self._levels = self._find_levels(nodes)
         self._replays: dict[int, Replay] = {}
         self.stages = [self._stage(nodes, at) for at in range(self._levels[self._output] + 1)]
@@ -228,7 +228,14 @@ class Stages:
             if each.op not in _CALLS or level[each] < number
         )
         outputs = [node for node in own if any(level[user] > number for user in node.users)]
-        return Stage(own, list(inputs), outputs, ahead)
+        kept = {*outputs, *(each for node in users[len(own) :] for each in node.all_input_nodes)}
+        last: dict[fx.Node, fx.Node] = {}
+        for node in own:
+            last.update(dict.fromkeys([*node.all_input_nodes, node], node))
+        dead = [
+            [each for each, at in last.items() if at is node and each not in kept] for node in own
+        ]
+        return Stage(own, list(inputs), outputs, ahead, dead)
 
     def _check_writes(self, node: fx.Node, written: fx.Node) -> None:
         """Refuse a write into a value that other nodes read, because stages reorder nodes."""
@@ -243,25 +250,38 @@ class Stages:
         given: Mapping[fx.Node, Any],
         normalise: Callable[[fx.Node, Tensor], Tensor],
     ) -> dict[fx.Node, Any]:
-        """Compute one stage, and return its values by node."""
-        code = copy.copy(self._code)
-        code.env = dict(given)
-        for node in self.stages[number].nodes:
-            read = [each for each in node.all_input_nodes if isinstance(code.env[each], Tensor)]
-            tensors = [code.env[each] for each in read]
-            versions = all_versions(tensors)
+        """Compute one stage and return the values that are still needed."""
+        stage, values = self.stages[number], dict(given)
+        for node, dead in zip(stage.nodes, stage.dead, strict=True):
+            inputs = {each: values[each] for each in node.all_input_nodes}
+            tensors = {key: each for key, each in inputs.items() if isinstance(each, Tensor)}
+            versions = all_versions(tensors.values())
             if node in self.norms:
-                code.env[node] = normalise(node, *tensors)
+                values[node] = normalise(node, *tensors.values())
             else:
-                code.env[node] = code.run_node(node)
-            for each, version, before in zip(read, all_versions(tensors), versions, strict=True):
+                args, kwargs = fx.node.map_arg((node.args, node.kwargs), values.__getitem__)
+                values[node] = self._call(node, args, kwargs)
+            now = all_versions(tensors.values())
+            for key, version, before in zip(tensors, now, versions, strict=True):
                 if version != before:
-                    self._check_writes(node, each)
-        return code.env
+                    self._check_writes(node, key)
+            # Otherwise the inputs of this operation stay in memory during the next one.
+            del inputs, tensors
+            for each in dead:
+                values.pop(each, None)
+        return values
+
+    def _call(self, node: fx.Node, args: Any, kwargs: Any) -> Any:
+        if node.op == "call_module":
+            return self.layer(node)(*args, **kwargs)
+        if node.op == "call_method":
+            return getattr(args[0], str(node.target))(*args[1:], **kwargs)
+        assert callable(node.target)
+        return node.target(*args, **kwargs)
 
     def output(self, values: Mapping[fx.Node, Any]) -> Any:
         """Return the output of the module, from the values of the last stage."""
-        return fx.node.map_arg(self._output.args[0], values.__getitem__)
+        return fx.node.map_arg(self._output.args[0], lambda node: values[node])
 
     def value_of(self, node: fx.Node, arguments: Mapping[Any, Any]) -> Any:
         """Return the value of an input: an attribute of the module, or a waiting value."""
@@ -312,43 +332,98 @@ def _moments(x: Tensor) -> tuple[Tensor, Tensor]:
     return mean, variance
 
 
-def _normalised(layer: Any, x: Tensor, mean: Tensor, variance: Tensor) -> Tensor:
-    """Return the output of a BatchNorm for some rows, with the statistics of all rows."""
-    shape = [-1, *[1] * (x.dim() - 2)]
-    deviation = (variance + layer.eps).sqrt().view(shape)
-    normal = ((x.to(mean.dtype) - mean.view(shape)) / deviation).to(x.dtype)
-    # A layer in evaluation mode treats its statistics as constants. These leave all as it is.
-    zeros = torch.zeros_like(mean.detach())
-    own = {"running_mean": zeros, "running_var": zeros + (1 - layer.eps)}
-    if len(x) > 1:
-        return cast(Tensor, _twin(layer, own, training=False)(normal))
-    # Torch's CPU kernel (2.13) has a wrong backward for a single row whose gradient is in
-    # channels-last order in memory, with a meaningless stride of rows.
-    output = cast(Tensor, _twin(layer, own, training=False)(normal.contiguous()))
-    if output.requires_grad:
-        output.register_hook(Tensor.contiguous)  # type: ignore[no-untyped-call]
-    return output
+class _Moments(torch.autograd.Function):
+    """Means and variances, with a backward that keeps only the input."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, known: dict[str, Sequence[Tensor]]) -> tuple[Tensor, ...]:
+        # The first run of a slice has stored them; a recomputed slice has the same.
+        known[""] = known.get("") or _moments(x)
+        ctx.known = known
+        ctx.save_for_backward(x)
+        return tuple(each.clone() for each in known[""])
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        refuse_twice()
+        (x,), mean, (of_mean, of_variance) = ctx.saved_tensors, ctx.known[""][0], gradients
+        count = x.numel() // x.shape[1]
+        slope = of_variance * (2 / count)
+        offset = of_mean / count - slope * mean
+        shape = [1, -1, *[1] * (x.dim() - 2)]
+        wide = x.to(slope.dtype)
+        return torch.addcmul(offset.view(shape), wide, slope.view(shape)).to(x.dtype), None
 
 
-def _twin(layer: nn.Module, buffers: Mapping[str, Tensor], *, training: bool) -> nn.Module:
-    """Return a layer with the same parameters and other buffers."""
-    twin = copy.copy(layer)
-    vars(twin).update({BUFFERS: {**buffer_table(layer), **buffers}, "training": training})
-    return twin
+class _Norm:
+    """One call of a BatchNorm, with the statistics of all rows."""
+
+    def __init__(self, layer: Any, count: int, mean: Tensor, variance: Tensor) -> None:
+        # Detached, because a graph keeps the stages alive, and these keep this object.
+        self._layer, self._count = layer, count
+        self.mean, self.variance = mean.detach(), variance.detach()
+
+    def affine(self, mean: Tensor, variance: Tensor) -> tuple[Tensor, Tensor]:
+        """Return scale and shift, which pass gradients on to the statistics."""
+        # A layer in evaluation mode treats statistics as constants. So scale and shift are made to
+        # depend on them without a change of value: their gradients are the two sums that the
+        # gradient of the input needs.
+        weight, bias = _affine(self._layer, mean)
+        eps, deviation = self._layer.eps, (variance + self._layer.eps).sqrt()
+        scale = weight * ((self.variance + eps).sqrt() / deviation)
+        return scale, bias + (self.mean - mean) * (weight / deviation)
+
+    def normalised(self, x: Tensor, affine: Sequence[Tensor]) -> Tensor:
+        """Return the output for one slice, with the given scale and shift."""
+        if len(x) > 1:
+            return _normalised(self._layer, x, self.mean, self.variance, affine)
+        # Torch's CPU kernel (2.13) has a wrong backward for a single row whose gradient is in
+        # channels-last order in memory, with a meaningless stride of rows.
+        output = _normalised(self._layer, x.contiguous(), self.mean, self.variance, affine)
+        if output.requires_grad:
+            output.register_hook(Tensor.contiguous)  # type: ignore[no-untyped-call]
+        return output
+
+    def commit(self) -> None:
+        """Update the running statistics as with one batch of all rows."""
+        layer = self._layer
+        if not layer.training or layer.running_mean is None:
+            return
+        layer.num_batches_tracked.add_(1)
+        momentum = layer.momentum
+        if momentum is None:
+            momentum = 1.0 / float(layer.num_batches_tracked)
+        layer.running_mean.lerp_(self.mean.to(layer.running_mean.dtype), momentum)
+        # Running variances are unbiased, as in torch.
+        variance = self.variance * (self._count / (self._count - 1))
+        layer.running_var.lerp_(variance.to(layer.running_var.dtype), momentum)
 
 
-def _commit(layer: Any, count: int, mean: Tensor, variance: Tensor) -> None:
-    """Update the running statistics as with one batch of all rows."""
-    if not layer.training or layer.running_mean is None:
-        return
-    layer.num_batches_tracked.add_(1)
-    momentum = layer.momentum
-    if momentum is None:
-        momentum = 1.0 / float(layer.num_batches_tracked)
-    layer.running_mean.lerp_(mean.to(layer.running_mean.dtype), momentum)
-    # Running variances are unbiased, as in torch.
-    variance = variance * (count / (count - 1))
-    layer.running_var.lerp_(variance.to(layer.running_var.dtype), momentum)
+def _affine(layer: Any, like: Tensor) -> tuple[Tensor, Tensor]:
+    if layer.weight is None:
+        return torch.ones_like(like), torch.zeros_like(like)
+    bias = torch.zeros_like(like) if layer.bias is None else layer.bias
+    return layer.weight.to(like.dtype), bias.to(like.dtype)
+
+
+def _normalised(
+    layer: Any, x: Tensor, mean: Tensor, variance: Tensor, affine: Sequence[Tensor]
+) -> Tensor:
+    scale, shift = affine
+    if type(layer) in PLAIN:
+        return F.batch_norm(x, mean, variance, scale, shift, training=False, eps=layer.eps)
+    own = {"running_mean": mean, "running_var": variance}
+    if layer.weight is None:  # the layer itself neither scales nor shifts
+        shape = [-1, *[1] * (x.dim() - 2)]
+        offset = mean - mean * scale + shift * (variance + layer.eps).sqrt()
+        x = torch.addcmul(offset.view(shape), x.to(scale.dtype), scale.view(shape)).to(x.dtype)
+    else:
+        own |= {"weight": scale} if layer.bias is None else {"weight": scale, "bias": shift}
+    training, layer.training = layer.training, False
+    try:
+        return cast(Tensor, torch.func.functional_call(layer, own, (x,)))
+    finally:
+        layer.training = training
 
 
 @torch.no_grad()
@@ -357,17 +432,26 @@ def _require_usual(name: str, layer: Any, x: Tensor) -> None:
     if type(layer) in PLAIN or x.numel() <= x.shape[1]:
         return
     buffers = {name: each.clone() for name, each in layer.named_buffers(recurse=False)}
+    mean, variance = _moments(x)
     random = RandomState([x.device])
     random.begin()
     # If a layer draws random numbers, both calls must draw the same.
     with random.replaying():
-        trained = _twin(layer, buffers, training=True)(x)
+        trained = torch.func.functional_call(layer, buffers, (x,))
     with random.replaying():
-        found = _normalised(layer, x, *_moments(x))
+        found = _normalised(layer, x, mean, variance, _affine(layer, mean))
     coarse = tolerance_of(x)
     if not torch.allclose(trained, found, rtol=coarse, atol=coarse):
         kind = type(layer).__name__
         refuse_exact(name, f"{kind} does something else with the statistics than to normalise")
+
+
+def to_host(value: Tensor, *, waits: bool = False) -> Tensor:
+    """Copy a tensor to the host, into pinned memory if it comes from a CUDA device."""
+    with on_host():
+        pinned = value.device.type == "cuda"
+        held = torch.empty_like(value, device="cpu", requires_grad=False, pin_memory=pinned)
+        return held.copy_(value.detach(), non_blocking=pinned and not waits)
 
 
 def to_device(held: Tensor, device: torch.device) -> Tensor:
@@ -378,18 +462,31 @@ def to_device(held: Tensor, device: torch.device) -> Tensor:
     return held.clone() if budget is None else budget.transfer(held)
 
 
-class _Moved(torch.autograd.Function):
-    """A copy of a value between device and host; its gradient goes the other way."""
+class _ToHost(torch.autograd.Function):
+    """Copy a value to the host; its gradient is copied back to the device."""
 
     @staticmethod
-    def forward(ctx: Any, value: Tensor, move: Callable[[Tensor], Tensor], back: Any) -> Tensor:
-        ctx.back = back
-        return move(value)
+    def forward(ctx: Any, value: Tensor) -> Tensor:
+        ctx.device = value.device
+        return to_host(value)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         refuse_twice()
-        return ctx.back(gradients[0]), None, None
+        return to_device(gradients[0], ctx.device)
+
+
+class _ToDevice(torch.autograd.Function):
+    """Copy a waiting value to the device; its gradient is copied to the host."""
+
+    @staticmethod
+    def forward(ctx: Any, held: Tensor, device: torch.device) -> Tensor:
+        return to_device(held, device)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        refuse_twice()
+        return to_host(gradients[0], waits=True), None
 
 
 def split_at_norms(call: Call, stages: Stages) -> Any:
@@ -403,41 +500,46 @@ def split_at_norms(call: Call, stages: Stages) -> Any:
 
 def _through_stages(call: Call, stages: Stages, sizes: Sequence[int]) -> Any:
     cut, versions = call.cut(call.batch, sizes), stages.versions()
+    outputs: list[Any] = []
     parameters = summed(call) if call.is_differentiated else tuple
     waiting = [{**stages.constants, **each} for each in cut.microbatches]
     devices: dict[fx.Node, torch.device] = {}
-    statistics: dict[fx.Node, tuple[int, Tensor, Tensor]] = {}
-    outputs = []
+    norms: dict[fx.Node, _Norm] = {}
+    affine: dict[fx.Node, tuple[Tensor, Tensor]] = {}
     for number, spec in enumerate(stages.stages):
-        compute = _stage(stages, number, call.holding, devices)
-        known = {node: statistics[node][1:] for node in spec.nodes if node in stages.norms}
+        stage = _stage(stages, number, call.holding, devices, norms)
+        scaled = {node: affine[node] for node in spec.nodes if node in norms}
         needed = {_key(node) for later in stages.stages[number + 1 :] for node in later.inputs}
         moments: list[Sequence[tuple[int, Tensor, Tensor]]] = []
         for size, values in zip(cut.sizes, waiting, strict=True):
             tensors = parameters()
             with call.holding(tensors):
                 given = [stages.value_of(node, values) for node in spec.inputs]
+            compute = functools.partial(stage, collections.defaultdict(dict))
             if torch.is_grad_enabled():
                 stood = Standing(call, size, stages.replay(number))
-                found = computed_again(compute, (given, known, tensors), {}, stood)
+                found = computed_again(compute, (given, scaled, tensors), {}, stood)
             else:
-                found = compute(given, known, tensors)
+                found = compute(given, scaled, tensors)
             values.update(zip(spec.outputs, found[0], strict=True))
             for key in values.keys() - needed:
                 # A value that no later stage needs would otherwise wait on the host until the end.
                 del values[key]
             moments.append(found[1])
-            outputs.append(found[2])
+            if spec is stages.stages[-1]:
+                outputs.append(found[2])
             del given, found  # otherwise they stay in memory during the next slice
         for node, of_slices in zip(spec.ahead, zip(*moments, strict=True), strict=True):
-            statistics[node] = _combined(str(node.target), of_slices)
+            layer, statistics = stages.norms[node], _combined(str(node.target), of_slices)
+            norms[node] = _Norm(layer, *statistics)
+            affine[node] = norms[node].affine(*statistics[1:])
     if versions != stages.versions():
         stages.refuse("its forward changes other buffers, too")
     # Only after all stages have run, so that an error leaves running statistics unchanged.
     with torch.no_grad():
-        for node, (count, *of_all) in statistics.items():
-            _commit(stages.norms[node], count, *of_all)
-    return joined(outputs[-len(cut.sizes) :], cut.sizes, call.num_rows)
+        for norm in norms.values():
+            norm.commit()
+    return joined(outputs, cut.sizes, call.num_rows)
 
 
 def _combined(
@@ -463,6 +565,7 @@ def _stage(
     number: int,
     holding: Callable[..., contextlib.AbstractContextManager[None]],
     devices: dict[fx.Node, torch.device],
+    norms: Mapping[fx.Node, _Norm],
 ) -> Callable[..., Any]:
     """Return the function that computes one stage of a slice, in forward and backward."""
     spec, is_first = stages.stages[number], True  # whether no slice has run yet
@@ -470,29 +573,27 @@ def _stage(
     def put(node: fx.Node, value: Any) -> Any:
         if isinstance(value, Tensor):
             devices[node] = value.device
-            return apply(_Moved, value, to_host, _to(value.device))
+            return apply(_ToHost, value)
         if tensor_leaves({"": value}):
             kind = type(value).__name__
             stages.refuse(f"{node.name}, a {kind}, holds tensors, and would have to wait")
         return value
 
     def run(
+        known: Mapping[fx.Node, dict[str, Sequence[Tensor]]],
         given: Sequence[Any],
-        known: Mapping[fx.Node, tuple[Tensor, Tensor]],
+        affine: Mapping[fx.Node, tuple[Tensor, Tensor]],
         tensors: Sequence[Tensor],
     ) -> tuple[list[Any], list[tuple[int, Tensor, Tensor]], Any]:
         """Return values that wait, moments for the BatchNorms ahead, and the final outputs."""
+        # ``known`` keeps the moments of the first run.
         nonlocal is_first
         values = {
-            node: apply(_Moved, each, _to(devices[node]), _back_to_host)
-            if node in devices
-            else each
+            node: apply(_ToDevice, each, devices[node]) if node in devices else each
             for node, each in zip(spec.inputs, given, strict=True)
         }
         with holding(tensors):
-            made = stages.run(
-                number, values, lambda at, x: _normalised(stages.norms[at], x, *known[at])
-            )
+            made = stages.run(number, values, lambda at, x: norms[at].normalised(x, affine[at]))
         outputs = stages.output(made) if spec is stages.stages[-1] else None
         moments = []
         for node in spec.ahead:
@@ -500,20 +601,12 @@ def _stage(
             # A few rows show how a layer uses its statistics.
             if is_first:
                 _require_usual(str(node.target), stages.norms[node], x.detach()[:4])
-            moments.append((x.numel() // x.shape[1], *_moments(x)))
+            moments.append((x.numel() // x.shape[1], *apply(_Moments, x, known[node])))
         is_first = False
         # Last, so that a recomputation, which stops once the backward has all it needs, skips it.
         return [put(node, made[node]) for node in spec.outputs], moments, outputs
 
     return run
-
-
-def _back_to_host(gradient: Tensor) -> Tensor:
-    return to_host(gradient, waits=True)
-
-
-def _to(device: torch.device) -> Callable[[Tensor], Tensor]:
-    return functools.partial(to_device, device=device)
 
 
 def _key(node: fx.Node) -> Any:

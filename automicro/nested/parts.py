@@ -356,12 +356,22 @@ class MissingLogits:
     def __repr__(self) -> str:
         return "MissingLogits()"
 
-    def __getattr__(self, name: str) -> NoReturn:
+    @classmethod
+    def _refuse(cls, *_: Any, **__: Any) -> NoReturn:
         raise MissingLogitsError(
             "the logits of a training forward are not there as a whole, for the tail of the model "
             f"has a size of its own (nested={{{TAIL!r}: …}}); compute what needs them in "
             "evaluation, where they are, or leave that size out"
         )
+
+    def __getattr__(self, name: str) -> NoReturn:
+        self._refuse()
+
+    @classmethod
+    def __torch_function__(cls, *_: Any, **__: Any) -> Any:
+        cls._refuse()
+
+    __getitem__ = __iter__ = __len__ = __add__ = __mul__ = __truediv__ = __matmul__ = _refuse
 
 
 def _without_logits(output: Any) -> Any:

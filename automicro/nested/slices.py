@@ -22,13 +22,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from automicro.batch.device import on_host
 from automicro.batch.layout import BatchLayout, balanced_sizes
 from automicro.batch.tensors import map_tensors, tensor_leaves
 from automicro.errors import BatchError, UnsplittableModelError
 from automicro.loss.averages import Average, CutBatch
 from automicro.loss.weights import BatchWeights
-from automicro.memory.device import copies_overlap
 from automicro.memory.oom import Failure, classify
 from automicro.state.part import Replay
 from automicro.torch_private import FakeTensor, all_versions, saving, uncheckpointed
@@ -138,25 +136,27 @@ def replaced_forward(
         table.update(before)
 
 
-def to_host(value: Tensor, *, waits: bool = False) -> Tensor:
-    """Copy a tensor to the host, into pinned memory if it comes from an accelerator.
-
-    >>> to_host(torch.ones(2, requires_grad=True))
-    tensor([1., 1.])
-    """
-    with on_host():
-        held = None
-        if copies_overlap(value.device):
-            # Pinned memory might run out. Then the copy is blocking, with the same result.
-            with contextlib.suppress(RuntimeError):
-                held = torch.empty_like(value, device="cpu", requires_grad=False, pin_memory=True)
-        overlaps = held is not None and not waits
-        if held is None:
-            held = torch.empty_like(value, device="cpu", requires_grad=False)
-        return held.copy_(value.detach(), non_blocking=overlaps)
-
-
 _ABSENT = torch.empty(0)  # stands for any tensor in the structure of arguments or outputs
+
+
+@dataclass(frozen=True)
+class _Place:
+    """The position of a tensor among the arguments."""
+
+    index: int
+
+
+def changed(value: Any, change: Callable[[Any], Any]) -> Any:
+    """Return the same tuples, lists and dictionaries with each element changed.
+
+    >>> changed([1, (2, {"a": 3})], lambda each: each + 1)
+    [2, (3, {'a': 4})]
+    """
+    if type(value) is tuple or type(value) is list:
+        return type(value)([changed(each, change) for each in value])
+    if type(value) is dict:
+        return {key: changed(each, change) for key, each in value.items()}
+    return change(value)
 
 
 def computed_again(
@@ -164,15 +164,24 @@ def computed_again(
 ) -> Any:
     """Call a function so that only its arguments are kept, and call it again in the backward."""
     # Tensors among the arguments go to autograd, which keeps them and notices when they change.
-    tensors = [leaf for _, leaf in tensor_leaves((args, kwargs))]
-    structure = map_tensors((args, kwargs), lambda _: _ABSENT)
+    tensors: list[Tensor] = []
+
+    def take_out(value: Any) -> Any:
+        if not isinstance(value, Tensor):
+            return value
+        tensors.append(value)
+        return _Place(len(tensors) - 1)
+
+    structure = changed((args, kwargs), take_out)
     # The first run gets the original lists, so the caller sees changes to them.
     waiting = [(args, kwargs)]
     del args, kwargs
 
     def run(*tensors: Tensor) -> Any:
-        given = iter(tensors)
-        args, kwargs = waiting.pop() if waiting else map_tensors(structure, lambda _: next(given))
+        def put_in(value: Any) -> Any:
+            return tensors[value.index] if type(value) is _Place else value
+
+        args, kwargs = waiting.pop() if waiting else changed(structure, put_in)
         return function(*args, **kwargs)
 
     return checkpoint(

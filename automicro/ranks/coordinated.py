@@ -322,7 +322,7 @@ class CoordinatedRanks(Ranks):
     def fail(self, failure: BaseException) -> None:
         if isinstance(failure, PeerLostError):
             self._votes.require_hosts(failure)
-        if self._votes.is_over or isinstance(failure, RankError) or facts_of(failure).is_told:
+        if self._votes.is_over or isinstance(failure, RankError) or facts_of(failure).stopped:
             return  # all ranks know
         self._votes.report(Status.FATAL)
         self._raise_reasons(failure)

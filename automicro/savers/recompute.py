@@ -13,7 +13,7 @@ import logging
 import re
 import types
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,20 +21,21 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointError
 
-from automicro.errors import RollbackError, add_note, describe_error, suggestion, text_of
+from automicro.errors import RollbackError, add_note, describe_error, suggestion
 from automicro.memory.oom import Failure, classify
-from automicro.modules import ModuleIndex
-from automicro.nested.slices import AsItStood, computed_again, replaced_forward
+from automicro.nested.slices import AsItStood, changed, computed_again
 from automicro.ranks.interface import StrayedError
 from automicro.state.part import Replay
 from automicro.torch_private import (
     call_of,
+    counter_of,
     ends_checkpoint,
     is_in_checkpoint,
     is_of_checkpoint,
     refuses_hooks,
     saving,
     tells_of_writing,
+    version_of,
 )
 from automicro.transaction.rng import RandomState
 from automicro.values import comes_from, is_owned, is_plain
@@ -65,35 +66,35 @@ def repeated_blocks(
     # of modules for which ``but`` returns True.
     found: dict[str, nn.Module] = {}
     seen: set[int] = set()
-
-    def search(prefix: str, module: nn.Module) -> None:
-        blocks = _row_of(module)
-        for name, child in module.named_children():
-            if id(child) in seen:
-                continue
-            seen.add(id(child))
-            if id(child) in blocks and not but(child):
-                found[prefix + name] = child
-            else:
-                search(f"{prefix}{name}.", child)
-
-    search("", model)
+    waiting = [("", model)]
+    while waiting:
+        prefix, module = waiting.pop(0)
+        if id(module) in seen:
+            continue
+        seen.add(id(module))
+        children = {
+            f"{prefix}.{name}" if prefix else name: child for name, child in module.named_children()
+        }
+        row = {name: each for name, each in _row_of(module, children).items() if not but(each)}
+        found.update({name: child for name, child in row.items() if id(child) not in seen})
+        seen |= set(map(id, row.values()))
+        waiting.extend((name, child) for name, child in children.items() if name not in row)
     return found
 
 
-def _row_of(module: nn.Module) -> set[int]:
-    """Return the ids of the repeated blocks among a module's children."""
+def _row_of(module: nn.Module, children: Mapping[str, nn.Module]) -> dict[str, nn.Module]:
+    """Return the repeated blocks among a module's children, by name."""
     if not isinstance(module, nn.ModuleList | nn.Sequential | nn.ModuleDict):
-        return set()
+        return {}
     # Classes of the modules that torch.compile has wrapped.
-    kinds = {each: type(getattr(each, "_orig_mod", each)) for each in module.children()}
+    kinds = {name: type(getattr(child, "_orig_mod", child)) for name, child in children.items()}
     counts = Counter(kinds.values())
-    row = [
-        each
-        for each, kind in kinds.items()
-        if counts[kind] > 1 and any(each.children()) and is_called(each)
-    ]
-    return set() if not row or _are_stages(row) else set(map(id, row))
+    repeated = {
+        name: child
+        for name, child in children.items()
+        if counts[kinds[name]] > 1 and any(child.children()) and is_called(child)
+    }
+    return {} if not repeated or _are_stages(list(repeated.values())) else repeated
 
 
 def is_called(module: nn.Module) -> bool:
@@ -132,7 +133,7 @@ def named_blocks(modules: Sequence[nn.Module], patterns: Iterable[str]) -> dict[
     >>> list(named_blocks([model], ["encoder.*"]))
     ['encoder.0', 'encoder.1']
     """
-    names = _by_name(modules)
+    names = _by_name(modules, nn.Module.named_modules)
     matched: dict[str, nn.Module] = {}
     for pattern in patterns:
         fitting = {name: module for name, module in names.items() if _matches(name, pattern)}
@@ -155,18 +156,26 @@ def _matches(name: str, pattern: str) -> bool:
     return len(parts) == len(wanted) and all(map(fnmatch.fnmatchcase, parts, wanted))
 
 
-def _by_name(modules: Sequence[nn.Module]) -> dict[str, nn.Module]:
-    """Return everything inside several roots, by names without those of wrappers."""
-    shown = ((_OF_WRAPPERS.sub("", name), each) for name, each in ModuleIndex(modules).owners)
-    return {name: each for name, each in shown if name and name not in _OF_ROOTS}
+def _by_name(
+    modules: Sequence[nn.Module],
+    find: Callable[[nn.Module], Iterable[tuple[str, nn.Module]]],
+) -> dict[str, nn.Module]:
+    """Return modules found in several roots, by names without those of wrappers."""
+    found: dict[int, tuple[str, nn.Module]] = {}
+    for index, root in enumerate(modules):
+        start = f"modules[{index - 1}]." if index else ""
+        for name, module in find(root):
+            shown = _OF_WRAPPERS.sub("", name)
+            if shown and shown not in _OF_ROOTS:
+                found.setdefault(id(module), (start + shown, module))  # by its first name
+    return dict(found.values())
 
 
 def find_blocks(
     modules: Sequence[nn.Module], *, but: Callable[[nn.Module], bool] = lambda _: False
 ) -> dict[str, nn.Module]:
     """Return the repeated blocks of several modules by name; see `repeated_blocks`."""
-    blocks = {id(e) for root in modules for e in repeated_blocks(root, but=but).values()}
-    return {name: each for name, each in _by_name(modules).items() if id(each) in blocks}
+    return _by_name(modules, lambda root: repeated_blocks(root, but=but).items())
 
 
 def shown_blocks(names: Iterable[str]) -> str:
@@ -208,6 +217,9 @@ class Block:
     left_out: str = ""  # the reason why it is no longer recomputed; empty if it is
     # By id, large buffers that its forward has written to.
     changing: dict[int, Tensor] = field(default_factory=dict)
+    # For each tensor argument in an attempt: an empty tensor with the same version counter, and the
+    # version.
+    given: list[tuple[Tensor, int]] = field(default_factory=list)
     turn: int = 0  # order of its last recomputation among those of all blocks; 0 before the first
     num_done: int = 0  # number of successful attempts in which it was recomputed
 
@@ -215,6 +227,11 @@ class Block:
     def replay(self) -> Replay:
         """The state that its forward reads in addition to its arguments, and might change."""
         return Replay({self.name: self.module}, large=self.changing)
+
+    @property
+    def is_undone(self) -> bool:
+        """Whether any of its arguments was changed after the call."""
+        return any(version_of(counter) != version for counter, version in self.given)
 
     def leave_out(self, why: str) -> LeftOutError:
         """Stop recomputing it, and return the error to raise."""
@@ -342,11 +359,12 @@ class _Run(AsItStood):
     def _explain(self, error: Exception) -> None:
         """Explain why a forward that succeeded failed when it was repeated."""
         block = self._block
-        # The block might have caught the error by which torch ends the second run.
-        if isinstance(error, RollbackError) or is_of_checkpoint(error):
-            raise block.leave_out(f"{_OTHERWISE} ({describe_error(error)})") from error
+        if isinstance(error, RollbackError):
+            raise block.leave_out(f"changes what cannot be put back ({error})") from error
         if isinstance(error, StrayedError) or classify(error) is not Failure.UNRELATED:
             return
+        if is_of_checkpoint(error):  # the block has caught the error that ends the second run
+            raise block.leave_out(f"{_OTHERWISE} ({describe_error(error)})") from error
         add_note(
             error,
             f"automicro: {block.name} was computed again in the backward; where it goes by what "
@@ -358,15 +376,6 @@ def _showing(saved: _Saved | None) -> contextlib.AbstractContextManager[None]:
     return contextlib.nullcontext() if saved is None else saving(saved.add)
 
 
-def _inside(value: Any) -> Iterator[Any]:
-    """Yield everything inside tuples, lists and dictionaries."""
-    for each in value.values() if type(value) is dict else value:
-        if type(each) in (tuple, list, dict):
-            yield from _inside(each)
-        else:
-            yield each
-
-
 def _computed(
     block: Block,
     forward: Callable[..., Any],
@@ -375,8 +384,16 @@ def _computed(
     kwargs: dict[str, Any],
 ) -> Any:
     """Return the output of a block, which is computed again in the backward."""
-    given = _inside((args, kwargs))
+    given: list[Any] = []
+    changed((args, kwargs), given.append)
+    block.given += [
+        (counter_of(each), version_of(each))
+        for each in given
+        if type(each) is Tensor and not each.is_inference()
+    ]
     objects = [each for each in given if not (isinstance(each, Tensor) or is_plain(each))]
+    # Otherwise this frame keeps inputs that the block itself would release.
+    del given
     try:
         return computed_again(forward, args, kwargs, _Run(block, random, objects))
     except RuntimeError as error:
@@ -414,51 +431,59 @@ class Recompute:
     @contextlib.contextmanager
     def applied(self) -> Iterator[None]:
         """Replace the calls of the blocks during forward and backward."""
-        begun = next(_turns)
+        begun, blocks = next(_turns), self.blocks
         with contextlib.ExitStack() as stack:
-            for block in self._active():
-                stack.enter_context(_replaced(block, self.random))
+            for block in blocks:
+                if not block.left_out:
+                    stack.enter_context(_replaced(block, self.random))
             try:
                 yield
                 # A failed attempt does not reach this, because it has not compared everything.
-                for block in self.blocks:
+                for block in blocks:
                     block.num_done += block.turn > begun
             except CheckpointError as error:
                 # Torch raises this after the second forward, without a name: it was the last block.
-                repeated = [block for block in self._active() if block.turn > begun]
+                repeated = [block for block in blocks if block.turn > begun and not block.left_out]
                 if not repeated:
                     raise
-                last = max(repeated, key=lambda block: block.turn)
-                first = text_of(error).partition("\n")[0]
-                alike = [each for each in repeated if type(each.module) is type(last.module)]
-                raise _left_out(alike, f"{_OTHERWISE} ({first})") from error
+                raise _leave_out_last(repeated, error) from error
             except RuntimeError as error:
-                if not (self._active() and tells_of_writing(error)):
+                undone = [block for block in blocks if block.is_undone and not block.left_out]
+                if not undone or not tells_of_writing(error):
                     raise
                 why = "is called with a tensor that is written to, by itself or afterwards"
-                raise _left_out(self._active(), why) from error
-
-    def _active(self) -> list[Block]:
-        return [block for block in self.blocks if not block.left_out]
+                errors = [block.leave_out(why) for block in undone]
+                raise errors[0] from error
+            finally:
+                for block in blocks:
+                    block.given.clear()
 
     def describe(self) -> str:
         """Return a description in half a sentence."""
-        names = [block.name for block in self._active()]
+        names = [block.name for block in self.blocks if not block.left_out]
         if not names:
             return "no block can be computed again in the backward"
         return f"{shown_blocks(names)} keep their input alone and compute again in the backward"
 
 
-def _left_out(blocks: Sequence[Block], why: str) -> LeftOutError:
-    # Blocks of one class have one cause, and each would cost one more attempt.
-    errors = [block.leave_out(why) for block in blocks]
-    return errors[0]
+def _leave_out_last(repeated: Sequence[Block], error: CheckpointError) -> LeftOutError:
+    last = max(repeated, key=lambda block: block.turn)
+    if "already unpacked" not in str(error):
+        return last.leave_out(_OTHERWISE)
+    why = (
+        "has an autograd.Function that asks for ctx.saved_tensors more than once in a backward; "
+        "take all of them at once, as in x, y = ctx.saved_tensors"
+    )
+    # Blocks of one class share that Function, and each would cost one more attempt.
+    alike = [block for block in repeated if type(block.module) is type(last.module)]
+    return next(iter([block.leave_out(why) for block in alike]))
 
 
-def _replaced(
-    block: Block, random: Callable[[], RandomState]
-) -> contextlib.AbstractContextManager[None]:
+@contextlib.contextmanager
+def _replaced(block: Block, random: Callable[[], RandomState]) -> Iterator[None]:
+    table = vars(block.module)
     name = call_of(block.module)  # a compiled block is recomputed as a whole
+    before: Mapping[str, Any] = {name: table[name]} if name in table else {}
     forward = getattr(block.module, name)
 
     def run(*args: Any, **kwargs: Any) -> Any:
@@ -471,5 +496,9 @@ def _replaced(
             return forward(*args, **kwargs)
         return _computed(block, forward, random(), args, kwargs)
 
-    plain = _Plain(run, block.module, vars(block.module).get(name))
-    return replaced_forward(block.module, plain, name)
+    table[name] = _Plain(run, block.module, table.get(name))
+    try:
+        yield
+    finally:
+        del table[name]
+        table.update(before)

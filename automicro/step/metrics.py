@@ -4,14 +4,13 @@ import contextlib
 import inspect
 import sys
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from torch.utils.weak import WeakIdKeyDictionary
 
 from automicro.batch.layout import BatchLayout
 from automicro.batch.tensors import map_tensors, tensor_leaves
@@ -208,18 +207,17 @@ class MetricGuard:
         self._layout = layout
         self._random_state = random_state
         self._is_split = False
-        # By identity, because metrics do not have to be hashable.
-        self._checks: MutableMapping[Any, int] = WeakIdKeyDictionary()
+        self._checks = _Counts()
         self._readings: dict[str, tuple[Any, Readings]] = {}  # of one batch, by the metric's name
         # Consecutive batches in which a metric did not test its numbers: observing it costs time.
-        self._silent: MutableMapping[Any, int] = WeakIdKeyDictionary()
+        self._silent = _Counts()
         self._warned: set[str] = set()
 
     def expect(self, *, is_split: bool) -> None:
         """Prepare for batches that are split or whole; warn of metrics of the previous batch."""
         for metric, readings in self._readings.values():
             self._warn_of(metric, readings)
-            self._silent[metric] = 0 if readings.asks else self._silent.get(metric, 0) + 1
+            self._silent.put(metric, 0 if readings.asks else self._silent.of(metric) + 1)
         # The readings belong to the previous batch, whose answers have reached the host by now.
         self._readings.clear()
         self._is_split = is_split
@@ -244,7 +242,7 @@ class MetricGuard:
     @contextlib.contextmanager
     def reading(self, metric: Any, name: str) -> Iterator[None]:
         """Observe how a metric reads its numbers during an update."""
-        if not (self._is_split and self._silent.get(metric, 0) < _MOST_CHECKS):
+        if not (self._is_split and self._silent.of(metric) < _MOST_CHECKS):
             yield
             return
         _, readings = self._readings.setdefault(name, (metric, Readings()))
@@ -259,11 +257,11 @@ class MetricGuard:
             self._warn(metric, _TAKES_EITHER)
 
     def _may_check(self, metric: Any) -> bool:
-        checks = self._checks.get(metric, 0)
+        checks = self._checks.of(metric)
         if checks >= _MOST_CHECKS:
             return False
         # Counted before the check, because a metric that fails would fail each time.
-        self._checks[metric] = checks + 1
+        self._checks.put(metric, checks + 1)
         if not all(callable(getattr(metric, name, None)) for name in ("compute", "reset")):
             return False
         return not _has_peers() and (self._is_callers or _is_unknown(metric))
@@ -453,6 +451,20 @@ class Readings(TorchFunctionMode):
             self.on_device = self.on_device or args[0].device.type != "cpu"
             self._waiting[-1].append(args[0])
         return result
+
+
+class _Counts:
+    """A counter for each metric, 0 at first; metrics do not have to be hashable."""
+
+    def __init__(self) -> None:
+        self._known: dict[int, tuple[Any, int]] = {}  # keeps the metric, because ids are reused
+
+    def of(self, metric: Any) -> int:
+        known, count = self._known.get(id(metric), (None, 0))
+        return count if known is metric else 0
+
+    def put(self, metric: Any, count: int) -> None:
+        self._known[id(metric)] = metric, count
 
 
 def _rows_of(outputs: Any, num_rows: int, rows: list[int]) -> Any:

@@ -6,7 +6,6 @@ from typing import Any
 
 from automicro.batch.device import InputGuard, InputWatch
 from automicro.batch.tensors import Contents
-from automicro.memory.budget import active_budget
 from automicro.memory.device import use_libraries
 from automicro.memory.meter import Meter
 from automicro.modules import comparing_rows
@@ -97,8 +96,6 @@ class Phase:
             repeatable=setup.repeatable,
             left_free=setup.ranks.communication_share,
         )
-        # Other ranks might count, and their numbers decide here, too.
-        self._may_count = not setup.ranks.is_alone or any(d.type != "cpu" for d in setup.devices)
         # All attempts share it; between them it holds nothing.
         self.random = RandomState(setup.devices)
         self._is_new = True
@@ -125,10 +122,8 @@ class Phase:
     @property
     def meter(self) -> Meter | None:
         """The meter of attempts; None if its measurements would not be used."""
-        # A CPU without a budget counts no memory, and then only the clock can decide anything.
-        has_counts = self._may_count or active_budget() is not None
-        is_used = self.policy.adapts and (has_counts or self.policy.compares_seconds)
-        return self._meter if is_used or self.is_rehearsing or self.fits_overhead else None
+        is_used = self.policy.adapts or self.is_rehearsing or self.fits_overhead
+        return self._meter if is_used else None
 
     @property
     def fits_overhead(self) -> bool:

@@ -108,9 +108,9 @@ class SplitGuard:
             warn(_state_message("attributes or variables", new, len(sizes)), BufferWarning)
         names = [] if evaluates in self._has_warned else self._batchnorm_names()
         if names:
-            self._has_warned.add(evaluates)
             about = evaluation_message if evaluates else batchnorm_message
             warn(about(names, max(sizes), sum(sizes)), BatchNormWarning)
+            self._has_warned.add(evaluates)  # not before: warnings may be errors
         # Compare content only in some batches, because that waits for the device.
         by_content = self._occasions[evaluates].is_next()
         if evaluates and not by_content:
