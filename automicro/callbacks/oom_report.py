@@ -131,20 +131,21 @@ class OutOfMemoryReport(Callback):
             self._drop_snapshot()
 
     def _report(self, run: Run, failure: OutOfMemory, forward: "_Forward | None") -> None:
-        path = self._next_path()
-        with _saying(path):
-            report = describe_failure(run, failure, self._batch)
-            if forward is not None:
-                forward.add_to(report)
-                report["inside"] = forward.inside
-            _write(path, report)
-            self._last = path, report
-            failure.reports.append(str(path))
-            picture = path.with_suffix(".pickle")
-            with _saying(picture):
-                if self._takes_snapshots(run):
-                    self._keep_snapshot(picture)
-            self._left -= 1
+        with _saying(self._folder):
+            path = self._next_path()
+            with _saying(path):
+                report = describe_failure(run, failure, self._batch)
+                if forward is not None:
+                    forward.add_to(report)
+                    report["inside"] = forward.inside
+                _write(path, report)
+                self._last = path, report
+                failure.reports.append(str(path))
+                picture = path.with_suffix(".pickle")
+                with _saying(picture):
+                    if self._takes_snapshots(run):
+                        self._keep_snapshot(picture)
+                self._left -= 1
 
     def resize(self, run: Run, resize: Resize) -> None:
         """Add the next size to the report."""

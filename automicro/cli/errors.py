@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import select
 import signal
 import sys
 import textwrap
@@ -80,14 +81,16 @@ def is_closed_pipe(error: BaseException) -> bool:
         return isinstance(error.__context__, BrokenPipeError)
     if not isinstance(error, BrokenPipeError):
         return False
-    # It might come from any pipe of user code; a closed stdout raises it again.
     try:
         sys.stdout.flush()
+        # It might come from any pipe of user code; POLLERR shows whether it is stdout.
+        poll = select.poll()
+        poll.register(sys.stdout.fileno(), select.POLLOUT)
     except BrokenPipeError:
         return True
-    except (OSError, ValueError):  # closed here
+    except (AttributeError, OSError, ValueError):  # no poll here, or stdout is not a file
         return False
-    return False
+    return any(event & select.POLLERR for _, event in poll.poll(0))
 
 
 def forget_stdout() -> None:

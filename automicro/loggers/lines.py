@@ -138,7 +138,7 @@ class JSONLinesLogger(FileLogger):
         """
         self.close()
         # Checked before the file is opened, so that a file of another program is never changed.
-        kept = _kept_bytes(self._path, resume_step) if self._path.exists() else 0
+        kept = _kept_bytes(self._path, resume_step) if self._path.is_file() else 0
         self._file = AppendFile(self._path)
         self._file.cut(kept)
         self._write({"run": run}, resume_step or 0)

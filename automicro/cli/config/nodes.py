@@ -5,6 +5,7 @@ import functools
 import importlib
 import inspect
 import pkgutil
+import typing
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, TypedDict
@@ -261,6 +262,17 @@ def _missing(parent: Any, before: str, part: str, path: str) -> str:
     return f"there is no module {part!r}{hint}: install it, or put it beside the config"
 
 
+def _is_decimal(target: Callable[..., Any], name: str) -> bool:
+    """Return whether an argument is annotated as a decimal number that cannot be a bool."""
+    owner = target.__init__ if isinstance(target, type) else target  # type: ignore[misc]
+    try:
+        hint = typing.get_type_hints(owner).get(name)
+    except Exception:  # annotations that only a type checker can resolve
+        return False
+    kinds = {hint, *typing.get_args(hint)}
+    return float in kinds and not kinds & {bool, object, Any}
+
+
 def _check_arguments(
     target: Callable[..., Any],
     call: str,
@@ -277,7 +289,7 @@ def _check_arguments(
     names = [each.name for each in parameters[len(first) :]]
     known = f"it takes {', '.join(names)}" if names else "it takes no arguments"
     for each in parameters:
-        if isinstance(args.get(each.name), bool) and isinstance(each.default, float):
+        if isinstance(args.get(each.name), bool) and _is_decimal(target, each.name):
             raise mistake(
                 f"{key}.args.{each.name} is {show(args[each.name])}, and {call} takes a number "
                 "there: write one; YAML reads yes, no, on and off as true or false",

@@ -151,7 +151,9 @@ def check_loader(name: str, loader: Any) -> None:
             f"{name} is a {type(loader).__name__} with the keys {list(loader)}, not a loader; "
             "pass the loader itself"
         )
-    if type(loader) in (list, tuple) and any(isinstance(e, DataLoader | Iterator) for e in loader):
+    if type(loader) in (list, tuple) and any(
+        isinstance(e, DataLoader | Iterator) or hasattr(e, "dataloader") for e in loader
+    ):
         raise TypeError(
             f"{name} is a {type(loader).__name__} of loaders, not of batches; name "
             "evaluations in a mapping, or join data sets with torch.utils.data.ConcatDataset"
