@@ -427,34 +427,36 @@ class Bench:
 
     @contextlib.contextmanager
     def _shaking(self, shake: int) -> Iterator[None]:
-        """Change parameters by the rounding error of the computation."""
-        kept = [
-            (each.data, each.detach().clone())
-            for each in (self._shaken if shake else ())
-            # Values of a subclass, such as a quantized tensor, might mean something else.
-            if type(each) in (Tensor, nn.Parameter) and each.layout is torch.strided
-            if each.is_floating_point() and each.device.type != "meta"
-        ]
+        """Change parameters in their last bits, in place."""
+        # Bits are flipped, not numbers added, so flipping again restores them exactly.
+        shaken: list[tuple[Tensor, Tensor, int]] = []  # with the first value of each
+        for each in self._shaken if shake else ():
+            kind = _INTEGERS.get(each.dtype)
+            # Bits of a subclass, such as a quantized tensor, might mean something else.
+            is_plain = type(each) in (Tensor, nn.Parameter) and each.layout is torch.strided
+            if kind and is_plain and each.device.type != "meta":
+                # Shaken by the rounding error of the computation, which might run in a lower dtype.
+                steps = max(1, round(self.rounding[1] / torch.finfo(each.dtype).eps))
+                view = each.data.view(kind)
+                first = view.as_strided((min(1, view.numel()),), (1,))
+                shaken.append((view, first.clone(), _pattern(steps, shake)))
         written = self.draws.written
 
         def put_back() -> None:
             self.draws.put_back()
-            for data, value in kept:
-                data.copy_(value)
+            for view, first, bits in shaken:
+                # Ctrl-C might arrive between any two of them.
+                if not first.equal(view.as_strided(first.shape, (1,))):  # it was shaken
+                    view.bitwise_xor_(bits)
             self.draws.forget_but(written)  # copies of other parameters contain shaken values
             self.draws.put_back()
 
         try:
-            for data, _ in kept:
-                # The computation might run in a lower dtype.
-                size = max(self.rounding[1], torch.finfo(data.dtype).eps)
-                # Not drawn, because an outer bench would hold the draws constant.
-                places = torch.arange(1, data.numel() + 1, device=data.device, dtype=torch.float32)
-                signs = places.mul_(1 + 2 * shake).sin_().sign_().to(data.dtype)
-                data.add_(data * signs.reshape(data.shape), alpha=size)
+            for view, _, bits in shaken:
+                view.bitwise_xor_(bits)
             yield
         finally:
-            if kept:
+            if shaken:
                 surely(put_back)
 
     @contextlib.contextmanager
@@ -535,6 +537,23 @@ class Bench:
     def _note_foreign(self, before: Mapping[str, Any]) -> None:
         now = self._foreign()
         self.draws.unheld |= {name for name, state in before.items() if now[name] != state}
+
+
+_INTEGERS = {
+    torch.float64: torch.int64,
+    torch.float32: torch.int32,
+    torch.float16: torch.int16,
+    torch.bfloat16: torch.int16,
+}
+
+
+def _pattern(steps: int, shake: int) -> int:
+    """Return a mask of bits to flip, up to ``steps`` units in the last place, varying by shake."""
+    high = 1 << (steps.bit_length() - 1)
+    low = high >> 1 or 1
+    return (high, low, high | high >> 1, high | high >> 2, high | high >> 1 | high >> 2)[
+        (shake - 1) % 5
+    ]
 
 
 def _without_graph(tensor: Tensor) -> Tensor:

@@ -83,9 +83,7 @@ def test_what_interrupts_the_shaking_of_parameters_leaves_them_as_they_were() ->
         assert mode.raised_at == [fault.index for fault in plan]
         return mode.names
 
-    names = interrupted([])
-    noises = [index for index, name in enumerate(names) if "sin_" in name]
-    turns = [next(at for at in range(start, len(names)) if "add_" in names[at]) for start in noises]
+    turns = [index for index, name in enumerate(interrupted([])) if "bitwise_xor_" in name]
     assert len(turns) >= 8
     for index, after in itertools.product(turns[:8:3], (False, True)):
         interrupted([Fault(index, after, "interrupt")])

@@ -545,9 +545,9 @@ def test_leaves_outside_of_modules_are_named_with_where_to_put_them() -> None:
 
 @pytest.mark.parametrize("given", [nn.Parameter(torch.ones(3)), [nn.Parameter(torch.ones(3))]])
 def test_a_bare_parameter_among_modules_is_told_where_to_go(given: Any) -> None:
-    with pytest.raises(TypeError, match=r"ParameterList\(\[…\]\)"):
+    with pytest.raises(TypeError, match=r"ParameterList"):
         Microbatcher(nn.Linear(4, 3), loss_fn=nn.MSELoss(), modules=given)
-    with pytest.raises(TypeError, match=r"ParameterList\(\[…\]\)"):
+    with pytest.raises(TypeError, match=r"ParameterList"):
         Trainer(nn.Linear(4, 3), loss_fn=nn.MSELoss(), modules=given, device="cpu")
 
 
