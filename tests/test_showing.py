@@ -154,9 +154,7 @@ def batches():
     ("terminal", "is_erased"),
     [("xterm", True), pytest.param("dumb", False, marks=pytest.mark.sweep)],
 )
-def test_the_command_shows_what_takes_long(
-    tmp_path: Any, terminal: str, is_erased: bool
-) -> None:
+def test_the_command_shows_what_takes_long(tmp_path: Any, terminal: str, is_erased: bool) -> None:
     (tmp_path / "job.yaml").write_text(JOB)
     (tmp_path / "make.py").write_text(MAKE)
     ours, theirs = pty.openpty()

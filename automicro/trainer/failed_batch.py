@@ -3,7 +3,6 @@
 import contextlib
 import dataclasses
 import os
-import pickle
 import shlex
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
@@ -16,7 +15,7 @@ import torch
 from torch import Tensor
 
 from automicro.batch.device import on_host
-from automicro.batch.tensors import map_tensors, tensor_leaves
+from automicro.batch.tensors import builder, open_container, tensor_leaves
 from automicro.errors import (
     BatchError,
     PeerStoppedError,
@@ -30,15 +29,16 @@ from automicro.files import write_whole
 from automicro.memory.device import capacity_bytes
 from automicro.memory.oom import is_out_of_memory
 from automicro.units import format_bytes
-from automicro.values import walk
 
-FORMAT = "automicro: a batch that did not fit, 2"
+FORMAT = "automicro: a batch that did not fit, 1"
 MOST_BYTES = 256 * 2**20
 """Of a batch in a file. Larger ones are not kept."""
 KEPT = "failed-batch-"
 """How the names of these files begin."""
 CONFIG = "config.yaml"
 """The file that a run with a config writes beside the batches that it keeps."""
+_ARRAY, _KIND = "array of numpy", "kind of container"
+_PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.Size)
 
 
 class UnreadableBatchError(BatchError):
@@ -71,14 +71,15 @@ class FailedBatch:
 
 
 def save_batch(path: str | os.PathLike[str], failed: FailedBatch) -> None:
-    """Write a batch to a file with tensors on the host.
+    """Write a batch to a file as tensors on the host and plain values, without any code.
 
     Args:
         path: the new file.
         failed: the batch and the circumstances of its failure.
 
     Raises:
-        UnreadableBatchError: the batch is too large.
+        UnreadableBatchError: the batch is too large, or has values that only their own code can
+            write.
 
     Example:
         >>> import tempfile
@@ -99,59 +100,85 @@ def save_batch(path: str | os.PathLike[str], failed: FailedBatch) -> None:
                 f"the batch has {format_bytes(size)}, and no more than {format_bytes(MOST_BYTES)} "
                 "are kept"
             )
-        # Models read a mapping of any class alike, and some classes hold more than their entries.
-        plain = [dict(each) if isinstance(each, Mapping) else each for each in failed.batches]
         content = {
             "format": FORMAT,
             **{each.name: getattr(failed, each.name) for each in dataclasses.fields(failed)},
-            "batches": [map_tensors(each, _whole_copy) for each in plain],
+            "batches": [_plain(each) for each in failed.batches],
         }
         write_whole(Path(path), lambda file: torch.save(content, file))
 
 
-def _whole_copy(tensor: Tensor) -> Tensor:
-    # Copied, because torch would save a view with the whole tensor that it belongs to.
-    return tensor.detach().to("cpu", copy=True).contiguous()
-
-
 def load_batch(path: str | os.PathLike[str], *, like: Any = None) -> FailedBatch:
-    """Read a batch that `save_batch` wrote; of classes, only those in ``like`` are made."""
-    # Containers alone: other classes could be made to run code.
-    kinds = {type(each) for _, each in walk({"like": like}) if _is_container(each)}
+    """Read a batch that `save_batch` wrote, without running code from the file."""
     try:
-        with on_host(), torch.serialization.safe_globals([*_OF_NUMPY, *kinds]):
+        with on_host():
             content = torch.load(path, map_location="cpu", weights_only=True)
-            if content.pop("format") != FORMAT:
-                raise ValueError("it has another format")
-            return FailedBatch(**content)
     except OSError:
         raise
     except Exception as error:
-        why, unknown = describe_error(error).splitlines()[0], list[str]()
-        with contextlib.suppress(Exception):  # a file of another kind
-            unknown = torch.serialization.get_unsafe_globals_in_checkpoint(path)
-        if isinstance(error, pickle.UnpicklingError) and unknown:
-            raise UnknownClassError(
-                f"the batch holds a {unknown[0]}, and a file is not asked for code: give a batch "
-                "of the same kind, like=next(iter(loader))"
-            ) from error
+        why = describe_error(error).splitlines()[0]
         raise UnreadableBatchError(
             f"{path} holds no batch that automicro has kept ({why})"
         ) from error
+    if not isinstance(content, dict) or content.get("format") != FORMAT:
+        raise UnreadableBatchError(f"{path} holds no batch that automicro has kept")
+    try:
+        fields = {each.name: content[each.name] for each in dataclasses.fields(FailedBatch)}
+        fields["batches"] = [_rebuilt(each, like) for each in fields["batches"]]
+        return FailedBatch(**fields)
+    except (KeyError, TypeError) as error:
+        raise UnreadableBatchError(f"{path} is damaged ({describe_error(error)})") from error
+
+
+def _plain(value: Any) -> Any:
+    """Convert a batch to tensors, plain values and containers of these."""
+    if isinstance(value, Tensor):
+        # Copied, because torch would save a view with the whole tensor that it belongs to.
+        return value.detach().to("cpu", copy=True).contiguous()
+    if isinstance(value, _PLAIN):
+        return value
+    if isinstance(value, np.ndarray | np.generic) and value.dtype.kind in "biufc":
+        return {_ARRAY: torch.from_numpy(np.array(value))}
+    if not _is_container(value):
+        raise UnreadableBatchError(
+            f"the batch holds a {_name_of(value)}, which only its own code can write"
+        )
+    keys, parts = open_container(value)
+    parts = [_plain(each) for each in parts]
+    if type(value) in (list, tuple, dict):
+        return builder(value, keys)(parts)
+    is_mapping = isinstance(value, Mapping)
+    return {_KIND: _name_of(value), "keys": list(keys), "parts": parts, "is_mapping": is_mapping}
+
+
+def _rebuilt(value: Any, like: Any) -> Any:
+    """Rebuild a batch from `_plain` with the classes of another batch of the same kind."""
+    if type(value) not in (list, tuple, dict):
+        return value
+    if type(value) is dict and _ARRAY in value:
+        return value[_ARRAY].numpy()
+    is_named = type(value) is dict and _KIND in value
+    keys, parts = (value["keys"], value["parts"]) if is_named else open_container(value)
+    others = dict(zip(*open_container(like), strict=True)) if _is_container(like) else {}
+    parts = [_rebuilt(each, others.get(key)) for key, each in zip(keys, parts, strict=True)]
+    if not is_named:
+        return builder(value, keys)(parts)
+    if value[_KIND] == _name_of(like):
+        return builder(like, keys)(parts)
+    if value["is_mapping"]:
+        return dict(zip(keys, parts, strict=True))  # models read a mapping of any class alike
+    raise UnknownClassError(
+        f"the batch holds a {value[_KIND]}, and a file is not asked for code: give a batch of the "
+        "same kind, like=next(iter(loader))"
+    )
 
 
 def _is_container(value: Any) -> bool:
-    is_record = dataclasses.is_dataclass(value) and not isinstance(value, type)
-    return is_record or isinstance(value, Mapping | list | tuple)
+    return isinstance(value, Mapping | list | tuple) or dataclasses.is_dataclass(value)
 
 
-# A saved array of numpy names these.
-_OF_NUMPY: tuple[Any, ...] = (
-    np.ndarray,
-    np.dtype,
-    np.zeros(0).__reduce__()[0],  # which rebuilds arrays
-    *{type(np.dtype(code)) for code in np.typecodes["All"] if code not in "OV"},
-)
+def _name_of(value: Any) -> str:
+    return f"{type(value).__module__}.{type(value).__qualname__}"
 
 
 @dataclass(kw_only=True)

@@ -85,6 +85,7 @@ def test_classes_of_ones_own_come_from_a_batch_of_the_same_kind_and_never_from_t
     assert type(load_batch(path, like=Named(1, 2)).batches[0]) is Named
     save_batch(path, failed(UserDict(inputs=torch.ones(2))))
     assert type(load_batch(path).batches[0]) is dict
+    assert type(load_batch(path, like=UserDict(inputs=0)).batches[0]) is UserDict
 
 
 class Runs:
@@ -103,9 +104,13 @@ def test_nothing_that_a_file_names_is_run(tmp_path: Path) -> None:
     (tmp_path / "b").write_text("no batch at all")
     torch.save({"batches": [1]}, tmp_path / "c")
     for name in "abc":
-        with pytest.raises(UnreadableBatchError, match=r"holds (a |no batch that automicro has)"):
+        with pytest.raises(UnreadableBatchError, match="holds no batch that automicro has kept"):
             load_batch(tmp_path / name)
     assert not trap.exists()
+    with pytest.raises(
+        UnreadableBatchError, match=r"holds a tests\.tools\.test_replay\.Runs, which"
+    ):
+        save_batch(tmp_path / "d", failed({"x": Runs(trap)}))
 
 
 def test_a_slice_is_kept_without_what_it_is_a_slice_of(tmp_path: Path) -> None:
@@ -213,12 +218,3 @@ def test_what_cannot_be_kept_does_not_hide_the_error(tmp_path: Path) -> None:
     with pytest.raises(SampleTooLargeError) as caught:
         trainer.fit()
     assert any("the batch could not be kept (" in each for each in caught.value.__notes__)
-
-
-def test_only_containers_of_a_given_batch_are_made(mocker: Any, tmp_path: Path) -> None:
-    save_batch(tmp_path / "batch.pt", failed(Pair(torch.ones(2), ["x"])))
-    allowed = mocker.spy(torch.serialization, "safe_globals")
-    load_batch(tmp_path / "batch.pt", like=[Pair(torch.zeros(1), []), print, Runs(tmp_path)])
-    given = set(allowed.call_args.args[0])
-    assert Pair in given
-    assert not given & {type, Runs, type(print), type(failed)}
