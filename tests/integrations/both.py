@@ -69,12 +69,12 @@ def in_less_memory(run: Run, share: float = 0.5) -> tuple[Any, Any]:
         return plain, run({})
 
 
-def at_any_limit(run: Run, *, close: float, limits: int = 20) -> None:
+def at_any_limit(run: Run, *, close: float, limits: int = 20, first: int = 1) -> None:
     """Compare runs in each part of the peak; memory is too small for one row, or all is right."""
     with MemoryBudget("4GiB") as budget:
         plain = run(None)
     ended = 0
-    for number in range(1, limits + 1):
+    for number in range(first, limits + 1):
         try:
             with MemoryBudget(budget.peak_bytes * number // limits):
                 ours = run({})
