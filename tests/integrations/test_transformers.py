@@ -51,7 +51,6 @@ from tests.integrations.both import (
     Ran,
     Run,
     at_any_limit,
-    check,
     check_rows,
     furthest,
     in_less_memory,
