@@ -49,18 +49,29 @@ class RunDir:
         """Return the saved summary if the run was trained to its end, otherwise None."""
         if self._path is None or not self._goes_on or not (self._path / SUMMARY).exists():
             return None
-        summary: dict[str, Any] = json.loads((self._path / SUMMARY).read_text("utf-8"))
-        # A run that used up its time has not reached its end, so it resumes.
-        return None if summary["stop_reason"] == TIME_IS_OVER else summary
+        try:
+            summary: dict[str, Any] = json.loads((self._path / SUMMARY).read_text("utf-8"))
+            # A run that used up its time has not reached its end, so it resumes.
+            return None if summary["stop_reason"] == TIME_IS_OVER else summary
+        except (OSError, KeyError, TypeError, ValueError) as error:
+            raise ConfigError(
+                f"run_dir={str(self._path)!r} holds a summary.json that cannot be read ({error}): "
+                f"remove this file to go on from the checkpoints, or {ANOTHER}"
+            ) from error
 
     @about("run_dir")
     def begin(self) -> None:
         """Write the config."""
         if self._path is None:
             return
-        self._path.mkdir(parents=True, exist_ok=True)
-        text = to_yaml(self._config)
-        write_whole(self._path / CONFIG, lambda file: file.write(text.encode()), lasts=True)
+        try:
+            self._path.mkdir(parents=True, exist_ok=True)
+            text = to_yaml(self._config)
+            write_whole(self._path / CONFIG, lambda file: file.write(text.encode()), lasts=True)
+        except OSError as error:
+            raise ConfigError(
+                f"run_dir={str(self._path)!r} cannot be written ({error}): give a folder that can"
+            ) from error
 
     def end(self, weights: Mapping[str, Any], summary: FitSummary) -> str:
         """Write the weights, then the summary, which marks the run as complete."""

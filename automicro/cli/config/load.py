@@ -32,7 +32,7 @@ from automicro.trainer.processes import agreed_time
 
 DATA = ("train_dataloader", "sampling_mode", "eval_dataloader")
 # Replaced in the written config, because it would have another value when that is read again.
-_RESOLVER = re.compile(r"\$\{[\w.]+:")
+_RESOLVER = re.compile(r"(?<!\\)\$\{[\w.]+:")
 _WIDTH = 100
 
 
