@@ -145,7 +145,8 @@ WRONG_USES: dict[tuple[str, ...], str] = {
         }.items()
     },
     ("train", "job.yaml", "run_dir=job.yaml"): (
-        "{override}: FileExistsError: [Errno 17] File exists: 'job.yaml'"
+        "{override}: run_dir='job.yaml' cannot be written ([Errno 17] File exists: 'job.yaml'): "
+        "give a folder that can"
     ),
 }
 
