@@ -148,12 +148,12 @@ def test_sizes_do_not_depend_on_the_batch_of_the_loader(clock: Clock) -> None:
 def test_what_does_not_fit_is_tried_once_and_named() -> None:
     model = nn.Sequential(nn.Linear(FEATURES, 64), nn.ReLU(), nn.Linear(64, 3))
     report = explore(
-        model, make_loader(), loss_fn=LOSS, memory_limit="32KiB", max_steps=20, device="cpu"
+        model, make_loader(), loss_fn=LOSS, memory_limit="48KiB", max_steps=20, device="cpu"
     )
     assert report.too_large
     assert len(set(report.too_large)) == len(report.too_large)
     assert max(each.microbatch_size for each in report.measured) < min(report.too_large)
-    assert all((each.peak_bytes or 0) <= 32 * 1024 for each in report.measured)
+    assert all((each.peak_bytes or 0) <= 48 * 1024 for each in report.measured)
     assert f"{max(report.too_large):>6}  does not fit" in str(report)
 
 
