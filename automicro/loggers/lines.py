@@ -4,7 +4,6 @@ import json
 import os
 import time
 from collections.abc import Mapping
-from io import FileIO
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,7 @@ class AppendFile:
 
     def __init__(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
-        self._raw = FileIO(path, "a")
+        self._raw = open(path, "ab", buffering=0)  # noqa: SIM115
         self._end = os.fstat(self._raw.fileno()).st_size  # end of the last complete record
         self._is_torn = False
 

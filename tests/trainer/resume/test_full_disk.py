@@ -102,7 +102,8 @@ def test_no_space_left_for_a_log_costs_lines_and_nothing_else(
     tmp_path: Path, mocker: Any, lasts: int
 ) -> None:
     undisturbed, _ = train(tmp_path / "undisturbed")
-    mocker.patch.object(append_file, "FileIO", FullDisk)
+    opened = mocker.patch.object(append_file, "open", create=True)
+    opened.side_effect = lambda path, *_, **__: FullDisk(path, "a")
     for first in range(1, 8, 2):  # of seven writes
         mocker.patch.multiple(FullDisk, full=range(first, first + lasts), writes=0)
         job, caught = train(tmp_path / str(first))
