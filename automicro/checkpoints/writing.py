@@ -1,8 +1,11 @@
 """Writing a checkpoint completely or not at all."""
 
+import errno
 import logging
 import os
 import re
+import socket
+import time
 import uuid
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
@@ -24,6 +27,9 @@ logger = logging.getLogger(__name__)
 
 PREFIX = ".tmp-"
 
+# Machines can share a disk, so a process id alone does not show whether a save is running. A
+# folder of another machine, or with a reused process id, counts as abandoned after this time.
+_SECONDS_TO_LIVE = 24 * 3600
 _in_flight: set[str] = set()
 
 
@@ -51,11 +57,10 @@ def remove(path: Path) -> None:
 
 
 def clear(parent: Path) -> None:
-    """Remove the temporary folders of saves that did not end."""
-    # One run at a time saves into a folder. If a second process does, a save of the first one fails
-    # with a warning, and the older checkpoints stay.
+    """Remove the temporary folders of processes that have ended."""
     for path in sorted(parent.glob(f"{PREFIX}*")):
-        if path.name not in _in_flight:
+        # A save can be running in another process, or on another machine that shares the disk.
+        if not _is_alive(path):
             logger.info("removing %s, left by a save that did not end", path)
             with suppress(FileNotFoundError):  # another process removed it first
                 files.remove_folder(path)
@@ -63,12 +68,45 @@ def clear(parent: Path) -> None:
 
 @contextmanager
 def _named_as_in_flight() -> Iterator[str]:
-    name = f"{PREFIX}{os.getpid()}-{uuid.uuid4().hex[:8]}"
+    name = f"{PREFIX}{_host()}-{os.getpid()}-{uuid.uuid4().hex[:8]}"
     _in_flight.add(name)
     try:
         yield name
     finally:
         _in_flight.discard(name)
+
+
+def _host() -> str:
+    return "".join(c if c.isalnum() else "_" for c in socket.gethostname())
+
+
+def _is_alive(path: Path) -> bool:
+    if path.name in _in_flight:
+        return True
+    try:
+        age = time.time() - path.stat().st_mtime
+    except FileNotFoundError:  # another process removed it first
+        return True
+    host, _, rest = path.name.removeprefix(PREFIX).partition("-")
+    number = rest.partition("-")[0]
+    # The processes of another machine cannot be checked.
+    if host != _host() or not number.isdigit():
+        return age < _SECONDS_TO_LIVE
+    if int(number) == os.getpid():  # not in flight, so its removal failed
+        return False
+    return _runs(int(number)) and age < _SECONDS_TO_LIVE
+
+
+def _runs(number: int) -> bool:
+    if os.name == "nt":  # on Windows, os.kill would end the process
+        return True
+    try:
+        os.kill(number, 0)
+    except ProcessLookupError:
+        return False
+    except (OSError, OverflowError):  # the process belongs to another user
+        return True
+    return True
 
 
 _NAME = re.compile(r"(\d{5,})-step-(\d+)")
@@ -152,8 +190,14 @@ def _place(temporary: Path, folder: Path, step: int) -> Path:
     """Rename a complete folder to the next free name."""
     # Numbers count up over all runs in the folder, so the highest is the newest, even if a run
     # resumes from an older checkpoint and reaches the same step again.
-    # If another process has taken the name meanwhile, this save fails and the other one stays.
     number = max(map(number_of, list_checkpoints(folder)), default=0) + 1
-    final = folder / f"{number:05d}-step-{step}"
-    files.replace(temporary, final)
-    return final
+    while True:
+        final = folder / f"{number:05d}-step-{step}"
+        try:
+            files.replace(temporary, final)
+        except OSError as error:
+            if error.errno not in (errno.EEXIST, errno.ENOTEMPTY):
+                raise
+            number += 1  # another process took this number
+        else:
+            return final

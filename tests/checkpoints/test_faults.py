@@ -4,6 +4,7 @@ import errno
 import os
 import shutil
 import stat
+import time
 import warnings
 from pathlib import Path
 
@@ -211,9 +212,20 @@ def test_a_killed_removal_is_finished_by_the_next_save(scene: Scene, faults: Fau
     assert_tidy(store, [3, 4])
 
 
-def test_the_folder_of_a_save_of_this_process_stays(tmp_path: Path) -> None:
+def test_the_folder_of_a_live_process_stays(tmp_path: Path) -> None:
     store = CheckpointStore(tmp_path)
     with leftovers.temporary_folder(tmp_path) as mine:
+        parents = tmp_path / mine.name.replace(f"-{os.getpid()}-", f"-{os.getppid()}-")
+        parents.mkdir()
+        elsewhere = tmp_path / ".tmp-another_machine-1-abc"
+        elsewhere.mkdir()
         store.save(state(1), step=1)
         assert mine.exists()
-    assert_tidy(store, [1])
+        assert parents.exists()
+        assert elsewhere.exists()
+        for path in (mine, parents, elsewhere):
+            two_days_ago = time.time() - 2 * 24 * 3600
+            os.utime(path, (two_days_ago, two_days_ago))
+        store.save(state(2), step=2)
+        assert mine.exists()
+    assert_tidy(store, [1, 2])
