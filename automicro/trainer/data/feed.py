@@ -305,9 +305,8 @@ class Feed:
         loading.announce_epoch(self.loader, last.epoch)
         iterator = loading.begin(self.loader)
         if not is_in_the_middle and not last.is_complete:
-            for batch in loading.rest(
-                iterator
-            ):  # run to the end, which was not reached before the save
+            # Run to the end, which was not reached before the save.
+            for batch in loading.rest(iterator):
                 del batch
         return iterator
 

@@ -19,7 +19,7 @@ from automicro.errors import DataLoaderError
 from automicro.options import read_count
 from automicro.reach import generators_in, kinds_of_loading
 from automicro.units import Duration, Unit, read_duration
-from automicro.values import is_generator, same_values, set_state, state_of
+from automicro.values import comes_from, is_generator, same_values, set_state, state_of
 
 Generator: TypeAlias = torch.Generator | random.Random | np.random.Generator | np.random.RandomState
 
@@ -152,7 +152,7 @@ def check_loader(name: str, loader: Any) -> None:
             "pass the loader itself"
         )
     if type(loader) in (list, tuple) and any(
-        isinstance(e, DataLoader | Iterator) or hasattr(e, "dataloader") for e in loader
+        isinstance(e, DataLoader | Iterator) or comes_from(e, "automicro.Evaluator") for e in loader
     ):
         raise TypeError(
             f"{name} is a {type(loader).__name__} of loaders, not of batches; name "
