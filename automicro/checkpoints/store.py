@@ -28,9 +28,7 @@ MODES = ("min", "max")
 RESUME = ("auto", "never")
 
 
-@removed(
-    asynchronous="Leave it out: checkpoints are written before training continues",
-)
+@removed(asynchronous="Leave it out: checkpoints are written before training continues")
 @dataclass(frozen=True, kw_only=True)
 class CheckpointConfig:
     """Where and how often checkpoints are saved, which are kept, and whether a run resumes.

@@ -92,9 +92,8 @@ def _is_alive(path: Path) -> bool:
     # The processes of another machine cannot be checked.
     if host != _host() or not number.isdigit():
         return age < _SECONDS_TO_LIVE
-    if int(number) == os.getpid():  # not in flight, so its removal failed
-        return False
-    return _runs(int(number)) and age < _SECONDS_TO_LIVE
+    # A folder of this process that is not in flight could not be removed.
+    return int(number) != os.getpid() and _runs(int(number)) and age < _SECONDS_TO_LIVE
 
 
 def _runs(number: int) -> bool:
@@ -102,10 +101,8 @@ def _runs(number: int) -> bool:
         return True
     try:
         os.kill(number, 0)
-    except ProcessLookupError:
-        return False
-    except (OSError, OverflowError):  # the process belongs to another user
-        return True
+    except (OSError, OverflowError) as error:  # the process might belong to another user
+        return not isinstance(error, ProcessLookupError)
     return True
 
 
