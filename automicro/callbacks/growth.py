@@ -20,7 +20,7 @@ Resize = Callable[[Any, int], Any]
 
 
 @removed(
-    logged_as="Leave it out: the size is logged as train/size",
+    logged_as="Leave it out: each schedule has its own name, such as train/size",
 )
 class GrowthSchedule(Callback):
     """Trains on smaller samples first, and on larger samples as training progresses.
