@@ -35,8 +35,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from automicro import MemoryBudget, Microbatcher, UnsplittableModelError, split
 from automicro.batchnorm import sees_the_batch
 from automicro.nested import batchnorm
-from automicro.nested.batchnorm import Stages, to_device
-from automicro.nested.slices import to_host
+from automicro.nested.batchnorm import Stages, to_device, to_host
 from automicro.units import format_bytes
 from benchmarks.sizes_of_peers import repair_torchvision
 
