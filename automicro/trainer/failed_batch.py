@@ -34,11 +34,11 @@ from automicro.values import walk
 
 FORMAT = "automicro: a batch that did not fit, 2"
 MOST_BYTES = 256 * 2**20
-"""Of a batch in a file. Larger ones are not kept."""
+"""Size limit of a saved batch; larger ones are not saved."""
 KEPT = "failed-batch-"
-"""How the names of these files begin."""
+"""Prefix of the file names."""
 CONFIG = "config.yaml"
-"""The file that a run with a config writes beside the batches that it keeps."""
+"""The config of the run, written beside the saved batches."""
 
 
 class UnreadableBatchError(BatchError):
@@ -96,8 +96,8 @@ def save_batch(path: str | os.PathLike[str], failed: FailedBatch) -> None:
         size = sum(each.nbytes for _, each in tensor_leaves(failed.batches))
         if size > MOST_BYTES:
             raise UnreadableBatchError(
-                f"the batch has {format_bytes(size)}, and no more than {format_bytes(MOST_BYTES)} "
-                "are kept"
+                f"the batch has {format_bytes(size)}, but at most {format_bytes(MOST_BYTES)} are "
+                "saved"
             )
         # Models read a mapping of any class alike, and some classes hold more than their entries.
         plain = [dict(each) if isinstance(each, Mapping) else each for each in failed.batches]
@@ -132,11 +132,11 @@ def load_batch(path: str | os.PathLike[str], *, like: Any = None) -> FailedBatch
             unknown = torch.serialization.get_unsafe_globals_in_checkpoint(path)
         if isinstance(error, pickle.UnpicklingError) and unknown:
             raise UnknownClassError(
-                f"the batch holds a {unknown[0]}, and a file is not asked for code: give a batch "
-                "of the same kind, like=next(iter(loader))"
+                f"the batch holds a {unknown[0]}, which cannot be loaded without running code from "
+                "the file. Pass a batch of the same kind, like=next(iter(loader))"
             ) from error
         raise UnreadableBatchError(
-            f"{path} holds no batch that automicro has kept ({why})"
+            f"{path} holds no batch that automicro has saved ({why})"
         ) from error
 
 
@@ -188,13 +188,13 @@ class Failures:
             path = self._path()
             save_batch(path, failed)
         except Exception as failure:  # any error: the run has already failed
-            add_note(error, f"automicro: the batch could not be kept ({describe_error(failure)})")
+            add_note(error, f"automicro: the batch could not be saved ({describe_error(failure)})")
             return
         beside = path.parent / CONFIG
         config = "" if beside.exists() else " CONFIG"
         add_note(
             error,
-            f"automicro: the batch is kept in {path}; to run it alone: automicro replay "
+            f"automicro: the batch was saved to {path}; to run it alone: automicro replay "
             f"{shlex.quote(str(path))}{config}",
         )
 

@@ -119,7 +119,7 @@ class FitSummary:
         memory = "not measured" if peak is None else format_bytes(peak)
         epoch = f"{'last' if self.epochs else 'part of an'} epoch"
         ooms = f"{self.ooms} ({self.train_ooms} in train, {self.eval_ooms} in eval)"
-        ooms += f", and {self.nested_ooms} inside of parts" if self.nested_ooms else ""
+        ooms += f", and {self.nested_ooms} in nested modules" if self.nested_ooms else ""
         size = count_of(self.microbatch_size, self.microbatch_unit.removesuffix("s"))
         size += f" ({self.cut}{'' if is_alone else ' on each device'}) in train"
         if self.eval_microbatch_size is not None:

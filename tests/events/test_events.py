@@ -226,7 +226,7 @@ def test_several_evaluators_have_names_metrics_sizes_intervals_and_subsets() -> 
     ("wrong", "error", "message"),
     [
         ({}, ValueError, "is an empty mapping"),
-        ({"a/b": [1]}, ValueError, "names are text without '/'"),
+        ({"a/b": [1]}, ValueError, "names cannot contain '/'"),
         ({"a": 3}, TypeError, r"eval_dataloader\['a'\] is a int and cannot be iterated over"),
         ({"a": None}, TypeError, r"eval_dataloader\['a'\] is None; pass a loader"),
     ],

@@ -60,7 +60,7 @@ def test_a_failure_in_evaluation_says_so() -> None:
     trainer = make_trainer(Scripted(6, fail), eval_dataloader=make_loader(), microbatch_size=16)
     with pytest.raises(KeyError) as raised:
         trainer.fit()
-    assert raised.value.__notes__[0] == "automicro: in evaluation, batch 2 of the pass"
+    assert raised.value.__notes__[0] == "automicro: in evaluation, batch 2"
 
 
 def test_a_batch_of_another_structure_is_named_by_its_place() -> None:
@@ -74,10 +74,10 @@ def test_a_batch_of_another_structure_is_named_by_its_place() -> None:
 @pytest.mark.parametrize(
     ("loader", "message"),
     [
-        ([], r"^train_dataloader \(list\) gave no batch: check its dataset"),
+        ([], r"^train_dataloader \(list\) gave no batch. Check its data set"),
         (
             DataLoader(make_data(3), batch_size=4, drop_last=True),
-            r"gave no batch from 3 rows: .* drop_last=True drops a batch that is not full",
+            r"gave no batch from 3 rows\..* drop_last=True drops an incomplete batch",
         ),
     ],
     ids=["list", "drop_last"],
@@ -90,7 +90,7 @@ def test_an_empty_loader_is_an_error_with_its_reason(loader: Any, message: str) 
 
 
 def test_an_iterator_for_several_epochs_is_refused_before_anything_trains() -> None:
-    with pytest.raises(ValueError, match=r"only once, and max_duration='2ep' needs more passes"):
+    with pytest.raises(ValueError, match=r"only once, but max_duration='2ep' needs more than one"):
         make_trainer(make_model(), iter(list(make_loader())), max_duration="2ep")
 
 
@@ -141,5 +141,5 @@ def test_fit_without_data_and_eval_without_data_say_what_to_pass() -> None:
 
 
 def test_a_scheduler_without_an_optimizer_is_refused() -> None:
-    with pytest.raises(ValueError, match="no optimizer to schedule"):
+    with pytest.raises(ValueError, match="but no optimizer"):
         Trainer(make_model(), scheduler=schedule, loss_fn=nn.CrossEntropyLoss())
