@@ -256,9 +256,7 @@ class Fit:
         """Let callbacks transform the batches of an optimization batch."""
         context = self.context
         if not self._has_begun:
-            context.progress.doing(
-                "the first batch: checking a few rows, then finding a size that fits"
-            )
+            context.progress.doing("the first batch: checking a few rows, then finding a size")
         self._has_begun = True
         batches = [context.callbacks.transform(self._run, batch) for batch in loaded]
         if batches:

@@ -321,9 +321,8 @@ def size_lines(phase: str, result: StepResult | EvalResult, settled: Sizes | Non
 
     >>> result = EvalResult(loss=None, num_samples=512, num_global_samples=512,
     ...     microbatch_size=128, num_microbatches=4, attempts=3, failed_sizes=(512, 256))
-    >>> print(*size_lines("eval", result, None))  # doctest: +NORMALIZE_WHITESPACE
-    eval: out of memory at microbatch size 512: continued with 128 rows
-    (4 × 128 of 512; 2 attempts rolled back)
+    >>> size_lines("eval", result, None)
+    ['eval: out of memory at microbatch size 512: continued with 128 rows (4 × 128 of 512; ...)']
     """
     cut, lines = Sizes.of(result), []
     size = count_of(result.microbatch_size, result.microbatch_unit.removesuffix("s"))

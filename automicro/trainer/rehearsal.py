@@ -335,9 +335,7 @@ class Rehearsal:
             self._train(report)
             why = self.step.microbatcher.why_not_reserved
             if why is not None:
-                report.unknown.append(
-                    f"the memory of the optimizer's first step is unknown ({why})"
-                )
+                report.unknown.append(f"the optimizer's first step needs unknown memory ({why})")
             for evaluation in self.evaluations:
                 if evaluation.happens_at_end:
                     self._evaluate(evaluation, report)

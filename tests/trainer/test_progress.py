@@ -158,7 +158,7 @@ def test_what_takes_long_before_the_first_bar_is_named_where_somebody_watches() 
     shown = file.getvalue()
     said = (
         "waiting for the first batch of data …",
-        "the first batch: checking a few rows, then finding a size that fits …",
+        "the first batch: checking a few rows, then finding a size …",
         "out of memory, microbatch size 256 → 128 rows (2 × 128 of 256) …",
     )
     places = [shown.index(each) for each in said]

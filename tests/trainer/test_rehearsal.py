@@ -348,7 +348,7 @@ class Counted(torch.optim.Adam):
 def test_an_optimizer_whose_first_step_nobody_can_predict_is_named() -> None:
     trainer = make_trainer(Model(), loader_of([5] * 16), optimizer=Counted)
     rehearsed = trainer.fit().rehearsed or ""
-    assert "the memory of the optimizer's first step is unknown" in rehearsed
+    assert "the optimizer's first step needs unknown memory" in rehearsed
     assert "a tensor that is no parameter and no state" in rehearsed
     assert steps_of_all == 2
     known = make_trainer(Model(), loader_of([5] * 16)).fit().rehearsed or ""

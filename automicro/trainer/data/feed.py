@@ -180,9 +180,7 @@ class Feed:
         """Raise an error if the ranks share no order, or not the saved one."""
         was, reason = states[0]["order"], ""
         if states[0]["loader"] is not None or hasattr(self.loader, "load_state_dict"):
-            reason = (
-                "saves its position separately on each rank, which cannot be applied to other ranks"
-            )
+            reason = "saves its position on each rank separately, which does not fit other ranks"
         elif None in (was["shared_by"], here["shared_by"]):
             where = "here" if here["shared_by"] is None else "in the checkpoint"
             reason = (
@@ -212,9 +210,8 @@ class Feed:
         passes = [_Pass(**each) for each in state["passes"]]
         if state["loader"] is not None and not self._keeps_state:
             raise DataLoaderError(
-                f"the checkpoint holds a position that the {self._name} saved itself, but this "
-                f"{type(self.loader).__name__} has no load_state_dict. Pass a loader of the same "
-                "kind"
+                f"the checkpoint holds the loader state of {self._name}, but this "
+                f"{type(self.loader).__name__} has no load_state_dict. Pass a loader that has one"
             )
         last = passes[-1] if passes else None
         # Training can end with the last batch, before the loader reports the end of the pass.
@@ -223,9 +220,8 @@ class Feed:
             self._check_rows(state["order"], last.given)
         if passes and state["persistent"] != self._is_persistent:
             raise DataLoaderError(
-                f"the checkpoint was made with persistent_workers={state['persistent']}; with the "
-                f"other value, the batches of {self._name} would come in another order. Pass the "
-                "same value"
+                f"the checkpoint was made with persistent_workers={state['persistent']}, without "
+                f"which {self._name} would give another order. Pass the same value"
             )
         self._passes, self._loaded = passes, state
         loading.write_generators(loading.find_generators(self.loader), state["now"]["generators"])

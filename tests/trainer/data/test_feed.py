@@ -435,14 +435,12 @@ def test_an_iterator_that_is_used_up_is_an_error() -> None:
 def test_another_kind_of_loader_is_refused() -> None:
     feed = Feed(KeepsItsPosition(), "train_dataloader")
     train(feed, 0, 1)
-    with pytest.raises(DataLoaderError, match="saved itself, but this list has no load_state"):
+    with pytest.raises(DataLoaderError, match="but this list has no load_state_dict"):
         Feed([1, 2], "train_dataloader").load_state_dict(feed.state_dict())
 
     feed = Feed(LOADERS["workers"](), "train_dataloader")
     train(feed, 0, 1)
-    with pytest.raises(
-        DataLoaderError, match=r"made with persistent_workers=False; with the other"
-    ):
+    with pytest.raises(DataLoaderError, match=r"made with persistent_workers=False, without which"):
         Feed(LOADERS["persistent workers"](), "train_dataloader").load_state_dict(feed.state_dict())
 
 
