@@ -56,7 +56,7 @@ def clear(parent: Path) -> None:
     # with a warning, and the older checkpoints stay.
     for path in sorted(parent.glob(f"{PREFIX}*")):
         if path.name not in _in_flight:
-            logger.info("removing %s, left by a save that did not end", path)
+            logger.info("removing %s, left by an interrupted save", path)
             with suppress(FileNotFoundError):  # another process removed it first
                 files.remove_folder(path)
 

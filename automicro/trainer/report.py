@@ -9,7 +9,7 @@ from automicro.trainer.progress import count_of, describe_number
 from automicro.units import format_bytes
 
 TIME_IS_OVER = "max_time is over"
-"""The reason to stop of a run that is meant to go on later."""
+"""The reason to stop of a run that will be resumed."""
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
