@@ -104,7 +104,7 @@ FAILED = {
     ),
     ("eval", "model={call: my_code.Net}", "eval_dataloader=${train_dataloader}"): (
         f"the run failed: {SHAPES}",
-        "in evaluation, batch 1 of the pass",
+        "in evaluation, batch 1",
         "at my_code.py:11, in forward: return self.head(x)",
     ),
     ("train", "model.args.in_features=5"): (
@@ -144,10 +144,10 @@ FAILED = {
         "in training, epoch 2, batch 2 of the epoch (3 batches done)",
     ),
     ("train", "max_duration=10000tok"): (
-        "max_duration='10000tok' counts tokens, but nothing says how many a batch of type list "
-        "has; pass features=[CountData(tokens=…)] with a callable from a batch to its number of "
-        "tokens, such as lambda batch: batch['input_ids'].numel(); a config has count_tokens: "
-        "{call: pkgutil.resolve_name, args: {name: my_data.count_tokens}}",
+        "max_duration='10000tok' counts tokens, but their number in a batch of type "
+        "list is unknown. Pass features=[CountData(tokens=…)] with a callable from a batch to its "
+        "number of tokens, such as lambda batch: batch['input_ids'].numel(). In a config: "
+        "count_tokens: {call: pkgutil.resolve_name, args: {name: my_data.count_tokens}}",
         FIRST_BATCH,
     ),
 }

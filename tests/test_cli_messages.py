@@ -246,7 +246,7 @@ def test_several_processes_without_parallel_are_refused(
     monkeypatch.setenv("RANK", "0")
     assert main(["train", "job.yaml"]) == 2
     error = capsys.readouterr().err
-    assert "there are 2 processes (this one is rank 0), and the model is not wrapped" in error
+    assert "there are 2 processes (this is rank 0), but the model is not wrapped" in error
     assert "parallel='ddp'" in error
 
 

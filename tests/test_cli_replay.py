@@ -57,7 +57,7 @@ def test_what_cannot_be_replayed_is_answered_with_a_remedy(
 
     assert "there is no file 'none.pt': give one that a run has left" in fails("none.pt")
     Path("other.pt").write_text("something")
-    assert "other.pt holds no batch that automicro has kept" in fails("other.pt", "job.yaml")
+    assert "other.pt holds no batch that automicro has saved" in fails("other.pt", "job.yaml")
     alone = tmp_path / "alone"
     alone.mkdir()
     failed = FailedBatch(

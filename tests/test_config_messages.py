@@ -86,6 +86,6 @@ def test_weights_that_are_no_checkpoint_are_refused_with_what_lies_there() -> No
     with pytest.raises(ConfigError) as caught:
         build_trainer(job("weights=runs/first"))
     assert str(caught.value) == (
-        "weights='runs/first': runs/first has no checkpoint in it; give the folder of one, or the "
-        "folder of several"
+        "weights='runs/first': runs/first contains no checkpoint; pass the folder of one or more "
+        "checkpoints"
     )

@@ -55,7 +55,7 @@ class EarlyStopping(Callback):
         # Multiplied by the sign, smaller is better in both modes.
         self._sign = 1 if check_choice("mode", mode, ("min", "max")) == "min" else -1
         if not min_delta >= 0:
-            raise ValueError(f"min_delta={min_delta!r} must be 0 or above; mode says the direction")
+            raise ValueError(f"min_delta={min_delta!r} must be 0 or above; mode sets the direction")
         self._min_delta = float(min_delta)
         self._best: float | None = None
         self._without_better = 0
@@ -83,7 +83,7 @@ class EarlyStopping(Callback):
         # Otherwise each restart of a stopped run would train for one more round of patience.
         if self._was_loaded and self._without_better >= self._patience:
             times = "" if self._without_better == 1 else f" {self._without_better} times in a row"
-            run.stop(f"{self._monitor} was not better{times} before the run was taken up again")
+            run.stop(f"{self._monitor} did not improve{times} before the run was resumed")
         self._was_loaded = False
 
     def fit_end(self, run: Run) -> None:
@@ -96,10 +96,9 @@ class EarlyStopping(Callback):
         # A run that ended within its first epoch might rightly have had no evaluation.
         if self._best is None and self._without_better == 0 and run.state.epoch:
             warn(
-                f"EarlyStopping never saw {self._monitor!r}, in {run.state.epoch} epochs: it looks "
-                "after each evaluation, and at values of training, whose names begin with "
-                "'train/', in each batch; pass eval_dataloader=… and an eval_interval, or monitor "
-                "a value such as 'train/loss'",
+                f"EarlyStopping never found {self._monitor!r} in {run.state.epoch} epochs: it "
+                "checks evaluations, and in each batch the values of training ('train/…'). Pass "
+                "eval_dataloader=… and an eval_interval, or monitor a value such as 'train/loss'",
                 UserWarning,
             )
 

@@ -79,17 +79,17 @@ class FreezeSchedule(Callback):
         """Check the patterns, and freeze parameters for the start."""
         if run.world_size > 1:
             raise ValueError(
-                f"{type(self).__name__} changes which parameters take gradients, and "
-                f"{run.world_size} ranks agreed on them when the model was wrapped. Freeze them "
-                "with requires_grad_(False) before the Trainer is made, or train in one process"
+                f"{type(self).__name__} changes which parameters take gradients, but "
+                f"{run.world_size} ranks fixed them when the model was wrapped. Freeze them with "
+                "requires_grad_(False) before the Trainer is made, or train in one process"
             )
         parameters = _parameters(run.model)
         for pattern in (*self._until, *self._from):
             if not any(_matches(name, [pattern]) for name in parameters):
                 raise ValueError(
                     f"no parameter matches {pattern!r}{suggestion(pattern, parameters)}. There are "
-                    f"{len(parameters)}, such as {next(iter(parameters), None)}, and those of a "
-                    "module are 'module.*'"
+                    f"{len(parameters)}, such as {next(iter(parameters), None)}; use 'module.*' "
+                    "for those of a module"
                 )
         if run.optimizer is not None:
             known = {id(p) for group in run.optimizer.param_groups for p in group["params"]}
@@ -98,7 +98,7 @@ class FreezeSchedule(Callback):
                 # another one would silently have no effect.
                 if _matches(name, self._until) and id(parameters[name]) not in known:
                     raise ValueError(
-                        f"{name!r} is to be unfrozen, and the optimizer does not have it. Build "
+                        f"{name!r} is to be unfrozen, but the optimizer does not have it. Build "
                         "the optimizer with all parameters, including those frozen at first"
                     )
         self._now = None

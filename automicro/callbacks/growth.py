@@ -16,7 +16,7 @@ from automicro.options import read_count
 from automicro.units import Duration, read_duration
 
 Resize = Callable[[Any, int], Any]
-"""Gives a batch at another size: ``resize(batch, size)``."""
+"""Returns a batch at another size: ``resize(batch, size)``."""
 
 
 @removed(
@@ -67,7 +67,7 @@ class GrowthSchedule(Callback):
         self._start = read_count("start", start)
         self._end = read_count("end", end)
         if end < start:
-            raise ValueError(f"start={start} is above end={end}, and a size grows. Swap them")
+            raise ValueError(f"start={start} is above end={end}, but the size must grow. Swap them")
         self._over = read_duration("over", over)
         self._steps = None if steps is None else read_count("steps", steps)
         self._multiple_of = read_count("multiple_of", multiple_of)
@@ -104,7 +104,7 @@ class GrowthSchedule(Callback):
         return self._resize(batch, size)
 
 
-_OWN = "Pass resize=…, a function (batch, size) → batch of your own"
+_OWN = "Pass resize=…, your own function (batch, size) → batch"
 
 
 class ImageSizeSchedule(GrowthSchedule):
@@ -149,7 +149,7 @@ def resize_images(batch: Any, size: int, *, multiple_of: int = 1) -> Any:
     if len(found) != 1:
         raise ValueError(
             f"a batch of type {type(batch).__name__} has {len(found)} tensors of the shape (rows, "
-            f"channels, height, width), and one would be its images. {_OWN}"
+            f"channels, height, width), but exactly one is needed. {_OWN}"
         )
     [images] = found
     height, width = images.shape[-2:]
@@ -167,7 +167,7 @@ def resize_images(batch: Any, size: int, *, multiple_of: int = 1) -> Any:
         if tensor is not images and tensor.dim() >= 3 and tensor.shape[-2:] == images.shape[-2:]:
             raise ValueError(
                 f"{path!r} has the height and width of the images, {height} × {width}, and might "
-                f"belong to their pixels. {_OWN}"
+                f"need the same resize. {_OWN}"
             )
     # Tensors created on the host do not count as memory of a simulated device.
     with on_host() if images.device.type == "cpu" else torch.no_grad():
@@ -255,7 +255,7 @@ def cut_tokens(batch: Any, size: int) -> Any:
         # A tensor as long as the tokens probably belongs to them. An error costs less than training
         # on rows that do not match.
         if key not in _TOKEN_KEYS and value.dim() > 1 and value.shape[1] == length:
-            raise ValueError(f"{key!r} is as long as the tokens, {length}. {_OWN}")
+            raise ValueError(f"{key!r} has the length of the tokens, {length}. {_OWN}")
     cut = [each for key, each in tensors.items() if key in _TOKEN_KEYS]
     if isinstance(targets, Tensor):
         cut.append(targets)

@@ -355,7 +355,7 @@ def _saying(path: Path) -> Iterator[None]:
         yield
     except Exception as error:
         warn(
-            f"the report {path} could not be written ({describe_error(error)}), and the run goes "
-            "on without it. Make room, or name another folder in OutOfMemoryReport(folder)",
+            f"the report {path} could not be written ({describe_error(error)}), and the run "
+            "continues without it. Free space, or name another folder in OutOfMemoryReport(folder)",
             AutomicroWarning,
         )

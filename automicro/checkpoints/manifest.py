@@ -103,7 +103,7 @@ class NewFolder:
 
 MANIFEST = "manifest.json"
 FORMAT = 1
-"""Raised by one where what is written, or what it means, changes."""
+"""Incremented when the format or its meaning changes."""
 
 _ALL = slice(None)
 _REMEDY = "it was cut short or changed; load another checkpoint, and delete this one"
@@ -145,13 +145,13 @@ def _read_manifest(folder: Path) -> Manifest:
         # Not reported as damage, because find_newest would skip a checkpoint of a newer version.
         if (version := content.pop("format")) != FORMAT:
             raise CheckpointError(
-                f"{path} has the format {version}, and this automicro reads {FORMAT}: go on with "
-                "the version that wrote it"
+                f"{path} has the format {version}, but this automicro reads {FORMAT}. Use the "
+                "version that wrote it"
             )
         sums = {name: FileSum(**each) for name, each in content.pop("files").items()}
         # A checkpoint from an untrusted source must not name files outside its folder.
         if outside := [name for name in sums if Path(name).name != name]:
-            raise DamagedCheckpointError(f"{path} names {outside[0]!r}, outside of it: {_REMEDY}")
+            raise DamagedCheckpointError(f"{path} lists {outside[0]!r}, outside of it: {_REMEDY}")
         return Manifest(files=sums, **content)
     except OSError as error:
         raise DamagedCheckpointError(

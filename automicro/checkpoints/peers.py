@@ -91,8 +91,8 @@ def _as_told(error: BaseException, rank: int) -> Exception:
         return CheckpointError(f"rank {rank}: {text_of(error)}")
     # Not a RankError: all ranks fail here together, so every rank can still be reached.
     return CheckpointError(
-        f"rank {rank}: {describe_error(error)}\nAll ranks stop because of it; mend the cause on "
-        "that rank, whose log has the traceback"
+        f"rank {rank}: {describe_error(error)}\nAll ranks stop because of it. Read the traceback "
+        "in the log of that rank, and remove the cause"
     )
 
 
@@ -139,13 +139,13 @@ class _GroupPeers(Peers):
                 dist.all_gather_object(values, value, group=self._group)
         except PeerLostError as error:  # names the lost rank and the reason
             self._broken = error
-            add_note(error, "no checkpoint was written here; the older ones are as they were")
+            add_note(error, "no checkpoint was written; the older ones are unchanged")
             raise
         except RuntimeError as error:
             self._broken = PeerLostError(
-                f"rank {self.rank} of {self.world_size} could not go on with a checkpoint: a peer "
-                f"is gone, or took too long ({error}). The older checkpoints are as they were: "
-                "start again; the log of the missing rank has the cause"
+                f"rank {self.rank} of {self.world_size} could not continue with a checkpoint: a "
+                f"peer ended or took too long ({error}). The older checkpoints are unchanged. Read "
+                "the cause in the log of the missing rank, and start again"
             )
             raise self._broken from error
         return values

@@ -127,7 +127,7 @@ def find_newest(folder: Path | str, *, peers: Peers = ALONE) -> FoundCheckpoint 
             damages.append(str(error))
             continue
         for damage in damages if peers.rank == 0 else ():
-            warn(f"{damage}. Going on from {path.name}, the newest good one", CheckpointWarning)
+            warn(f"{damage}. Resuming from {path.name}, the newest good one", CheckpointWarning)
         return found
     if damages:
         raise CheckpointError(
@@ -177,8 +177,8 @@ def refuse_differences(
     """Raise an error if the saved tensors do not fit the current ones."""
     if differing := differences(saved, current):
         raise CheckpointError(
-            f"{found.path} does not fit: {differing}. Load it into what it was saved from, or "
-            "start anew with resume='never'"
+            f"{found.path} does not fit: {differing}. Load it into the objects it was saved from, "
+            "or start anew with resume='never'"
         )
 
 
@@ -191,9 +191,9 @@ def _find(checkpoint: FoundCheckpoint | Path | str, peers: Peers) -> FoundCheckp
         return FoundCheckpoint.at(path, peers=peers)
     newest = find_newest(path, peers=peers)
     if newest is None:
-        there = "has no checkpoint in it" if path.is_dir() else "does not exist"
+        there = "contains no checkpoint" if path.is_dir() else "does not exist"
         there = "is a file" if path.is_file() else there
-        raise CheckpointError(f"{path} {there}; give the folder of one, or the folder of several")
+        raise CheckpointError(f"{path} {there}; pass the folder of one or more checkpoints")
     return newest
 
 

@@ -83,14 +83,14 @@ def restore_rng_state(state: Mapping[str, Any]) -> None:
         torch.set_rng_state(cpu.cpu())
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise CheckpointError(
-            f"the states of the random number generators cannot be read ({error}); give what "
-            "rng_state() gave"
+            f"the states of the random number generators cannot be read ({error}); pass the result "
+            "of rng_state()"
         ) from error
     devices = _accelerators()
     if len(devices) != len(accelerators):
         warn(
-            f"random numbers were saved for {len(accelerators)} accelerators, and here are "
-            f"{len(devices)}: the run will not draw the same ones on them",
+            f"random numbers were saved for {len(accelerators)} accelerators, but there are "
+            f"{len(devices)} here, so the run will draw other numbers on them",
             CheckpointWarning,
         )
     for device, each in zip(devices, accelerators, strict=False):

@@ -146,8 +146,8 @@ def _plain(place: str, value: Any) -> Any:
     if type(value) not in _PLAIN:
         raise CheckpointError(
             f"{place} is of type {type(value).__name__}, which cannot be loaded without running "
-            "code: a checkpoint holds tensors, numbers, text, and dicts, lists and tuples of "
-            "them; give its state as these (state_dict()), or leave it out"
+            "code. Give it a state_dict() of tensors, numbers, text, and dicts, lists and tuples "
+            "of them, or leave it out"
         )
     return value
 
@@ -156,7 +156,7 @@ def _dense(place: str, leaf: Tensor) -> Tensor:
     if is_uninitialized(leaf):
         why = "of a lazy module that has no shape yet; run one forward before saving it"
     elif is_sharded(leaf) and is_pending(leaf):
-        why = "a DTensor that is still to be summed over ranks; give it another with redistribute()"
+        why = "a DTensor with a partial placement; change it with redistribute()"
     elif leaf.is_meta:
         why = "on the meta device, without data; give the model its parameters before saving it"
     elif leaf.layout is not torch.strided or leaf.is_quantized:

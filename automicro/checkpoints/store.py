@@ -142,19 +142,19 @@ class CheckpointStore:
             ValueError: the step is not a non-negative integer.
         """
         if type(step) is not int or step < 0:
-            raise ValueError(f"step={step!r} counts no batches; give a whole number from 0")
+            raise ValueError(f"step={step!r} is no number of batches; give an int from 0")
         values, peers = {name: float(value) for name, value in (metrics or {}).items()}, self._peers
         share = together(peers, lambda: Share.of(state, own=own, rank=peers.rank))
         told = exchange(peers, lambda: (step, share.names))
         if len(set(told)) > 1:
             raise CheckpointError(
                 f"ranks save after different batches ({', '.join(str(each) for each, _ in told)}), "
-                "or sharded tensors of different names or shapes; let all of them save after the "
+                "or sharded tensors of different names or shapes. Let all ranks save after the "
                 "same batch, with the same model and optimizer"
             )
         if peers.rank == 0:
             self._attempt(
-                partial(leftovers.clear, self.folder), f"what a killed run left in {self.folder}"
+                partial(leftovers.clear, self.folder), f"leftovers of a killed run in {self.folder}"
             )
         try:
             path = write_checkpoint(
@@ -163,12 +163,12 @@ class CheckpointStore:
         except OSError as error:
             raise CheckpointError(
                 f"the checkpoint of step {step} could not be written to {self.folder}: "
-                f"{error.strerror or error}. The older ones are as they were; free space or give "
+                f"{error.strerror or error}. The older ones are unchanged. Free space or give "
                 "another folder"
             ) from error
         if peers.rank == 0:
             self._check_metric(values)
-            self._attempt(self._prune, f"what need not stay in {self.folder}")
+            self._attempt(self._prune, f"old checkpoints in {self.folder}")
         return path
 
     def newest(self) -> FoundCheckpoint | None:
@@ -194,7 +194,7 @@ class CheckpointStore:
                 # Only rank 0 warns.
                 if self._peers.rank:
                     continue
-                warn(f"{error}. It was the best one; taking the next best", CheckpointWarning)
+                warn(f"{error}. It was the best one; the next best is used", CheckpointWarning)
         return None
 
     def load(
@@ -268,7 +268,7 @@ class CheckpointStore:
             return
         self._missed_metric = True
         warn(
-            f"a checkpoint has no metric {name!r}, so it is not kept as one of the best; there "
-            f"are: {', '.join(metrics)}. Give best_metric= one of them",
+            f"a checkpoint has no metric {name!r}, so it cannot be one of the best; there are: "
+            f"{', '.join(metrics)}. Give best_metric= one of them",
             CheckpointWarning,
         )

@@ -61,7 +61,7 @@ def clear(parent: Path) -> None:
     for path in sorted(parent.glob(f"{PREFIX}*")):
         # A save can be running in another process, or on another machine that shares the disk.
         if not _is_alive(path):
-            logger.info("removing %s, left by a save that did not end", path)
+            logger.info("removing %s, left by an interrupted save", path)
             with suppress(FileNotFoundError):  # another process removed it first
                 files.remove_folder(path)
 

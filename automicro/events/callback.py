@@ -163,7 +163,7 @@ STEP_EVENTS = (
     "oom",
     "resize",
 )
-"""Those inside the step of a batch, which a `Microbatcher` tells of."""
+"""Events inside the step of a batch, which a `Microbatcher` emits."""
 
 _NO_EVENTS = ("transform", "state_dict", "load_state_dict")
 EVENTS = tuple(
@@ -200,8 +200,8 @@ class Callbacks:
             if not isinstance(callback, Callback):
                 kind = "class" if inspect.isclass(callback) else type(callback).__name__
                 raise TypeError(
-                    f"callbacks holds {callback!r} (a {kind}), which is not an automicro.Callback; "
-                    "pass instances of subclasses of it"
+                    f"callbacks holds {callback!r} (a {kind}), which is not an automicro.Callback. "
+                    "Pass instances of its subclasses"
                 )
             _refuse_foreign_events(callback)
         self._listeners: dict[str, list[tuple[Callback, Callable[..., Any]]]] = {
@@ -261,8 +261,8 @@ class Callbacks:
                 batch = method(run, batch)
             if batch is None:
                 raise TypeError(
-                    f"{type(callback).__name__}.transform returned None in place of a batch; "
-                    "return the batch"
+                    f"{type(callback).__name__}.transform returned None instead of a batch; return "
+                    "the batch"
                 )
         return batch
 
@@ -299,8 +299,8 @@ def _blaming(callback: Callback, at: str, *, explains: bool = True) -> Iterator[
         if explains and is_out_of_memory(error):
             add_note(
                 error,
-                "automicro: let the callback need less of the device, or go through "
-                "run.microbatcher(), which finds a size that fits",
+                "automicro: reduce the memory that the callback needs, or use run.microbatcher(), "
+                "which finds a size that fits",
             )
         raise
 
@@ -314,10 +314,10 @@ def _refuse_foreign_events(callback: Callback) -> None:
         if name.startswith("on_") and event in EVENTS and callable(getattr(callback, name)):
             raise ValueError(
                 f"{type(callback).__name__}.{name} would never be called: the event is called "
-                f"{event}; rename the method"
+                f"{event}. Rename the method"
             )
     if misspelt := misspelt_hook(type(callback), Callback, EVENTS):
         raise ValueError(
             f"{type(callback).__name__}.{misspelt} would never be called: the events are "
-            f"{', '.join(EVENTS)}. Rename it, or let a name of your own begin with _"
+            f"{', '.join(EVENTS)}. Rename it, or begin the name with _ if it is not an event"
         )

@@ -152,9 +152,9 @@ class LoopState:
             if unit is Unit.SECONDS:
                 what, of_batch = ("seconds of data", "seconds")
             raise ValueError(
-                f"something here counts {what}, and those of the batches are not known; pass "
+                f"a duration counts {what}, but those of the batches are unknown. Pass "
                 f"features=[CountData({name}=…)] (count_{name} in a config) with a callable from a "
-                f"batch to its {of_batch}, or count batches or samples instead (100ba, 3200sp)"
+                f"batch to its {of_batch}, or count batches or samples (100ba, 3200sp)"
             )
         # Durations are compared as whole numbers, and rounding errors such as those of 0.1 + 0.2
         # seconds must not lose one.

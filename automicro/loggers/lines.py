@@ -63,8 +63,8 @@ def _kept_bytes(path: Path, resume_step: int | None) -> int:
     # A file shorter than its head had its first write torn.
     if not _HEAD.startswith(content[: len(_HEAD)]):
         raise ValueError(
-            f"{str(path)!r} begins with {content[: len(_HEAD)]!r} and not with {_HEAD!r}, so "
-            "another program wrote it. Log to another path"
+            f"{str(path)!r} begins with {content[: len(_HEAD)]!r} instead of {_HEAD!r}, so another "
+            "program wrote it. Log to another path"
         )
     # A last line without a line break was torn by a kill.
     lines = content[: content.rfind(b"\n") + 1].splitlines(keepends=True)

@@ -56,7 +56,7 @@ class Logger(Protocol):
 
 
 RESERVED_NAMES = frozenset({"run", "step", "time"})
-"""Names of a line's other fields, which no value can have."""
+"""Names of a line's other fields, reserved."""
 
 
 def _number(value: object) -> float | None:
@@ -117,9 +117,8 @@ class _GuardedLogger:
 
 
 _CONSEQUENCE = (
-    "the run goes on, and values may be missing in this logger. It is tried again with the next "
-    f"ones, and switched off after {MOST_FAILURES} failures in a row; make sure that it can write "
-    "(space on the disk, rights, a server that answers)"
+    "the run continues, but values may be missing in this logger. It is switched off after "
+    f"{MOST_FAILURES} failures in a row; check the disk space, the rights and the server"
 )
 
 
@@ -181,8 +180,8 @@ class LoggerGroup:
         plain = {name: value for name, value in found.items() if value is not None}
         refused = [name for name in values if name not in plain and name not in self._refused]
         messages: list[str | None] = [
-            f"{name!r} is not logged in this run: a name is one line of text, other than "
-            f"{', '.join(sorted(RESERVED_NAMES))}, and its value one number (this is a "
+            f"{name!r} is not logged in this run: a name must be one line of text, other than "
+            f"{', '.join(sorted(RESERVED_NAMES))}, and a value one number (this is a "
             f"{type(values[name]).__name__}). Log one number under a name such as 'my/value'"
             for name in refused
         ]

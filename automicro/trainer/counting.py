@@ -14,15 +14,15 @@ from automicro.units import Duration, Unit
 
 _HOW = {
     Unit.TOKENS: (
-        "pass features=[CountData(tokens=…)] with a callable from a batch to its number of tokens, "
-        "such as lambda batch: batch['input_ids'].numel(); a config has count_tokens: "
+        "Pass features=[CountData(tokens=…)] with a callable from a batch to its number of tokens, "
+        "such as lambda batch: batch['input_ids'].numel(). In a config: count_tokens: "
         "{call: pkgutil.resolve_name, args: {name: my_data.count_tokens}}"
     ),
     Unit.SECONDS: (
-        "pass features=[CountData(seconds=…)] (count_seconds in a config) with a callable from a "
-        "batch to its seconds, such as lambda batch: float(batch['seconds'].sum()), or batches of "
-        "a LengthBatchSampler with unit='seconds' (sampling_mode.unit in a config); a limit in "
-        "time is max_time='2h30m'"
+        "Pass features=[CountData(seconds=…)] (count_seconds in a config) with a callable from a "
+        "batch to its seconds, such as lambda batch: float(batch['seconds'].sum()), or a "
+        "LengthBatchSampler with unit='seconds' (sampling_mode.unit in a config). For a limit in "
+        "time, pass max_time='2h30m'"
     ),
 }
 _WORDS = {Unit.TOKENS: "tokens", Unit.SECONDS: "seconds of data"}
@@ -55,7 +55,7 @@ class Counter:
         self._unit, self._count = unit, count
         self._name = f"count_{unit.name.lower()}"
         if count is not None and not callable(count):
-            raise TypeError(f"{self._name}={count!r} cannot be called; {_HOW[unit]}")
+            raise TypeError(f"{self._name}={count!r} cannot be called. {_HOW[unit]}")
         # Whether batches have token counts is known only when the first one arrives.
         self._may_be_known = is_known or count is not None or unit is Unit.TOKENS
         self._wanted: str | None = None  # the argument that needs the count, if any
@@ -68,7 +68,7 @@ class Counter:
         if duration.unit is self._unit:
             self._wanted = self._wanted or f"{name}='{duration}'"
             if not self._may_be_known:
-                raise self._refusal("nothing says how many a batch has")
+                raise self._refusal("their number in a batch is unknown")
 
     def count_all(self, batches: Sequence[Any], *, known: float | None = None) -> Any:
         """Count several batches; None if the count is unknown."""
@@ -82,7 +82,7 @@ class Counter:
                 raise self._refusal(
                     f"this batch has neither attention_mask nor input_ids (it has {fields})"
                     if fields
-                    else f"nothing says how many a batch of type {type(batch).__name__} has"
+                    else f"their number in a batch of type {type(batch).__name__} is unknown"
                 )
             return None
         total = math.fsum(each for each in amounts if each is not None)
@@ -102,14 +102,14 @@ class Counter:
             kind = "a whole number from 0" if is_whole else "a number from 0"
             error = ValueError if is_number else TypeError
             raise error(
-                f"{self._name} gave {value!r} ({type(value).__name__}), not {kind}; return the "
+                f"{self._name} gave {value!r} ({type(value).__name__}), not {kind}. Return the "
                 f"{_WORDS[self._unit]} of the batch"
             )
         return float(number)
 
     def _refusal(self, why: str) -> ValueError:
         return ValueError(
-            f"{self._wanted} counts {_WORDS[self._unit]}, but {why}; {_HOW[self._unit]}"
+            f"{self._wanted} counts {_WORDS[self._unit]}, but {why}. {_HOW[self._unit]}"
         )
 
 

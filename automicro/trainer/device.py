@@ -26,10 +26,10 @@ def choose_device(device: torch.device | str) -> torch.device:
     except (AssertionError, NotImplementedError, RuntimeError, TypeError) as error:
         raise ValueError(
             f"device={str(device)!r} cannot be used here ({first_line(error)}); "
-            "pass 'auto', 'cpu' or a device that torch can see, such as 'cuda'"
+            "pass 'auto', 'cpu' or a device that torch finds, such as 'cuda'"
         ) from error
     if found.type == "meta":
-        raise ValueError("device='meta' holds no data, so nothing can train there; pass 'auto'")
+        raise ValueError("device='meta' holds no data, so it cannot train. Pass 'auto'")
     return found
 
 
@@ -62,7 +62,7 @@ def check_seed(seed: object) -> None:
     if isinstance(seed, bool) or not isinstance(seed, int):
         raise TypeError(f"seed is {seed!r}, not a whole number; pass an int such as 0, or None")
     if not 0 <= seed < 2**32:
-        raise ValueError(f"seed={seed} is outside of 0 to {2**32 - 1}; pass an int such as 0")
+        raise ValueError(f"seed={seed} is not between 0 and {2**32 - 1}; pass an int such as 0")
 
 
 def seed_everything(seed: int) -> None:

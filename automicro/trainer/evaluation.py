@@ -156,7 +156,7 @@ class Evaluation:
         of = f" of {self.name!r}" if self.name else ""
 
         def where() -> str:
-            return f"in evaluation{of}, batch {batches + 1} of the pass"
+            return f"in evaluation{of}, batch {batches + 1}"
 
         with noting(where):
             for batch in self._batches(has_peers=ranks.world_size > 1):
@@ -371,10 +371,10 @@ def predict_all(
         if isinstance(sampler, _SHUFFLING):
             raise ValueError(
                 f"the loader draws its rows at random ({type(sampler).__name__}), so predictions "
-                "would come in an unknown order; pass one with shuffle=False"
+                "would come in an unknown order. Pass a loader with shuffle=False"
             )
     outputs: list[Any] = []
-    where = noting(lambda: f"in prediction, batch {len(outputs) + 1} of the pass")
+    where = noting(lambda: f"in prediction, batch {len(outputs) + 1}")
     with where, microbatcher.evaluating():
         for batch in fetch(loader):
             outputs.append(microbatcher.predict(batch))

@@ -10,7 +10,7 @@ from automicro.trainer.data.loading import check_loader
 from automicro.units import Duration, read_duration
 
 INHERITED = "inherited"
-"""Stands for what the `Trainer` was given."""
+"""The default: the argument of the `Trainer`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,7 +43,7 @@ class Evaluator:
     def __post_init__(self) -> None:
         check_loader("Evaluator(dataloader=…)", self.dataloader)
         if self.dataloader is None:
-            raise TypeError("Evaluator(dataloader=None) has nothing to evaluate on; pass a loader")
+            raise TypeError("Evaluator(dataloader=None) has no data to evaluate on. Pass a loader")
         if self.max_batches is not None:
             read_count("max_batches", self.max_batches)
         if self.interval is not None and not is_inherited(self.interval):
@@ -70,8 +70,8 @@ def read_evaluators(name: str, given: Any) -> dict[str, Evaluator]:
     for each in given:
         if not isinstance(each, str) or not each or "/" in each:
             raise ValueError(
-                f"{name} has the name {each!r}; names are text without '/', because values are "
-                "logged as eval/name/metric"
+                f"{name} has the name {each!r}, but names cannot contain '/', because values are "
+                "logged as eval/name/metric. Rename it"
             )
     return {each: _read(f"{name}[{each!r}]", value) for each, value in given.items()}
 
@@ -80,6 +80,6 @@ def _read(name: str, given: Any) -> Evaluator:
     if isinstance(given, Evaluator):
         return given
     if given is None:
-        raise TypeError(f"{name} is None; pass a loader, or leave the name out")
+        raise TypeError(f"{name} is None; pass a loader, or leave this name out")
     check_loader(name, given)
     return Evaluator(dataloader=given)

@@ -32,11 +32,11 @@ from automicro.units import format_bytes
 
 FORMAT = "automicro: a batch that did not fit, 1"
 MOST_BYTES = 256 * 2**20
-"""Of a batch in a file. Larger ones are not kept."""
+"""Size limit of a saved batch; larger ones are not saved."""
 KEPT = "failed-batch-"
-"""How the names of these files begin."""
+"""Prefix of the file names."""
 CONFIG = "config.yaml"
-"""The file that a run with a config writes beside the batches that it keeps."""
+"""The config of the run, written beside the saved batches."""
 _ARRAY, _KIND = "array of numpy", "kind of container"
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.Size)
 
@@ -97,8 +97,8 @@ def save_batch(path: str | os.PathLike[str], failed: FailedBatch) -> None:
         size = sum(each.nbytes for _, each in tensor_leaves(failed.batches))
         if size > MOST_BYTES:
             raise UnreadableBatchError(
-                f"the batch has {format_bytes(size)}, and no more than {format_bytes(MOST_BYTES)} "
-                "are kept"
+                f"the batch has {format_bytes(size)}, but at most {format_bytes(MOST_BYTES)} are "
+                "saved"
             )
         content = {
             "format": FORMAT,
@@ -118,10 +118,10 @@ def load_batch(path: str | os.PathLike[str], *, like: Any = None) -> FailedBatch
     except Exception as error:
         why = describe_error(error).splitlines()[0]
         raise UnreadableBatchError(
-            f"{path} holds no batch that automicro has kept ({why})"
+            f"{path} holds no batch that automicro has saved ({why})"
         ) from error
     if not isinstance(content, dict) or content.get("format") != FORMAT:
-        raise UnreadableBatchError(f"{path} holds no batch that automicro has kept")
+        raise UnreadableBatchError(f"{path} holds no batch that automicro has saved")
     try:
         fields = {each.name: content[each.name] for each in dataclasses.fields(FailedBatch)}
         fields["batches"] = [_rebuilt(each, like) for each in fields["batches"]]
@@ -141,7 +141,7 @@ def _plain(value: Any) -> Any:
         return {_ARRAY: torch.from_numpy(np.array(value))}
     if not _is_container(value):
         raise UnreadableBatchError(
-            f"the batch holds a {_name_of(value)}, which only its own code can write"
+            f"the batch holds a {_name_of(value)}, which only its own code can save"
         )
     keys, parts = open_container(value)
     parts = [_plain(each) for each in parts]
@@ -168,8 +168,8 @@ def _rebuilt(value: Any, like: Any) -> Any:
     if value["is_mapping"]:
         return dict(zip(keys, parts, strict=True))  # models read a mapping of any class alike
     raise UnknownClassError(
-        f"the batch holds a {value[_KIND]}, and a file is not asked for code: give a batch of the "
-        "same kind, like=next(iter(loader))"
+        f"the batch holds a {value[_KIND]}, which cannot be loaded without running code from the "
+        "file. Pass a batch of the same kind, like=next(iter(loader))"
     )
 
 
@@ -215,13 +215,13 @@ class Failures:
             path = self._path()
             save_batch(path, failed)
         except Exception as failure:  # any error: the run has already failed
-            add_note(error, f"automicro: the batch could not be kept ({describe_error(failure)})")
+            add_note(error, f"automicro: the batch could not be saved ({describe_error(failure)})")
             return
         beside = path.parent / CONFIG
         config = "" if beside.exists() else " CONFIG"
         add_note(
             error,
-            f"automicro: the batch is kept in {path}; to run it alone: automicro replay "
+            f"automicro: the batch was saved to {path}; to run it alone: automicro replay "
             f"{shlex.quote(str(path))}{config}",
         )
 

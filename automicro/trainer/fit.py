@@ -71,8 +71,8 @@ class Fit:
         """Refuse a second call of `fit` at the same time, because both would write one state."""
         if self._is_running:
             raise ValueError(
-                "fit() was called while fit() of the same Trainer is running, as in one of its "
-                "callbacks; there, end training with run.stop(…), or train with another Trainer"
+                "fit() was called while fit() of the same Trainer is running, for example in a "
+                "callback. There, end training with run.stop(…), or train with another Trainer"
             )
         self._is_running = True
         try:
@@ -84,9 +84,9 @@ class Fit:
         """Extend training by a duration from the current state."""
         if self.checkpointer is not None:
             raise ValueError(
-                f"fit(duration='{duration}') would train for longer where a run is killed and "
-                "taken up again from its checkpoints; give the Trainer the max_duration of all of "
-                "it, or no checkpoint"
+                f"fit(duration='{duration}') would train for too long if the run is killed and "
+                "resumed from its checkpoints. Pass the whole max_duration to the Trainer, or no "
+                "checkpoint"
             )
         self.step.seconds.require_for("duration", duration)
         done = self._state.done(duration.unit)
@@ -98,10 +98,9 @@ class Fit:
         """Raise an error if nothing is left to train."""
         if self._has_reached_duration and self._is_complete:
             raise ValueError(
-                f"fit() has trained for max_duration='{self._run.max_duration}' already "
-                f"({count_of(self._state.batch, 'batch')}); to go on, call fit(duration='1ep') "
-                "with what is to come, make a new Trainer with the same model and optimizer, or "
-                "give a longer max_duration from the start"
+                f"fit() has already trained for max_duration='{self._run.max_duration}' "
+                f"({count_of(self._state.batch, 'batch')}). To continue, call fit(duration='1ep') "
+                "with the additional duration, or pass a longer max_duration to a new Trainer"
             )
 
     def run(self, max_seconds: float | None = None) -> FitSummary:
@@ -131,7 +130,7 @@ class Fit:
             if saver is not None and not is_end_told():
                 add_note(
                     error,
-                    f"automicro: a run with the same checkpoint=… goes on from {saver.folder}",
+                    f"automicro: a run with the same checkpoint=… resumes from {saver.folder}",
                 )
             raise
         finally:
@@ -236,9 +235,9 @@ class Fit:
                 if self._state.epoch_batch:
                     done = count_of(self._state.epoch_batch, "batch")
                     warn(
-                        f"an earlier fit() ended with an error in epoch {self._state.epoch + 1}, "
-                        f"which begins again, so {done} of it come once more. To go on where "
-                        "training stood, resume a new Trainer from checkpoints between batches",
+                        f"an earlier fit() ended with an error in epoch {self._state.epoch + 1}. "
+                        f"This epoch begins again, so {done} of it are repeated. To avoid this, "
+                        "save checkpoints between batches and resume with a new Trainer",
                         UserWarning,
                     )
                 self._state.epoch_batch = 0
@@ -257,7 +256,7 @@ class Fit:
         """Let callbacks transform the batches of an optimization batch."""
         context = self.context
         if not self._has_begun:
-            context.progress.doing("the first batch: looking at a few rows, then finding what fits")
+            context.progress.doing("the first batch: checking a few rows, then finding a size")
         self._has_begun = True
         batches = [context.callbacks.transform(self._run, batch) for batch in loaded]
         if batches:
@@ -378,7 +377,7 @@ class Fit:
         if saved is None:
             return None
         if (reason := saved["stop_reason"]) is not None:  # the run continues regardless
-            self.context.progress.line(f"training had stopped there: {reason}")
+            self.context.progress.line(f"training already stopped there: {reason}")
         self._is_taken_up = self._state.epoch_batch > 0
         self.evaluations.catch_up()
         restore_rng_state(saved["rng"])

@@ -84,8 +84,8 @@ class MetricSet:
         self._device = device
         if isinstance(metrics, list | tuple):
             raise TypeError(
-                f"metrics is a {type(metrics).__name__}, and metrics need names: pass a mapping "
-                "such as {'accuracy': metric}, or a torchmetrics.MetricCollection"
+                f"metrics is a {type(metrics).__name__}, but metrics need names. Pass a mapping "
+                f"such as {{'accuracy': metric}}, or a torchmetrics.MetricCollection"
             )
         for metric in flatten_metrics(metrics):
             lacks = [name for name in ("compute", "reset") if not hasattr(metric, name)]
@@ -96,8 +96,8 @@ class MetricSet:
                 )
             if not is_of_torchmetrics(metric) and num_ranks() > 1:
                 raise TypeError(
-                    f"{metric!r} is not a torchmetrics.Metric, and nothing adds up what it counts "
-                    f"on each of {num_ranks()} ranks; make it a torchmetrics.Metric, with add_state"
+                    f"{metric!r} is not a torchmetrics.Metric, so its counts on {num_ranks()} "
+                    "ranks cannot be summed. Make it a torchmetrics.Metric, with add_state"
                 )
         # A collection is a module that updates its metrics itself; those of a mapping are updated
         # one by one.
@@ -159,7 +159,7 @@ class MetricSet:
                 merged[name] = each.reshard([state[name] for state in states], rank=rank)
             except CheckpointError as error:
                 raise CheckpointError(
-                    f"the metric {name} ({each.class_name}) {error}; leave it out of the metrics "
+                    f"the metric {name} ({each.class_name}) {error}. Leave it out of the metrics "
                     "of training"
                 ) from error
         return merged
@@ -275,7 +275,7 @@ def _merge_state(metric: "Metric", name: str, values: Sequence[Any], is_first: b
     how = getattr(reduce, "__name__", reduce)
     raise CheckpointError(
         f"has a state {name} that torchmetrics reduces over ranks by {how} from {_shown(default)}, "
-        "which ranks without counts would change"
+        "so ranks without counts would change it"
     )
 
 
@@ -340,7 +340,7 @@ class _MetricState:
         if state["class"] != self.class_name:
             return f"there a {state['class']}"
         if (state["own"] is not None) != self._saves_itself or here.keys() != saved.keys():
-            return f"it has the states {', '.join(saved)}, here {', '.join(here)}"
+            return f"its states are {', '.join(saved)}, here {', '.join(here)}"
         for name, value in here.items():
             # A state that starts as a scalar or empty can change its shape as it counts.
             is_list = isinstance(value, list)
@@ -375,7 +375,7 @@ class _MetricState:
         [6.0, 0.0]
         """
         if not self._is_known:
-            raise CheckpointError("is not a torchmetrics.Metric, so nothing says how counts add up")
+            raise CheckpointError("is not a torchmetrics.Metric, so its counts cannot be summed")
         counts = {
             name: _merge_state(
                 self._metric, name, [each["states"][name] for each in states], rank == 0
@@ -417,9 +417,9 @@ class _MetricState:
         ]
         if lost:
             warn(
-                f"checkpoints cannot hold {', '.join(lost)} of the metric {self.class_name}, so "
-                "after a resume within an epoch it counts from there only; give the metric "
-                "state_dict and load_state_dict, with tensors and plain values",
+                f"checkpoints cannot hold {', '.join(lost)} of the metric {self.class_name}, so a "
+                "run resumed within an epoch loses its earlier counts. Give the metric state_dict "
+                "and load_state_dict, with tensors and plain values",
                 CheckpointWarning,
             )
 

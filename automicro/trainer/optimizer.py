@@ -42,8 +42,8 @@ class ParameterGroups:
         read_patterns(groups)
         if isinstance(optimizer, Optimizer) or not callable(optimizer):
             raise ValueError(
-                "parameter_groups needs an optimizer that is still to be built; pass optimizer= as "
-                "a callable such as torch.optim.AdamW"
+                "parameter_groups needs an optimizer that is not built yet. Pass optimizer= as a "
+                "callable, such as torch.optim.AdamW"
             )
         self._optimizer, self._groups = optimizer, groups
 
@@ -59,7 +59,7 @@ class ParameterGroups:
             for name in sorted(group.keys() - {"params", *known} if known else ()):
                 raise ValueError(
                     f"parameter_groups[{index}] has the option {name!r}{suggestion(name, known)}, "
-                    f"which {type(made).__name__} does not know and would ignore: use options of "
+                    f"which {type(made).__name__} does not know and would ignore. Use options of "
                     f"{', '.join(known)}"
                 )
         return made
@@ -87,15 +87,15 @@ def group_parameters(model: nn.Module, groups: Sequence[Mapping[str, Any]]) -> l
                 hint = suggestion(pattern.strip("*?."), names)
                 raise ValueError(
                     f"parameter_groups[{index}]: {pattern!r} matches no parameter of the "
-                    f"model{hint}; use names such as {', '.join(map(repr, names[:3]))}, with * for "
+                    f"model{hint}. Use names such as {', '.join(map(repr, names[:3]))}, with * for "
                     "any letters"
                 )
             found |= matching
         members = [left.pop(key) for key in list(left) if key in found]
         if not members:
             raise ValueError(
-                f"parameter_groups[{index}]: all that {patterns} match is in earlier groups, and "
-                "the first that matches counts: put this group further up, or leave it out"
+                f"parameter_groups[{index}] has no parameters: all that {patterns} match are in "
+                "earlier groups. Move this group before them, or leave it out"
             )
         grouped.append({**group, "params": members})
     return [*([{"params": list(left.values())}] if left else []), *grouped]
@@ -169,8 +169,8 @@ def build_optimizer(
         made = innermost
     if made is not None and not isinstance(made, Optimizer):
         raise TypeError(
-            f"optimizer is a {type(made).__name__} around a {type(innermost).__name__}, and no "
-            "torch.optim.Optimizer itself, which the Trainer steps and saves; pass the one inside"
+            f"optimizer is a {type(made).__name__} around a {type(innermost).__name__}, but the "
+            "Trainer steps and saves a torch.optim.Optimizer. Pass the inner optimizer"
         )
     if isinstance(made, Optimizer) and isinstance(loss_fn, nn.Module):
         _warn_of_untrained(loss_fn, made)
@@ -189,8 +189,8 @@ def _warn_of_untrained(loss_fn: nn.Module, optimizer: Optimizer) -> None:
         warn(
             f"{type(loss_fn).__name__} has parameters that the optimizer does not have: "
             f"{', '.join(left_out[:5])}{', …' * (len(left_out) > 5)}. To train them, build the "
-            "optimizer of [*model.parameters(), *loss_fn.parameters()] and pass it; else freeze "
-            "them with loss_fn.requires_grad_(False)",
+            "optimizer from [*model.parameters(), *loss_fn.parameters()] and pass it; otherwise "
+            "freeze them with loss_fn.requires_grad_(False)",
             UserWarning,
         )
 
@@ -205,34 +205,34 @@ def build_scheduler(scheduler: SchedulerOrFactory | None, optimizer: Optimizer |
     if scheduler is None:
         return None
     if optimizer is None:
-        raise ValueError("a scheduler was given and no optimizer to schedule; pass optimizer=…")
+        raise ValueError("a scheduler was given, but no optimizer. Pass optimizer=…")
     is_made = callable(getattr(scheduler, "step", None)) and not isinstance(scheduler, type)
     if callable(scheduler) and not is_made:
         scheduler = scheduler(optimizer)
     if isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
         raise TypeError(
-            "ReduceLROnPlateau steps on a measured value, and the scheduler is stepped after each "
-            "optimizer step without one; use a schedule over steps, such as CosineAnnealingLR, or "
-            "step it in a callback's eval_end with values['eval/loss']"
+            "ReduceLROnPlateau steps on a measured value, but the Trainer steps the scheduler "
+            "after each optimizer step, without a value. Use another scheduler, such as "
+            "CosineAnnealingLR, or step it in a callback's eval_end with values['eval/loss']"
         )
     if not callable(getattr(scheduler, "step", None)):
         raise TypeError(
-            f"scheduler is a {type(scheduler).__name__} without a step method; pass one of "
-            "torch.optim.lr_scheduler, or a callable that makes one of the optimizer"
+            f"scheduler is a {type(scheduler).__name__} without a step method. Pass one of "
+            "torch.optim.lr_scheduler, or a callable that makes one from the optimizer"
         )
     # A wrapper, such as accelerate's, holds the scheduler and several optimizers.
     inner = getattr(scheduler, "scheduler", scheduler)
     scheduled = getattr(inner, "optimizer", optimizer)
     if innermost_optimizer(scheduled) is not innermost_optimizer(optimizer):
         raise ValueError(
-            "the scheduler belongs to another optimizer; build it from the one given as "
+            "the scheduler belongs to another optimizer. Build it from the one passed as "
             "optimizer=…, or pass a callable that takes the optimizer"
         )
     return scheduler
 
 
 SCHEDULER_INTERVALS = ("batch", "epoch")
-"""After what a scheduler may be stepped: each optimizer step, or each pass over the data."""
+"""When a scheduler is stepped: after each optimizer step, or after each epoch."""
 
 
 def read_scheduler_interval(scheduler: object, given: str | None) -> str:
@@ -242,14 +242,13 @@ def read_scheduler_interval(scheduler: object, given: str | None) -> str:
     name, own = type(scheduler).__name__, getattr(scheduler, "scheduler_interval", None)
     if own is None and given is None and scheduler is not None:
         raise ValueError(
-            f"scheduler is a {name}, which does not say what it counts; pass "
-            "scheduler_interval='batch' to step it after each optimizer step, or 'epoch' after "
-            "each pass over the data"
+            f"{name} does not declare its unit. Pass scheduler_interval='batch' to step it after "
+            "each optimizer step, or 'epoch' to step it after each epoch"
         )
     if own is not None and given not in (None, own):
         raise ValueError(
             f"scheduler_interval={given!r} does not fit {name}, which is stepped after every "
-            f"{own}; leave scheduler_interval out"
+            f"{own}. Leave scheduler_interval out"
         )
     return given or own or "batch"
 

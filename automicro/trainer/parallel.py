@@ -33,16 +33,16 @@ def check_parallel(
     else:
         if place.world_size > 1 and not is_parallel(modules):
             raise ValueError(
-                f"there are {place.world_size} processes (this one is rank {place.rank}), and the "
-                "model is not wrapped: each of them would train a model of its own; pass "
+                f"there are {place.world_size} processes (this is rank {place.rank}), but the "
+                "model is not wrapped, so each process would train its own model. Pass "
                 "parallel='ddp' (a whole model on each device) or 'fsdp' (shards), wrap the model "
                 "in DistributedDataParallel or with fully_shard, or start one process"
             )
         return
     if is_parallel(modules):
         raise ValueError(
-            f"parallel={parallel!r} would wrap a model that is wrapped already or runs collectives "
-            "of its own; leave parallel out to take it as it is, or pass the bare model"
+            f"parallel={parallel!r} would wrap a model that is already wrapped or runs its own "
+            "collectives. Leave parallel out, or pass the model without its wrapper"
         )
     refuse_lazy(modules)
     for module in modules[1:]:
@@ -50,19 +50,19 @@ def check_parallel(
             what = "loss_fn" if module is loss_fn else "modules"
             raise ValueError(
                 f"parallel={parallel!r} would not average the gradients of {what} "
-                f"({type(module).__name__}), which is outside of the model; make it a part of the "
+                f"({type(module).__name__}), which is outside of the model. Make it a part of the "
                 "model, or freeze it with requires_grad_(False)"
             )
     if parallel == "fsdp" and isinstance(optimizer, torch.optim.Optimizer):
         raise ValueError(
-            "parallel='fsdp' puts shards in the place of the parameters, which this "
-            f"{type(optimizer).__name__} has from before; pass a callable that makes it, such as "
-            "optimizer=torch.optim.AdamW or functools.partial(torch.optim.AdamW, lr=0.01)"
+            "parallel='fsdp' replaces the parameters by shards, but this "
+            f"{type(optimizer).__name__} was built from the original ones. Pass a callable, such "
+            "as optimizer=torch.optim.AdamW or functools.partial(torch.optim.AdamW, lr=0.01)"
         )
     if parallel == "fsdp" and (compiles or is_compiled(modules[0])):
         raise ValueError(
-            "parallel='fsdp' and compile do not go together here; use parallel='ddp', or compile "
-            "each block, wrap it with fully_shard yourself, and leave both out"
+            "parallel='fsdp' cannot be combined with compile. Use parallel='ddp', or compile each "
+            "block, wrap it with fully_shard yourself, and leave both out"
         )
 
 

@@ -45,13 +45,13 @@ def process_in_environment() -> Process:
     world_size = _read("WORLD_SIZE", 1)
     if world_size > 1 and "RANK" not in os.environ:
         raise ValueError(
-            f"WORLD_SIZE={world_size} says that there are several processes, and RANK is not set; "
-            "start them with torchrun, or set RANK, LOCAL_RANK, MASTER_ADDR and MASTER_PORT too"
+            f"WORLD_SIZE={world_size} means several processes, but RANK is not set. Start them "
+            "with torchrun, or also set RANK, LOCAL_RANK, MASTER_ADDR and MASTER_PORT"
         )
     rank = _read("RANK", 0)
     if rank >= world_size:
         raise ValueError(
-            f"RANK={rank} is not below WORLD_SIZE={world_size}; start the processes with torchrun"
+            f"RANK={rank} is not below WORLD_SIZE={world_size}. Start the processes with torchrun"
         )
     return Process(rank=rank, world_size=world_size, local_rank=_read("LOCAL_RANK", rank))
 
@@ -93,8 +93,8 @@ def own_device(device: torch.device | str, place: Process) -> torch.device | str
         return torch.device(accelerator.type, 0)
     if place.local_rank >= count:
         raise ValueError(
-            f"LOCAL_RANK={place.local_rank}, and this machine has {count} {accelerator.type} "
-            f"devices; start at most {count} processes on it (torchrun --nproc-per-node {count}), "
+            f"LOCAL_RANK={place.local_rank}, but this machine has {count} {accelerator.type} "
+            f"devices. Start at most {count} processes on it (torchrun --nproc-per-node {count}), "
             "or pass device='cpu'"
         )
     return torch.device(accelerator.type, place.local_rank)
@@ -120,8 +120,8 @@ def meet(device: torch.device, place: Process) -> None:
         )
     except (dist.DistStoreError, dist.DistNetworkError) as error:
         raise PeerLostError(
-            f"rank {place.rank} of {place.world_size} could not meet the others ({error}); their "
-            "logs have the cause: start all processes again"
+            f"rank {place.rank} of {place.world_size} could not connect to the others ({error}). "
+            "Read the cause in their logs, and start all processes again"
         ) from error
     atexit.register(part)
 
@@ -192,8 +192,8 @@ def name_of_start(store: Store, place: Process) -> str:
         if time.monotonic() > end:
             raise PeerLostError(
                 f"rank 0 of {place.world_size} waited {_MEETING} for ranks "
-                f"{', '.join(map(str, absent))}; their logs have the cause: start all processes "
-                "again"
+                f"{', '.join(map(str, absent))}. Read the cause in their logs, and start all "
+                "processes again"
             )
         for rank in absent:
             # The hello can be from an earlier start until the rank of this start stores its own.

@@ -322,7 +322,7 @@ def size_lines(phase: str, result: StepResult | EvalResult, settled: Sizes | Non
     >>> result = EvalResult(loss=None, num_samples=512, num_global_samples=512,
     ...     microbatch_size=128, num_microbatches=4, attempts=3, failed_sizes=(512, 256))
     >>> size_lines("eval", result, None)
-    ['eval: out of memory, microbatch size 512 → 128 rows (4 × 128 of 512; 2 attempts rolled back)']
+    ['eval: out of memory at microbatch size 512: continued with 128 rows (4 × 128 of 512; ...)']
     """
     cut, lines = Sizes.of(result), []
     size = count_of(result.microbatch_size, result.microbatch_unit.removesuffix("s"))
@@ -330,16 +330,16 @@ def size_lines(phase: str, result: StepResult | EvalResult, settled: Sizes | Non
         rows = count_of(result.recalled_size, "row")
         lines.append(f"started from {rows} per microbatch, which an earlier run found")
     if result.nested_ooms:
-        times = f"out of memory {count_of(result.nested_ooms, 'time')} inside of parts"
+        times = f"out of memory {count_of(result.nested_ooms, 'time')} in nested modules"
         sizes = [f"{name} {each} at a time" for name, each in result.nested_sizes.items()]
         lines.append(", ".join([times, *sizes]))
     if result.ooms:
         lines.append(
-            f"out of memory, microbatch size {result.failed_sizes[0]} → {size} ({cut}; "
-            f"{count_of(result.ooms, 'attempt')} rolled back)"
+            f"out of memory at microbatch size {result.failed_sizes[0]}: continued with {size} "
+            f"({cut}; {count_of(result.ooms, 'attempt')} rolled back)"
         )
     elif result.is_measuring and result.exploration is None:
-        lines.append(f"this batch alone in smaller microbatches ({cut}), to measure what rows need")
+        lines.append(f"smaller microbatches ({cut}) in this batch only, to measure memory per row")
     elif result.grown_from is not None and (
         settled is None
         or cut.num_microbatches < settled.num_microbatches

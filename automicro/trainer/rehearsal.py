@@ -41,9 +41,9 @@ from automicro.values import walk
 
 MODES = ("worst",)
 COSTLIEST = 3
-"""Batches that are taken for the costliest; the one of the longest rows comes beside them."""
+"""Number of costliest batches to run; the one with the longest rows is run in addition."""
 CLASSES = 4
-"""Of so many doublings of the longest rows the costliest batch comes beside these."""
+"""Number of doublings of the row length whose costliest batches are run in addition."""
 SCANNED_BATCHES = 512
 # A batch is repeated until its size settles, so that larger sizes are tried here, not in the run.
 MOST_TRIES = 8
@@ -145,7 +145,7 @@ def _costliest(batches: Sequence[_CostlyBatch]) -> list[_CostlyBatch]:
 
 
 _Made = tuple[Any, Callable[[], Any], float | None]
-"""The rows of a batch, what makes it, and its cost; None where they are not known before."""
+"""The rows of a batch, a function that makes it, and its cost; None if unknown."""
 
 
 def _known_order(loader: Any) -> Iterable[Any] | None:
@@ -169,10 +169,10 @@ def _pass_of(loader: Any, name: str) -> Iterator[_Made]:
     if not _begins_again(loader):
         owner = loader.dataset if isinstance(loader, DataLoader) else loader
         raise ValueError(
-            f"rehearse='worst' looks for the costliest batches before the first step, and {name} "
-            f"({type(owner).__name__}) can be passed over only once, so they would be missing in "
-            "the run; pass what begins again with each pass, such as a DataLoader over a data set "
-            "with a length, or leave rehearse out"
+            f"rehearse='worst' iterates over {name} before the first step, but {name} "
+            f"({type(owner).__name__}) can be iterated only once, so these batches would be "
+            "missing in the run. Pass a DataLoader over a data set with a length, or leave "
+            "rehearse out"
         )
     if isinstance(loader, DataLoader):  # without workers, which would be started only for this
         loader = copy.copy(loader)
@@ -335,7 +335,7 @@ class Rehearsal:
             self._train(report)
             why = self.step.microbatcher.why_not_reserved
             if why is not None:
-                report.unknown.append(f"what the optimizer's first step takes is not known ({why})")
+                report.unknown.append(f"the optimizer's first step needs unknown memory ({why})")
             for evaluation in self.evaluations:
                 if evaluation.happens_at_end:
                     self._evaluate(evaluation, report)
@@ -369,7 +369,7 @@ class Rehearsal:
         name, microbatcher = evaluation.loader_name, evaluation.microbatcher
         loader = evaluation.dataloader
         if not _begins_again(loader):
-            report.unknown.append(f"{name} was not looked at: it can be passed over only once")
+            report.unknown.append(f"{name} was not checked: it can be iterated only once")
             return
 
         def run(batch: Any) -> EvalResult:
@@ -387,15 +387,15 @@ class Rehearsal:
 
     def _scan(self, loader: Any, name: str, report: RehearsalReport, **limits: Any) -> _Scan:
         progress = self.step.context.progress
-        progress.doing(f"rehearsal: looking for the costliest batches of {name}")
+        progress.doing(f"rehearsal: finding the costliest batches of {name}")
         scan = find_costliest(loader, name, rows_of=self.count_rows, **limits)
         report.looked_at[name] = str(scan)
         # Printed before any of the batches can fail.
         progress.line(f"rehearsal: the costliest of {scan} of {name}")
         if not scan.is_complete:
             report.unknown.append(
-                f"batches of {name} that were not looked at may be costlier ({scan} were looked "
-                "at); a batch sampler with batch_costs() knows them all"
+                f"unchecked batches of {name} may be costlier ({scan} were checked). Use a batch "
+                "sampler with batch_costs(), which knows the costs of all batches"
             )
         return scan
 

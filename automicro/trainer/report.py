@@ -9,7 +9,7 @@ from automicro.trainer.progress import count_of, describe_number
 from automicro.units import format_bytes
 
 TIME_IS_OVER = "max_time is over"
-"""The reason to stop of a run that is meant to go on later."""
+"""The reason to stop of a run that will be resumed."""
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -119,7 +119,7 @@ class FitSummary:
         memory = "not measured" if peak is None else format_bytes(peak)
         epoch = f"{'last' if self.epochs else 'part of an'} epoch"
         ooms = f"{self.ooms} ({self.train_ooms} in train, {self.eval_ooms} in eval)"
-        ooms += f", and {self.nested_ooms} inside of parts" if self.nested_ooms else ""
+        ooms += f", and {self.nested_ooms} in nested modules" if self.nested_ooms else ""
         size = count_of(self.microbatch_size, self.microbatch_unit.removesuffix("s"))
         size += f" ({self.cut}{'' if is_alone else ' on each device'}) in train"
         if self.eval_microbatch_size is not None:

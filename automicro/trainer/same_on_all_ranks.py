@@ -22,7 +22,7 @@ from automicro.trainer.resume.optimizer import given_options
 from automicro.values import as_text
 
 MAY_DIFFER = frozenset({"device", "loggers", "memory_limit", "probe", "progress"})
-"""Arguments of the `Trainer` that rank 0 alone uses, or that ranks agree on in the run."""
+"""Arguments of the `Trainer` that only rank 0 uses, or that ranks agree on in the run."""
 
 Outline: TypeAlias = Mapping[str, str]
 
@@ -162,8 +162,8 @@ def of_all_ranks(ranks: Ranks, value: Any, point: str) -> list[Any]:
 _SHOWN = 8
 _SHORT = 300  # letters
 _GIVE_THE_SAME = (
-    "Give every rank the same. All ranks train, evaluate and save together, and rank 0 alone shows "
-    "and logs, so nothing has to be left out on other ranks."
+    "Give all ranks the same. They train, evaluate and save together, and only rank 0 shows and "
+    "logs, so pass everything on each rank."
 )
 
 

@@ -81,7 +81,7 @@ class PlacedModel:
         if not self.is_shared:
             return None
         size = self.place.world_size
-        ranks = "1 rank, start more with torchrun" if size == 1 else f"{size} ranks"
+        ranks = "1 rank (start more with torchrun)" if size == 1 else f"{size} ranks"
         return f"{self._parallel or 'wrapped by the caller'}, {ranks}"
 
     def put_in_place(self) -> None:
@@ -226,9 +226,9 @@ def assemble_fit(
         return None
     if optimizer is None:
         raise ValueError(
-            "there is a train_dataloader and no optimizer; pass optimizer=torch.optim.AdamW, "
-            "another callable from a list of parameters to an optimizer, or an optimizer of "
-            "the model"
+            "train_dataloader was given, but no optimizer. Pass optimizer=torch.optim.AdamW, "
+            "another callable from a list of parameters to an optimizer, or an optimizer of the "
+            "model"
         )
     update = Update(
         optimizer=optimizer,

@@ -52,7 +52,7 @@ class FinitenessGuard:
             return self.skip(what, state)
         raise NonFiniteLossError(
             f"{what} in {place_of(state)}; the optimizer did not step. Lower the learning rate, "
-            "clip gradients (grad_clip_norm=1.0), look for NaN in this batch, or skip such batches "
+            "clip gradients (grad_clip_norm=1.0), check this batch for NaN, or skip such batches "
             "with NonFinite('skip') (in a config non_finite: skip)"
         )
 
@@ -66,9 +66,9 @@ class FinitenessGuard:
         if self._in_a_row <= MOST_IN_A_ROW:
             return f"{what} in {place_of(state)}"
         raise NonFiniteLossError(
-            f"{what} in {place_of(state)}, as in the {MOST_IN_A_ROW} batches before it, which were "
-            "skipped; the weights may be NaN. Go on from an earlier checkpoint with a lower "
-            "learning rate, or clip gradients (grad_clip_norm=1.0)"
+            f"{what} in {place_of(state)}, as in the {MOST_IN_A_ROW} skipped batches before it; "
+            "the weights may be NaN. Resume from an earlier checkpoint with a lower learning rate, "
+            "or clip gradients (grad_clip_norm=1.0)"
         )
 
 
@@ -158,9 +158,9 @@ class TrainingStep:
         if names:
             shown = ", ".join(names[:5]) + (", …" if len(names) > 5 else "")
             warn(
-                f"each forward changes {shown}, which no checkpoint holds, so a resumed run begins "
-                "with its first value. Make it a buffer, or give its module get_extra_state and "
-                "set_extra_state",
+                f"each forward changes {shown}, but no checkpoint holds it, so a resumed run "
+                "begins with its first value. Make it a buffer, or give its module get_extra_state "
+                "and set_extra_state",
                 CheckpointWarning,
             )
 

@@ -44,9 +44,9 @@ def prepare_cublas(device: torch.device | str) -> None:
         raise ValueError(f"{CUBLAS_VARIABLE}={value} is not deterministic; {remedy}")
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         warn(
-            f"{CUBLAS_VARIABLE} is set while CUDA is in use already: if matrices have been "
-            "multiplied on the device before, cuBLAS does not see it, and runs may differ. Make "
-            f"the Trainer before anything computes there, or {remedy}",
+            f"{CUBLAS_VARIABLE} was set after CUDA was initialized. If matrices were multiplied "
+            "before, cuBLAS ignores it, and runs may differ. Make the Trainer before anything "
+            f"computes on the device, or {remedy}",
             DeterminismWarning,
         )
     os.environ[CUBLAS_VARIABLE] = CUBLAS_VALUES[0]

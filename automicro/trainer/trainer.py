@@ -238,7 +238,7 @@ class Trainer:
         sizes += [each.microbatch_size for each in evaluators.values()]
         by_clock = any(each == "explore" or isinstance(each, Explore) for each in sizes)
         if by_clock and deterministic:
-            raise ValueError(f"deterministic=True was given, and {_BY_CLOCK}")
+            raise ValueError(f"deterministic=True was given, but {_BY_CLOCK}")
         asked = last_of("RememberSizes", features)
         remembers = seed is None if asked is None else asked.wanted
         given |= {
@@ -404,14 +404,14 @@ class Trainer:
         """
         if isinstance(duration, Iterable) and not isinstance(duration, str):
             raise TypeError(
-                f"fit() takes how much more to train, such as '1ep', and was given a "
-                f"{type(duration).__name__}; give a loader to the Trainer as train_dataloader=…"
+                "fit() takes a duration to add, such as '1ep', but got a "
+                f"{type(duration).__name__}. Pass a loader to the Trainer as train_dataloader=…"
             )
         more = None if duration is None else read_duration("duration", duration)
         max_seconds = None if max_time is None else parse_time(max_time)
         if self._fit is None:
             raise ValueError(
-                "there is nothing to train on; pass train_dataloader=… and optimizer=… to the "
+                "there is no data to train on. Pass train_dataloader=… and optimizer=… to the "
                 "Trainer"
             )
         fit, ranks = self._fit, self._microbatcher.ranks
@@ -461,7 +461,7 @@ class Trainer:
             evaluations = self._evaluating.make_given(dataloader)
         if not evaluations:
             raise ValueError(
-                "there is nothing to evaluate on; pass eval_dataloader=… to the Trainer, or a "
+                "there is no data to evaluate on. Pass eval_dataloader=… to the Trainer, or a "
                 "loader to eval()"
             )
         phase, ranks = PhaseState(), self._microbatcher.ranks
@@ -487,15 +487,15 @@ class Trainer:
         """
         if self._run.world_size > 1:
             raise ValueError(
-                f"predict gives the outputs of all rows in order, and each of "
-                f"{self._run.world_size} ranks has a part of the model or of the data; predict in "
-                "one process with the weights that were saved"
+                "predict returns the outputs of all rows in order, but each of "
+                f"{self._run.world_size} ranks has a part of the model or of the data. Predict in "
+                "one process with the saved weights"
             )
         with self._session.open(self._context), self._context.mode.evaluating():
             return predict_all(self._microbatcher, dataloader, self._context)
 
 
 _BY_CLOCK = (
-    'microbatch_size="explore" finds sizes by the clock, so two runs may differ by rounding; to '
-    "repeat a run, give the size that it found, as in microbatch_size=16"
+    'microbatch_size="explore" chooses sizes by measured time, so two runs may differ by rounding. '
+    "To repeat a run, pass the size that it found, such as microbatch_size=16"
 )

@@ -149,7 +149,7 @@ def test_a_schedule_of_freezing_takes_up_where_training_stands() -> None:
     ("pattern", "message"),
     [
         ("encoder.*", "no parameter matches 'encoder.*'. There are 6, such as"),
-        ("3", "those of a module are 'module.*'"),
+        ("3", "use 'module.*' for those of a module"),
     ],
 )
 def test_a_pattern_that_matches_nothing_is_an_error(pattern: str, message: str) -> None:
@@ -269,7 +269,7 @@ def test_images_keep_their_shape_and_type() -> None:
 
 def test_what_cannot_be_resized_for_sure_is_refused() -> None:
     pictures = torch.rand(2, 3, 8, 8)
-    with pytest.raises(ValueError, match=r"might belong to their pixels\. Pass resize="):
+    with pytest.raises(ValueError, match=r"might need the same resize\. Pass resize="):
         resize_images((pictures, torch.zeros(2, 8, 8)), 4)
     with pytest.raises(ValueError, match="of type int has 0 tensors of the shape"):
         resize_images(3, 4)
@@ -291,7 +291,7 @@ def test_what_is_cut_of_a_mapping() -> None:
     assert cut_tokens(batch, 8) is batch
     pair = cut_tokens((batch, torch.ones(2, 8)), 4)
     assert (pair[0]["input_ids"].shape, pair[1].shape) == ((2, 4), (2, 4))
-    with pytest.raises(ValueError, match="'spans' is as long as the tokens, 8"):
+    with pytest.raises(ValueError, match="'spans' has the length of the tokens, 8"):
         cut_tokens({**batch, "spans": torch.ones(2, 8)}, 4)
     for wrong in (3, torch.ones(2, 8)):
         with pytest.raises(ValueError, match="has no token ids of the shape"):

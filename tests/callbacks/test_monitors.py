@@ -166,7 +166,7 @@ def test_counting_goes_on_from_its_state() -> None:
     [
         ({"patience": 0}, "patience=0 must be at least 1"),
         ({"mode": "mim"}, "did you mean 'min'"),
-        ({"min_delta": -1.0}, "mode says the direction"),
+        ({"min_delta": -1.0}, "mode sets the direction"),
         ({"monitor": ""}, "is not a name"),
     ],
 )

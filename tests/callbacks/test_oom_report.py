@@ -114,7 +114,7 @@ def test_a_full_disk_is_a_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr("automicro.files.replace", full)
-    with pytest.warns(AutomicroWarning, match="No space left on device.*goes on without it"):
+    with pytest.warns(AutomicroWarning, match="No space left on device.*continues without it"):
         summary = run_out_of_memory(OutOfMemoryReport(tmp_path / "oom"))
     assert summary.train_ooms >= 2
     assert not list((tmp_path / "oom").iterdir())

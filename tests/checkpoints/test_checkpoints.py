@@ -218,7 +218,7 @@ def test_nothing_to_load_says_so(store: CheckpointStore) -> None:
     with pytest.raises(CheckpointError, match="does not exist"):
         store.load()
     store.folder.mkdir(parents=True)
-    with pytest.raises(CheckpointError, match="has no checkpoint in it"):
+    with pytest.raises(CheckpointError, match="contains no checkpoint"):
         store.load()
 
 

@@ -113,7 +113,7 @@ def test_no_space_left_at_any_point_costs_no_checkpoint(
             assert isinstance(error.__cause__, OSError)
             assert error.__cause__.errno == errno.ENOSPC
             assert f"step 3 could not be written to {store.folder}" in str(error)
-            assert "free space" in str(error)
+            assert "Free space" in str(error)
             # The last thing to fail is making sure of the new name.
             expected = {2, 3} if scene.points[index] == "sync" else {2}
         outcomes.append(error is None)

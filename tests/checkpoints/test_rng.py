@@ -60,11 +60,11 @@ def test_a_generator_of_numpy_with_large_numbers_in_its_state_comes_back(tmp_pat
 def test_a_state_of_more_accelerators_than_there_are_warns() -> None:
     state = rng_state()
     state["accelerators"] = [*state["accelerators"], torch.zeros(16, dtype=torch.uint8)]
-    with pytest.warns(CheckpointWarning, match="will not draw the same"):
+    with pytest.warns(CheckpointWarning, match="will draw other numbers"):
         restore_rng_state(state)
 
 
 @pytest.mark.parametrize("broken", [{}, {"python": {}}, {"python": 3}])
 def test_what_is_no_state_is_refused(broken: dict) -> None:
-    with pytest.raises(CheckpointError, match="give what rng_state"):
+    with pytest.raises(CheckpointError, match="pass the result of rng_state"):
         restore_rng_state(broken)

@@ -229,7 +229,7 @@ def test_a_disk_that_is_full_from_the_start_is_tried_again(
     mocker.patch("automicro.loggers.lines.open", Disk, create=True)
     mocker.patch.object(Disk, "room", 5)
     group = LoggerGroup([form.make(tmp_path / "log")])
-    with pytest.warns(LoggerWarning, match=r"could not start \(OSError: .* the run goes on"):
+    with pytest.warns(LoggerWarning, match=r"could not start \(OSError: .* the run continues"):
         group.start({"seed": 0})
     Disk.room = None
     group.log({"train/loss": 0.5}, step=1)

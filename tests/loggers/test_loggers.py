@@ -75,10 +75,9 @@ def test_a_logger_that_fails_once_is_warned_about_once_and_goes_on() -> None:
     first, failing, last = Noting(), Noting(3), Noting()
     messages = play(LoggerGroup([first, failing, last]), range(1, 6))
     assert messages == [
-        "Noting() could not log step 3 (ConnectionError: the server is gone): the run goes on, and "
-        "values may be missing in this logger. It is tried again with the next ones, and switched "
-        "off after 3 failures in a row; make sure that it can write (space on the disk, rights, a "
-        "server that answers)"
+        "Noting() could not log step 3 (ConnectionError: the server is gone): the run continues, "
+        "but values may be missing in this logger. It is switched off after 3 failures in a row; "
+        "check the disk space, the rights and the server"
     ]
     assert first.told == last.told == whole(range(1, 6))
     assert [told for told in whole(range(1, 6)) if told[0] != 3] == failing.told

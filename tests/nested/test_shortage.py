@@ -345,7 +345,7 @@ def test_what_parts_survived_is_counted_and_told() -> None:
     assert trained(1000).nested_ooms == 0
     summary = trained(3)
     assert (summary.ooms, summary.nested_ooms) == (0, 2)
-    assert "0 (0 in train, 0 in eval), and 2 inside of parts" in str(summary)
+    assert "0 (0 in train, 0 in eval), and 2 in nested modules" in str(summary)
 
 
 class Scarce(nn.Module):

@@ -517,7 +517,7 @@ def test_a_scheduler_of_the_optimizer_inside_belongs_to_the_wrapper() -> None:
 
 def test_the_trainer_names_a_wrapper_that_it_cannot_step() -> None:
     model = nn.Linear(4, 3)
-    with pytest.raises(TypeError, match=r"a Duck around a Adam.*pass the one inside"):
+    with pytest.raises(TypeError, match=r"a Duck around a Adam.*Pass the inner optimizer"):
         Trainer(
             model,
             [(torch.randn(8, 4), torch.randn(8, 3))],

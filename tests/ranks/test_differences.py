@@ -212,7 +212,7 @@ def test_what_differs_is_named_with_the_value_of_each_rank(
     assert kind == "DesyncError"
     argument, _, _, said = CASES[case]
     assert ("" if case in WITHIN else argument) + said in text
-    assert "Give every rank the same" in text
+    assert "Give all ranks the same" in text
     names = 2 if case == "named" else 1
     assert text.count("\n") == 1 + names, "a line for what differs, and no other"
 

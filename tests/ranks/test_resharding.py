@@ -345,7 +345,7 @@ def test_other_optimization_batches_by_length_are_refused(
     arguments = (train_planned, tmp_path, "2ep", "duration")
     for _, error in world3.ends(*arguments, accumulate_batches=1):
         assert "made of 2 batches of train_dataloader (ranks × accumulate_batches)" in error
-        assert "2 are not a multiple of 3 ranks" in error
+        assert "2 is not a multiple of 3 ranks" in error
 
 
 def test_another_batch_over_all_ranks_is_refused_and_nothing_is_changed(
@@ -357,7 +357,7 @@ def test_another_batch_over_all_ranks_is_refused_and_nothing_is_changed(
     for kind, error in world3.ends(*arguments, per_batch=18, **options):
         assert kind == "CheckpointError"
         assert error.startswith("2 ranks saved it after 1 batches")
-        assert "entries_per_step=12 (here 18); pass the same data" in error
+        assert "entries_per_step=12 (here 18). Pass the same data" in error
         assert "go on with 2 ranks, or from a checkpoint of the end of an epoch" in error
     results = world3.run(train_on, tmp_path, "2ep", ROWS, "shuffled", **options)
     assert results[0]["state"] == (8, 2, 2 * ROWS)
@@ -369,12 +369,12 @@ def test_one_process_that_draws_an_order_of_its_own_is_refused(
     state = torch.get_rng_state()
     here = {"parallel": None, "seed": None}
     world2.run(train_on, tmp_path / "two", "1ba", ROWS, "shuffled")
-    with pytest.raises(CheckpointError, match="pass parallel='ddp' in one process, too"):
+    with pytest.raises(CheckpointError, match="pass parallel='ddp' also in one process"):
         train_on(tmp_path / "two", "2ep", ROWS, "shuffled", **here)
     train_on(tmp_path / "one", "1ba", ROWS, "shuffled", **here)
     torch.set_rng_state(state)
     for _, error in world2.ends(train_on, tmp_path / "one", "2ep", ROWS, "shuffled"):
-        assert "pass parallel='ddp' in one process, too" in error
+        assert "pass parallel='ddp' also in one process" in error
 
 
 def test_whole_batches_of_the_caller_are_refused(

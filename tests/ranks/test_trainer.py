@@ -103,14 +103,14 @@ def test_several_processes_with_a_bare_model_are_refused(world2: World) -> None:
     for kind, text in world2.ends(jobs.draw, parallel=None):
         assert kind == "ValueError"
         assert "there are 2 processes" in text
-        assert "pass parallel='ddp'" in text
+        assert "Pass parallel='ddp'" in text
 
 
 def test_freezing_in_the_course_of_training_is_refused(world2: World) -> None:
     freezes = FreezeSchedule({"first.*": "1ba"})
     for kind, text in world2.ends(jobs.train, parallel="ddp", callbacks=[freezes]):
         assert kind == "ValueError"
-        assert "2 ranks agreed on them when the model was wrapped" in text
+        assert "2 ranks fixed them when the model was wrapped" in text
 
 
 @pytest.mark.parametrize(

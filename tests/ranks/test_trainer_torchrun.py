@@ -155,7 +155,7 @@ def test_a_job_recovers_on_all_ranks_and_gives_what_one_process_gives(tmp_path: 
     assert together.process.returncode == 0, said
     assert "fsdp, 2 ranks" in said
     assert said.count("wrote config.yaml, summary.json and weights.pt") == 1
-    assert "ddp, 1 rank, start more with torchrun" in alone.end()
+    assert "ddp, 1 rank (start more with torchrun)" in alone.end()
     found, expected = summary(tmp_path / "together"), summary(tmp_path / "alone")
     assert isinstance(found["train_ooms"], int)
     assert found["train_ooms"] > 0

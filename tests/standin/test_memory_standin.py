@@ -130,6 +130,6 @@ def test_each_process_of_several_has_the_device_with_its_number() -> None:
         assert own_device("auto", place) == own_device("standin", place)
         assert own_device("auto", place) == torch.device("standin", rank)
     beyond = Process(rank=2, world_size=3, local_rank=2)
-    with pytest.raises(ValueError, match="LOCAL_RANK=2, and this machine has 2 standin devices"):
+    with pytest.raises(ValueError, match="LOCAL_RANK=2, but this machine has 2 standin devices"):
         own_device("auto", beyond)
     assert own_device("standin:0", beyond) == "standin:0"

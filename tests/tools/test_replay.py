@@ -104,7 +104,7 @@ def test_nothing_that_a_file_names_is_run(tmp_path: Path) -> None:
     (tmp_path / "b").write_text("no batch at all")
     torch.save({"batches": [1]}, tmp_path / "c")
     for name in "abc":
-        with pytest.raises(UnreadableBatchError, match="holds no batch that automicro has kept"):
+        with pytest.raises(UnreadableBatchError, match="holds no batch that automicro has saved"):
             load_batch(tmp_path / name)
     assert not trap.exists()
     with pytest.raises(
@@ -122,7 +122,7 @@ def test_a_batch_that_is_too_large_for_a_file_is_left_out_by_name(
     tmp_path: Path, mocker: Any
 ) -> None:
     mocker.patch("automicro.trainer.failed_batch.MOST_BYTES", 1000)
-    with pytest.raises(UnreadableBatchError, match=r"has 3\.91 KiB, and no more than 1000 bytes"):
+    with pytest.raises(UnreadableBatchError, match=r"has 3\.91 KiB, but at most 1000 bytes"):
         save_batch(tmp_path / "batch.pt", failed(torch.zeros(1000)))
     assert not list(tmp_path.iterdir())
 
@@ -191,9 +191,9 @@ def test_a_run_keeps_the_batch_that_does_not_fit_and_the_error_says_where(
     trainer.keep_failures_in(tmp_path / "run")
     with pytest.raises(SampleTooLargeError) as caught:
         trainer.fit()
-    [note] = [each for each in caught.value.__notes__ if "is kept in" in each]
+    [note] = [each for each in caught.value.__notes__ if "was saved to" in each]
     path = tmp_path / "run" / "failed-batch-0001.pt"
-    assert f"the batch is kept in {path}; to run it alone: automicro replay {path} CONFIG" in note
+    assert f"the batch was saved to {path}; to run it alone: automicro replay {path} CONFIG" in note
     found = load_batch(path)
     assert found.batches[0][0].shape == (8, 90)
     assert found.phase == ("eval" if where == "eval" else "train")
@@ -217,4 +217,4 @@ def test_what_cannot_be_kept_does_not_hide_the_error(tmp_path: Path) -> None:
     trainer.keep_failures_in(tmp_path / "file")
     with pytest.raises(SampleTooLargeError) as caught:
         trainer.fit()
-    assert any("the batch could not be kept (" in each for each in caught.value.__notes__)
+    assert any("the batch could not be saved (" in each for each in caught.value.__notes__)

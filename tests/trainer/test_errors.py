@@ -60,7 +60,7 @@ def test_a_failure_in_evaluation_says_so() -> None:
     trainer = make_trainer(Scripted(6, fail), eval_dataloader=make_loader(), microbatch_size=16)
     with pytest.raises(KeyError) as raised:
         trainer.fit()
-    assert raised.value.__notes__[0] == "automicro: in evaluation, batch 2 of the pass"
+    assert raised.value.__notes__[0] == "automicro: in evaluation, batch 2"
 
 
 def test_a_batch_of_another_structure_is_named_by_its_place() -> None:
@@ -74,10 +74,10 @@ def test_a_batch_of_another_structure_is_named_by_its_place() -> None:
 @pytest.mark.parametrize(
     ("loader", "message"),
     [
-        ([], r"^train_dataloader \(list\) gave no batch: check its dataset"),
+        ([], r"^train_dataloader \(list\) gave no batch. Check its data set"),
         (
             DataLoader(make_data(3), batch_size=4, drop_last=True),
-            r"gave no batch from 3 rows: .* drop_last=True drops a batch that is not full",
+            r"gave no batch from 3 rows\..* drop_last=True drops an incomplete batch",
         ),
     ],
     ids=["list", "drop_last"],
@@ -90,7 +90,7 @@ def test_an_empty_loader_is_an_error_with_its_reason(loader: Any, message: str) 
 
 
 def test_an_iterator_for_several_epochs_is_refused_before_anything_trains() -> None:
-    with pytest.raises(ValueError, match=r"only once, and max_duration='2ep' needs more passes"):
+    with pytest.raises(ValueError, match=r"only once, but max_duration='2ep' needs more than one"):
         make_trainer(make_model(), iter(list(make_loader())), max_duration="2ep")
 
 
@@ -118,7 +118,7 @@ def test_an_iterator_for_several_epochs_is_refused_before_anything_trains() -> N
         ({"device": "meta"}, ValueError, "holds no data"),
         ({"seed": 1.5}, TypeError, "seed is 1.5, not a whole number"),
         ({"progress": "yes"}, TypeError, "progress is 'yes'; pass True"),
-        ({"metrics": [MeanMetric()]}, TypeError, "metrics need names: pass a mapping"),
+        ({"metrics": [MeanMetric()]}, TypeError, r"metrics need names\. Pass a mapping"),
         ({"accumulate_batches": 1.5}, TypeError, "1.5, not a whole number; pass an int such as 1"),
         ({"accumulate_batches": True}, TypeError, "True, not a whole number; pass an int"),
     ],
@@ -133,13 +133,13 @@ def test_arguments_that_make_no_sense_are_refused(
 
 def test_fit_without_data_and_eval_without_data_say_what_to_pass() -> None:
     trainer = Trainer(make_model(), loss_fn=nn.CrossEntropyLoss(), device="cpu", progress=False)
-    with pytest.raises(ValueError, match=r"pass train_dataloader=… and optimizer=…"):
+    with pytest.raises(ValueError, match=r"Pass train_dataloader=… and optimizer=…"):
         trainer.fit()
-    with pytest.raises(ValueError, match=r"pass eval_dataloader=…"):
+    with pytest.raises(ValueError, match=r"Pass eval_dataloader=…"):
         trainer.eval()
     assert "loss" in trainer.eval(make_loader())
 
 
 def test_a_scheduler_without_an_optimizer_is_refused() -> None:
-    with pytest.raises(ValueError, match="no optimizer to schedule"):
+    with pytest.raises(ValueError, match="but no optimizer"):
         Trainer(make_model(), scheduler=schedule, loss_fn=nn.CrossEntropyLoss())

@@ -47,7 +47,7 @@ def test_evaluations_come_at_their_interval_and_at_the_end(
 def test_a_second_fit_after_the_end_is_refused() -> None:
     trainer = make_trainer(make_model(), max_duration="2ep")
     trainer.fit()
-    with pytest.raises(ValueError, match=r"max_duration='2ep' already \(8 batches\).*new Trainer"):
+    with pytest.raises(ValueError, match=r"for max_duration='2ep' \(8 batches\).*new Trainer"):
         trainer.fit()
 
 
@@ -175,8 +175,8 @@ def test_several_loaders_without_names_are_refused_at_once() -> None:
 @pytest.mark.parametrize(
     ("given", "hint"),
     [
-        ("60sec", "a limit in time is max_time="),
-        ("1h", "a limit in time is max_time="),
+        ("60sec", "limit in time, pass max_time="),
+        ("1h", "limit in time, pass max_time="),
         (1, "has no unit; say '1ep'"),
     ],
 )

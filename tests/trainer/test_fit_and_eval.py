@@ -18,7 +18,7 @@ def test_the_first_fit_may_have_another_duration() -> None:
 
 def test_a_saved_run_has_its_duration_from_the_start(tmp_path: Any) -> None:
     trainer = make_trainer(make_model(), checkpoint=CheckpointConfig(folder=tmp_path))
-    with pytest.raises(ValueError, match=r"taken up again .* give the Trainer the max_duration"):
+    with pytest.raises(ValueError, match=r"resumed from its .* Pass the whole max_duration"):
         trainer.fit(duration="1ep")
 
 

@@ -103,7 +103,7 @@ def test_a_size_chooses_the_fewest_batches_that_reach_it() -> None:
 
 
 def test_a_size_that_nobody_knows_or_that_is_none_is_refused() -> None:
-    with pytest.raises(ValueError, match="nothing says how many tokens a batch of train_dataloade"):
+    with pytest.raises(ValueError, match="the number of tokens in a batch of train_dataloader"):
         make_trainer(accumulate_batches="1e6tok")
     with pytest.raises(
         ValueError, match="accumulate_batches='1ep' is not the size of a batch; give"

@@ -233,7 +233,7 @@ def test_a_pass_goes_on_after_ctrl_c_where_it_was_left(batch: int, unknown: bool
     assert (summary.steps, summary.samples, summary.epochs) == (8, 100, 2)
 
 
-AGAIN = "epoch 1, which begins again, so 2 batches of it come once more.* from checkpoints"
+AGAIN = r"epoch 1\. This epoch begins again, so 2 batches of it are repeated.* save checkpoints"
 
 
 def test_an_epoch_begins_again_after_an_error_which_is_said() -> None:
@@ -254,7 +254,7 @@ def test_fit_inside_of_a_callback_of_the_same_trainer_is_refused(event: str) -> 
         eval_interval="1ba",
         callbacks=[At(event, 1, lambda: trainer.fit())],
     )
-    with pytest.raises(ValueError, match=r"is running, as in one of its callbacks; .* run\.stop"):
+    with pytest.raises(ValueError, match=r"is running, for example in a callback.* run\.stop"):
         trainer.fit()
     assert trainer.state.batch == 1
 

@@ -87,7 +87,7 @@ def test_options_that_cannot_hold_are_refused(options: dict[str, Any], message: 
 
 
 def test_groups_are_for_an_optimizer_that_is_still_to_be_built() -> None:
-    with pytest.raises(ValueError, match="pass optimizer= as a callable"):
+    with pytest.raises(ValueError, match="Pass optimizer= as a callable"):
         ParameterGroups(torch.optim.SGD([nn.Parameter(torch.ones(1))]), [{"params": "*.bias"}])
 
 

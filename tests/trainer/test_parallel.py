@@ -96,7 +96,7 @@ def test_each_process_has_a_gpu_of_its_own_or_is_refused(monkeypatch: pytest.Mon
     places = [Process(rank=rank, world_size=3, local_rank=rank) for rank in range(3)]
     for device in ("auto", "cuda"):
         assert [str(own_device(device, each)) for each in places[:2]] == ["cuda:0", "cuda:1"]
-        with pytest.raises(ValueError, match="this machine has 2 cuda devices; start at most 2"):
+        with pytest.raises(ValueError, match=r"this machine has 2 cuda devices\. Start at most 2"):
             own_device(device, places[2])
     assert own_device("cuda:0", places[2]) == "cuda:0"
 
@@ -193,9 +193,9 @@ def test_what_says_that_it_shares_its_rows_itself_is_taken_as_it_is() -> None:
 def test_a_distributed_sampler_that_repeats_rows_is_told_of_and_refused_in_evaluation() -> None:
     sampler: DistributedSampler[Any] = DistributedSampler(ROWS, num_replicas=2, rank=0)
     loader = DataLoader(ROWS, batch_size=2, sampler=sampler)
-    with pytest.warns(UserWarning, match="1 of its 11 rows come twice in every pass"):
+    with pytest.warns(UserWarning, match="1 of its 11 rows are repeated in every epoch"):
         assert share(loader, 0, 2) is loader
-    with pytest.raises(ValueError, match="1 of its 11 rows come twice in every pass; leave it out"):
+    with pytest.raises(ValueError, match=r"are repeated in every epoch\. Leave it out"):
         share(loader, 0, 2, is_evaluated=True)
 
 
@@ -246,10 +246,10 @@ def test_an_environment_that_makes_no_sense_is_refused(
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"parallel": None}, "each of them would train a model of its own"),
-        ({"parallel": "fsdp", "compiles": True}, "use parallel='ddp', or compile each block"),
+        ({"parallel": None}, "each process would train its own model"),
+        ({"parallel": "fsdp", "compiles": True}, "Use parallel='ddp', or compile each block"),
         ({"parallel": "ddp", "model": nn.LazyLinear(2)}, "run the model once first"),
-        ({"parallel": "ddp", "more": [nn.Linear(2, 2)]}, "make it a part of the model"),
+        ({"parallel": "ddp", "more": [nn.Linear(2, 2)]}, "Make it a part of the model"),
     ],
 )
 def test_what_ranks_cannot_train_together_is_refused_with_a_remedy(
@@ -264,7 +264,7 @@ def test_what_ranks_cannot_train_together_is_refused_with_a_remedy(
 def test_an_optimizer_from_before_is_refused_with_fsdp() -> None:
     model = nn.Linear(2, 2)
     optimizer = torch.optim.SGD(model.parameters())
-    with pytest.raises(ValueError, match="pass a callable that makes it"):
+    with pytest.raises(ValueError, match="Pass a callable, such as"):
         check_parallel("fsdp", [model], TWO, optimizer=optimizer)
 
 

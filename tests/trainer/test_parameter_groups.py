@@ -81,18 +81,18 @@ WRONG: dict[str, tuple[Any, str]] = {
     "a mistyped name": (
         [{"params": "norm.*"}, {"params": ["norm.bias", "blok.weight"]}],
         "parameter_groups[1]: 'blok.weight' matches no parameter of the model (did you mean "
-        "'block.weight'?); use names such as 'embed.weight', 'block.weight', 'block.bias', with * "
+        "'block.weight'?). Use names such as 'embed.weight', 'block.weight', 'block.bias', with * "
         "for any letters",
     ),
     "nothing like it": (
         [{"params": "*zzz*"}],
-        "parameter_groups[0]: '*zzz*' matches no parameter of the model; use names such as "
+        "parameter_groups[0]: '*zzz*' matches no parameter of the model. Use names such as "
         "'embed.weight', 'block.weight', 'block.bias', with * for any letters",
     ),
     "all taken": (
         [{"params": "*.bias", "lr": 0.1}, {"params": ["norm.bias"], "lr": 0.2}],
-        "parameter_groups[1]: all that ['norm.bias'] match is in earlier groups, and the first "
-        "that matches counts: put this group further up, or leave it out",
+        "parameter_groups[1] has no parameters: all that ['norm.bias'] match are in earlier "
+        "groups. Move this group before them, or leave it out",
     ),
 }
 

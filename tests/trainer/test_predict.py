@@ -34,7 +34,7 @@ def test_predicting_survives_running_out_of_memory() -> None:
 def test_a_loader_that_shuffles_is_refused() -> None:
     trainer = make_trainer(make_model())
     for options in ({"shuffle": True}, {"sampler": torch.utils.data.SubsetRandomSampler([1, 2])}):
-        with pytest.raises(ValueError, match=r"in an unknown order; pass one with shuf"):
+        with pytest.raises(ValueError, match=r"in an unknown order. Pass a loader with shuf"):
             trainer.predict(DataLoader(make_data(), batch_size=4, **options))
 
 
@@ -49,4 +49,4 @@ def test_an_empty_loader_and_a_forward_without_outputs_are_errors() -> None:
     )
     with pytest.raises(LossError, match="predictions need outputs; return") as raised:
         only_loss.predict(make_loader())
-    assert raised.value.__notes__ == ["automicro: in prediction, batch 1 of the pass"]
+    assert raised.value.__notes__ == ["automicro: in prediction, batch 1"]

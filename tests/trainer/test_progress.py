@@ -66,11 +66,11 @@ def test_a_run_tells_its_story_in_plain_lines(capfd: pytest.CaptureFixture[str])
         "training on a simulated 256.00 KiB device on the CPU · precision fp32 · microbatch size "
         "auto · 5,187 parameters · max_duration 2ep · 2 batches per epoch"
     )
-    assert [line for line in lines if "→" in line] == [
-        "train: out of memory, microbatch size 256 → 128 rows (2 × 128 of 256; 1 attempt rolled "
-        "back)",
-        "eval: out of memory, microbatch size 900 → 225 rows (4 × 225 of 900; 2 attempts rolled "
-        "back)",
+    assert [line for line in lines if ": " in line and "rows (" in line] == [
+        "train: out of memory at microbatch size 256: continued with 128 rows (2 × 128 of 256; 1 "
+        "attempt rolled back)",
+        "eval: out of memory at microbatch size 900: continued with 225 rows (4 × 225 of 900; 2 "
+        "attempts rolled back)",
         "eval: more fits, microbatch size 225 → 300 rows (3 × 300 of 900)",
     ]
     evaluations = [line for line in lines if line.startswith("eval after")]
@@ -158,7 +158,7 @@ def test_what_takes_long_before_the_first_bar_is_named_where_somebody_watches() 
     shown = file.getvalue()
     said = (
         "waiting for the first batch of data …",
-        "the first batch: looking at a few rows, then finding what fits …",
+        "the first batch: checking a few rows, then finding a size …",
         "out of memory, microbatch size 256 → 128 rows (2 × 128 of 256) …",
     )
     places = [shown.index(each) for each in said]

@@ -233,16 +233,16 @@ class Once(IterableDataset[Tensor]):
 def test_data_that_come_only_once_are_refused_by_name_and_nothing_is_taken() -> None:
     dataset = Once()
     loader = DataLoader(dataset, batch_size=2, collate_fn=padded)
-    with pytest.raises(ValueError, match=r"train_dataloader \(Once\) can be passed over only once"):
+    with pytest.raises(ValueError, match=r"train_dataloader \(Once\) can be iterated only once"):
         make_trainer(Model(), loader).fit()
     assert len(list(dataset)) == 4
     batches = iter([padded([torch.zeros(3, dtype=torch.int64)])])
-    with pytest.raises(ValueError, match=r"\(list_iterator\) can be passed over only once"):
+    with pytest.raises(ValueError, match=r"\(list_iterator\) can be iterated only once"):
         make_trainer(Model(), batches).fit()
     evaluated = make_trainer(
         Model(), loader_of([3] * 8), eval_dataloader=batches, eval_interval="1ep"
     )
-    assert "eval_dataloader was not looked at: it can be" in (evaluated.fit().rehearsed or "")
+    assert "eval_dataloader was not checked: it can be" in (evaluated.fit().rehearsed or "")
 
 
 def test_a_batch_that_the_run_never_comes_to_does_not_end_it() -> None:
@@ -284,9 +284,7 @@ def test_what_is_not_looked_at_is_said(mocker: Any) -> None:
     trainer = make_trainer(Model(), loader_of(log_normal(8, 80)))
     summary = trainer.fit()
     assert "of the first 3 of 10 batches of train_dataloader fit" in (summary.rehearsed or "")
-    assert "batches of train_dataloader that were not looked at may be costlier" in (
-        summary.rehearsed or ""
-    )
+    assert "unchecked batches of train_dataloader may be costlier" in (summary.rehearsed or "")
 
 
 def test_a_callback_that_puts_other_batches_in_place_is_as_it_was() -> None:
@@ -350,7 +348,7 @@ class Counted(torch.optim.Adam):
 def test_an_optimizer_whose_first_step_nobody_can_predict_is_named() -> None:
     trainer = make_trainer(Model(), loader_of([5] * 16), optimizer=Counted)
     rehearsed = trainer.fit().rehearsed or ""
-    assert "what the optimizer's first step takes is not known" in rehearsed
+    assert "the optimizer's first step needs unknown memory" in rehearsed
     assert "a tensor that is no parameter and no state" in rehearsed
     assert steps_of_all == 2
     known = make_trainer(Model(), loader_of([5] * 16)).fit().rehearsed or ""

@@ -144,12 +144,12 @@ def test_the_demo_says_the_same_about_memory_each_time(capsys: pytest.CaptureFix
         said.append([" ".join(each.split()) for each in lines if any(w in each for w in words)])
     assert said[0] == said[1] == said[2]
     assert said[0] == [
-        "train: out of memory, microbatch size 512 → 64 rows (8 × 64 of 512; 3 attempts rolled "
-        "back)",
+        "train: out of memory at microbatch size 512: continued with 64 rows (8 × 64 of 512; 3 "
+        "attempts rolled back)",
         "train: more fits, microbatch size 64 → 86 rows (6 × up to 86 of 512)",
         "train: more fits, microbatch size 86 → 104 rows (4 × up to 104 of 413)",
-        "eval: out of memory, microbatch size 360 → 180 rows (2 × 180 of 360; 1 attempt rolled "
-        "back)",
+        "eval: out of memory at microbatch size 360: continued with 180 rows (2 × 180 of 360; 1 "
+        "attempt rolled back)",
         "OOMs survived 4 (3 in train, 1 in eval)",
         "final microbatch size 103 rows (5 × up to 103 of 512) in train, 180 in eval",
     ]

@@ -49,13 +49,13 @@ def test_the_callers_own_count_goes_first(given: Any) -> None:
 
 @pytest.mark.parametrize("given", [1.5, None, True, "7", -3, torch.tensor([1, 2])], ids=repr)
 def test_a_count_that_is_no_whole_number_is_named(given: Any) -> None:
-    message = r"count_tokens gave .* not a whole number from 0; return"
+    message = r"count_tokens gave .* not a whole number from 0\. Return"
     with pytest.raises((TypeError, ValueError), match=message):
         Counter(Unit.TOKENS, lambda batch: given).count_all([IDS])
 
 
 def test_something_that_cannot_be_called_is_named() -> None:
-    with pytest.raises(TypeError, match="count_tokens='input_ids' cannot be called; pass"):
+    with pytest.raises(TypeError, match=r"count_tokens='input_ids' cannot be called\. Pass"):
         Counter(Unit.TOKENS, "input_ids")  # type: ignore[arg-type]
 
 
@@ -64,9 +64,9 @@ def test_something_that_cannot_be_called_is_named() -> None:
     [
         (
             {"pixels": IDS, "labels": IDS},
-            r"nor input_ids \(it has labels, pixels\); pass .*CountData",
+            r"nor input_ids \(it has labels, pixels\)\. Pass .*CountData",
         ),
-        (IDS, "nothing says how many a batch of type Tensor has; pass .*CountData"),
+        (IDS, "their number in a batch of type Tensor is unknown. Pass .*CountData"),
     ],
 )
 def test_a_duration_in_tokens_that_cannot_be_counted_is_explained(batch: Any, message: str) -> None:

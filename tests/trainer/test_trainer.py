@@ -126,7 +126,7 @@ def test_an_interrupted_fit_goes_on_with_clean_gradients() -> None:
     with pytest.raises(KeyboardInterrupt):
         trainer.fit()
     assert (trainer.state.epoch, trainer.state.batch) == (1, 5)
-    with pytest.warns(UserWarning, match="epoch 2, which begins again, so 1 batch of it"):
+    with pytest.warns(UserWarning, match=r"epoch 2\. This epoch begins again, so 1 batch"):
         summary = trainer.fit()
     assert (summary.epochs, summary.steps) == (2, 9)
 

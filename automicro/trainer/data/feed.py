@@ -157,17 +157,17 @@ class Feed:
         was, place = state["order"], state["passes"][-1]["start"]["position"]
         if was["shared_by"] != type(sampler).__name__ or place is None:
             raise CheckpointError(
-                f"{self._name} is shared out by a LengthBatchSampler, and was not; pass the same "
-                "sampler"
+                f"the checkpoint was made without a LengthBatchSampler, but {self._name} now has "
+                "one. Pass the same sampler"
             )
         had, ranks = was["world_size"] * state["accumulate_batches"], sampler.world_size
         if had != ranks * self.group_size:
-            remedy = f"pass accumulate_batches={had // ranks}"
+            remedy = f"Pass accumulate_batches={had // ranks}"
             if had % ranks:
-                remedy = f"{had} are not a multiple of {ranks} ranks"
+                remedy = f"{had} is not a multiple of {ranks} ranks"
             raise CheckpointError(
                 f"an optimization batch was made of {had} batches of {self._name} (ranks × "
-                f"accumulate_batches), and here it would be of {ranks} × {self.group_size}; "
+                f"accumulate_batches), but here it would be made of {ranks} × {self.group_size}. "
                 f"{remedy}"
             )
         before = sampler.at(rank=0, world_size=was["world_size"])
@@ -180,16 +180,16 @@ class Feed:
         """Raise an error if the ranks share no order, or not the saved one."""
         was, reason = states[0]["order"], ""
         if states[0]["loader"] is not None or hasattr(self.loader, "load_state_dict"):
-            reason = "keeps a position of its own on each rank, which says nothing about other rows"
+            reason = "saves its position on each rank separately, which does not fit other ranks"
         elif None in (was["shared_by"], here["shared_by"]):
             where = "here" if here["shared_by"] is None else "in the checkpoint"
             reason = (
-                f"has no order that ranks share {where}; give it a data set with a length and no "
-                "DistributedSampler, and pass parallel='ddp' in one process, too"
+                f"has no order that ranks share {where}. Give it a data set with a length and no "
+                "DistributedSampler, and pass parallel='ddp' also in one process"
             )
         elif differing := sharing.changed({key: was[key] for key in sharing.OF_SHARED_ORDER}, here):
             reason = (
-                f"had {', '.join(differing)}; pass the same data and sampler, and let the "
+                f"had {', '.join(differing)}. Pass the same data and sampler, and let the "
                 f"DataLoader cut batches of {was['entries_per_step']} over all ranks (batch_size, "
                 "or global_batch_size in a config)"
             )
@@ -197,7 +197,7 @@ class Feed:
             for place in was["generators"]:
                 each = [state["passes"][-1]["start"]["generators"].get(place) for state in states]
                 if not all(same_values(each[0], other) for other in each):
-                    reason = f"has a generator {place} that stood at another place on each rank"
+                    reason = f"has a generator {place} whose state differed between ranks"
         if reason:
             raise CheckpointError(f"{self._name} ({type(self.loader).__name__}) {reason}")
 
@@ -210,8 +210,8 @@ class Feed:
         passes = [_Pass(**each) for each in state["passes"]]
         if state["loader"] is not None and not self._keeps_state:
             raise DataLoaderError(
-                f"the checkpoint holds the position of a {self._name} that kept its own, and this "
-                f"{type(self.loader).__name__} has no load_state_dict; pass a loader of that kind"
+                f"the checkpoint holds the loader state of {self._name}, but this "
+                f"{type(self.loader).__name__} has no load_state_dict. Pass a loader that has one"
             )
         last = passes[-1] if passes else None
         # Training can end with the last batch, before the loader reports the end of the pass.
@@ -221,7 +221,7 @@ class Feed:
         if passes and state["persistent"] != self._is_persistent:
             raise DataLoaderError(
                 f"the checkpoint was made with persistent_workers={state['persistent']}, without "
-                f"which the batches of {self._name} would come in another order; pass that"
+                f"which {self._name} would give another order. Pass the same value"
             )
         self._passes, self._loaded = passes, state
         loading.write_generators(loading.find_generators(self.loader), state["now"]["generators"])
@@ -257,8 +257,8 @@ class Feed:
             return
         if start.start["position"] is None:
             raise CheckpointError(
-                f"the batches of {self._name} come from a LengthBatchSampler, and those of the "
-                "checkpoint did not; pass the same sampler, or go on from a checkpoint of the end "
+                f"the batches of {self._name} come from a LengthBatchSampler, but those of the "
+                "checkpoint did not. Pass the same sampler, or resume from a checkpoint of the end "
                 "of an epoch"
             )
         self._plans.load_state_dict(start.start["position"])
@@ -315,13 +315,13 @@ class Feed:
         # Checked by type, because calling `iter` on a loader can start workers.
         if isinstance(self.loader, Iterator):
             warn(
-                f"{self._name} is an iterator ({type(self.loader).__name__}), and its first "
-                f"{start.given} batches are skipped, which is right only if it gives the same ones "
-                "again. Pass a DataLoader, or give it state_dict and load_state_dict",
+                f"{self._name} is an iterator ({type(self.loader).__name__}). Its first "
+                f"{start.given} batches are skipped, which is right only if they are the same as "
+                "before. Pass a DataLoader, or give it state_dict and load_state_dict",
                 CheckpointWarning,
             )
-        what = f"the {start.given} batches of epoch {start.epoch + 1} that were trained on"
-        logger.info("%s: making %s again", self._name, what)
+        what = f"the {start.given} batches of epoch {start.epoch + 1} that had been trained on"
+        logger.info("%s: repeating %s", self._name, what)
         self._go_back(start.start)
         loading.announce_epoch(self.loader, start.epoch)
         self._set_plan(start)
@@ -330,8 +330,8 @@ class Feed:
         for given in range(start.given):
             if next(batches, _END) is _END:
                 raise DataLoaderError(
-                    f"{self._name} ended after {given} batches, and {start.given} of this pass "
-                    f"were trained on before the checkpoint; {_SAME_DATA}"
+                    f"{self._name} ended after {given} batches, but {start.given} batches of this "
+                    f"epoch were trained on before the checkpoint. {_SAME_DATA}"
                 )
         if start.is_complete:
             next(batches, _END)
@@ -345,19 +345,18 @@ class Feed:
         if given == 0 or not differing:
             return
         said = (
-            f"{self._name} gives other batches than when the checkpoint was made, after {given} of "
-            f"a pass: {', '.join(differing)}"
+            f"{self._name} has changed since the checkpoint was made, {given} batches into the "
+            f"epoch: {', '.join(differing)}"
         )
         if None not in (was["batches"], here["batches"]) and here["batches"] < was["batches"]:
-            raise DataLoaderError(f"{said}; {_SAME_DATA}")
+            raise DataLoaderError(f"{said}. {_SAME_DATA}")
         warn(
-            f"{said}. Rows may come twice or not at all in this epoch; {_SAME_DATA}",
+            f"{said}. Rows may be repeated or missing in this epoch. {_SAME_DATA}",
             CheckpointWarning,
         )
 
 
 _SAME_DATA = (
-    "pass the same data and options of the loader, or go on from a checkpoint of the end of an "
-    "epoch"
+    "Pass the same data and loader options, or resume from a checkpoint of the end of an epoch"
 )
 _END = object()

@@ -155,14 +155,14 @@ def check_loader(name: str, loader: Any) -> None:
         isinstance(e, DataLoader | Iterator) or comes_from(e, "automicro.Evaluator") for e in loader
     ):
         raise TypeError(
-            f"{name} is a {type(loader).__name__} of loaders, not of batches; name "
-            "evaluations in a mapping, or join data sets with torch.utils.data.ConcatDataset"
+            f"{name} is a {type(loader).__name__} of loaders, not of batches. Name evaluations in "
+            "a mapping, or join data sets with torch.utils.data.ConcatDataset"
         )
     # Objects with `__getitem__` can be iterated over, but a class is not such an object.
     is_indexable = hasattr(type(loader), "__getitem__") and not isinstance(loader, type)
     if not (loader is None or isinstance(loader, Iterable) or is_indexable):
         raise TypeError(
-            f"{name} is a {type(loader).__name__} and cannot be iterated over; pass a "
+            f"{name} is a {type(loader).__name__} and cannot be iterated over. Pass a "
             "torch.utils.data.DataLoader, or any iterable of whole batches"
         )
 
@@ -177,9 +177,9 @@ def check_passes(
         is_once = every.unit is max_duration.unit and every.value >= max_duration.value
     if isinstance(loader, Iterator) and not is_once:
         raise ValueError(
-            f"{name} is an iterator ({type(loader).__name__}), which can be passed over only once, "
-            f"and max_duration='{max_duration}' needs more passes; pass something that starts "
-            "again, such as a DataLoader or a list"
+            f"{name} is an iterator ({type(loader).__name__}), which can be iterated only once, "
+            f"but max_duration='{max_duration}' needs more than one epoch. Pass a DataLoader or a "
+            "list, or give the duration in batches"
         )
 
 
@@ -218,8 +218,8 @@ def empty(loader: object, name: str) -> DataLoaderError:
     rows = None if dataset is None else num_batches(dataset)
     had = "" if rows is None else f" from {rows} rows"
     return DataLoaderError(
-        f"{name} ({type(loader).__name__}) gave no batch{had}: check its dataset and its sampler. "
-        "drop_last=True drops a batch that is not full, and an iterator is used up after a pass"
+        f"{name} ({type(loader).__name__}) gave no batch{had}. Check its data set and sampler: "
+        "drop_last=True drops an incomplete batch, and an iterator can be iterated only once"
     )
 
 
@@ -298,7 +298,7 @@ def choose_accumulation(size: Duration, loader: object, num_devices: int) -> int
     if not held:
         what = size.unit.name.lower()
         raise ValueError(
-            f"{said}: nothing says how many {what} a batch of train_dataloader has; give a "
+            f"{said}: the number of {what} in a batch of train_dataloader is unknown. Pass a "
             f"DataLoader with a batch_size, one whose LengthBatchSampler has unit='{what}' "
             "(sampling_mode and its unit in a config), or a number of batches"
         )

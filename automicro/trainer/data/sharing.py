@@ -146,7 +146,7 @@ def _checksum(order: list[Any]) -> int:
 
 
 ITSELF = "is_sharded"
-"""The attribute that is true of a loader or data set that gives each rank its own rows."""
+"""The attribute of a loader or data set that declares that it gives each rank its own rows."""
 
 
 @dataclass(frozen=True)
@@ -185,9 +185,9 @@ class LoaderSharing:
                 return loader
         if self.has_parted_layers:
             raise ValueError(
-                f"ranks hold parts of layers (tensor parallelism), and nothing says which need the "
-                f"same rows of {name}; give it a DistributedSampler over the data-parallel groups, "
-                f"or set {ITSELF} = True on it"
+                "ranks hold parts of layers (tensor parallelism), but it is unknown which ranks "
+                f"need the same rows of {name}. Give it a DistributedSampler over the "
+                f"data-parallel groups, or set {ITSELF} = True on it"
             )
         if isinstance(batch_sampler, LengthBatchSampler):
             if batch_sampler.has_place:
@@ -197,9 +197,9 @@ class LoaderSharing:
         order = loading.batch_order(loader)
         if place.world_size > 1 and loading.num_batches(order) is None:
             raise ValueError(
-                f"the sampler of {name} ({type(order).__name__}) has no length, so its rows "
-                f"cannot be shared among {place.world_size} ranks; give it __len__, or let it "
-                f"give each rank rows of its own and set {ITSELF} = True on the loader"
+                f"the sampler of {name} ({type(order).__name__}) has no length, so its rows cannot "
+                f"be shared among {place.world_size} ranks. Give it __len__, or let the loader "
+                f"give each rank its own rows and set {ITSELF} = True on it"
             )
         self._put_generators_together(loader)
         return self._with_own_sampler(loader)
@@ -238,9 +238,9 @@ def _not_shared(loader: object, name: str, place: Process) -> str:
     what = "an iterable data set" if isinstance(dataset, IterableDataset) else "no DataLoader"
     owner = type(loader if dataset is None else dataset).__name__
     return (
-        f"{name} is {what} ({owner}), and each of {place.world_size} ranks would get all of its "
-        "rows; pass a DataLoader over a data set with a length, or let it give each rank rows of "
-        f"its own and say so by setting {ITSELF} = True on the loader or the data set"
+        f"{name} is {what} ({owner}), so each of {place.world_size} ranks would get all of its "
+        "rows. Pass a DataLoader over a data set with a length, or let it give each rank its own "
+        f"rows and set {ITSELF} = True on the loader or the data set"
     )
 
 
@@ -249,10 +249,10 @@ def _check_padding(sampler: DistributedSampler[Any], name: str, *, is_evaluated:
     more = sampler.total_size - rows
     if more == 0:
         return
-    twice = f"{more} of its {rows} rows come twice" if more > 0 else f"it leaves out {-more} rows"
+    twice = f"{more} of its {rows} rows are repeated" if more > 0 else f"{-more} rows are left out"
     text = (
-        f"{name} has a DistributedSampler for {sampler.num_replicas} ranks, with which {twice} in "
-        "every pass; leave it out: the Trainer shares the rows out, each exactly once"
+        f"{name} has a DistributedSampler for {sampler.num_replicas} ranks, but with it {twice} in "
+        "every epoch. Leave it out: the Trainer shares the rows out, each exactly once"
     )
     if is_evaluated:  # losses and metrics would be wrong
         raise ValueError(text)
@@ -262,9 +262,9 @@ def _check_padding(sampler: DistributedSampler[Any], name: str, *, is_evaluated:
 # Descriptions of loaders by the plain values that decide the rows of their batches
 
 IN_A_RUN = ("batches", "rows", "batch_size", "sampler", "has_generator", "num_workers")
-"""Values that stay the same in the middle of a pass, or rows come twice or not at all."""
+"""Values that cannot change within an epoch without repeating or losing rows."""
 OF_SHARED_ORDER = ("shared_by", "sampler", "entries", "entries_per_step")
-"""Values that stay the same where another number of ranks goes on in the middle of a pass."""
+"""Values that cannot change when another number of ranks resumes within an epoch."""
 _ON_RANKS = (
     *("loader", "dataset", "rows", "sampler", "entries"),
     *("batch_sampler", "batches", "batch_size", "drop_last"),

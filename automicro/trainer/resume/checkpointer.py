@@ -38,7 +38,7 @@ def check_best_metric(config: CheckpointConfig, expected: ExpectedValues) -> Non
         hint = suggestion(name, there)
         raise ValueError(
             f"checkpoint.best_metric={name!r}{hint} is not a value of an evaluation in training, "
-            f"and keep_best={config.keep_best} keeps by such: "
+            f"but keep_best={config.keep_best} compares by one: "
             + (f"give one such as {', '.join(there)}" if there else NO_EVALUATION)
         )
 
@@ -100,7 +100,7 @@ class Checkpointer:
         if opened.world_size != self._world_size:
             progress.line(
                 f"saved by {count_of(opened.world_size, 'rank')} and resumed by "
-                f"{count_of(self._world_size, 'rank')}: random numbers are drawn anew from here on"
+                f"{count_of(self._world_size, 'rank')}: random numbers differ from here on"
             )
         return saved
 

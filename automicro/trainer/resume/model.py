@@ -71,9 +71,9 @@ class ModuleState:
         missing = sorted(saved["generators"].keys() - here.keys())
         if missing:
             warn(
-                f"the checkpoint has generators of random numbers that the model or its loss "
-                f"keeps ({', '.join(missing)}), and there are none now, so other numbers are "
-                "drawn; make them before training begins, and keep them in the same place",
+                "the checkpoint has random number generators of the model or its loss "
+                f"({', '.join(missing)}) that do not exist now, so other numbers are drawn. Make "
+                "them before training begins, and keep them in the same place",
                 CheckpointWarning,
             )
         write_generators(here, saved["generators"])
@@ -135,9 +135,9 @@ def _load(module: nn.Module, state: Any) -> None:
         module.load_state_dict(rest, strict=False)
     except Exception as error:
         raise CheckpointError(
-            f"{type(module).__name__}.load_state_dict refuses what its state_dict gave "
-            f"({describe_error(error)}); give the model a load_state_dict (or "
-            "set_extra_state) that takes it, or start anew with resume='never'"
+            f"{type(module).__name__}.load_state_dict fails on its own state_dict "
+            f"({describe_error(error)}). Give the model a load_state_dict (or set_extra_state) "
+            "that accepts it, or start anew with resume='never'"
         ) from error
 
 
@@ -158,8 +158,8 @@ def _write(name: str, target: Tensor, value: Tensor) -> None:
         target[once].copy_(value[once])
     if _repeats(target) and not torch.equal(target.detach().cpu(), value.cpu()):
         raise CheckpointError(
-            f"the elements of {name} share memory here, and have different values in the "
-            "checkpoint; make it a tensor of its own with .clone()"
+            f"the elements of {name} share memory here, but have different values in the "
+            "checkpoint. Make it a separate tensor with .clone()"
         )
 
 
@@ -175,8 +175,8 @@ def _load_buffers(module: nn.Module, saved: Mapping[str, Tensor]) -> None:
             holder = module.get_submodule(owner)
         except AttributeError as error:
             raise CheckpointError(
-                f"the checkpoint has a buffer {name}, and the model no module {owner!r}; use the "
-                "model that was saved, or start anew with resume='never'"
+                f"the checkpoint has a buffer {name}, but the model has no module {owner!r}. Use "
+                "the model that was saved, or start anew with resume='never'"
             ) from error
         new = _to_device_of(module, value, old)
         if old is None:

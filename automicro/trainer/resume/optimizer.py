@@ -91,10 +91,10 @@ def compare_groups(
         pairs = [each for each in zip(listed, names, strict=False) if each[0] != each[1]]
         other = f", with {pairs[0][0]!r} where this one has {pairs[0][1]!r}" if pairs else ""
         raise CheckpointError(
-            f"the optimizer of the checkpoint has groups of {there} parameters, and this one of "
-            f"{here}{other}; use the optimizer and the parameter groups "
-            f"of the run that saved it, or start anew with resume='never'. Groups that a callback "
-            "adds later are missing at a resume: use FreezeSchedule with all groups from the start"
+            f"the optimizer of the checkpoint has groups of {there} parameters, but this one has "
+            f"{here}{other}. Use the optimizer and the parameter groups of the run that saved it, "
+            "or start anew with resume='never'. Groups that a callback adds later are missing at a "
+            "resume: use FreezeSchedule with all groups from the start"
         )
 
 
@@ -105,9 +105,9 @@ def _names(optimizer: torch.optim.Optimizer, modules: Sequence[nn.Module]) -> li
     strangers = [each for each in parameters if id(each) not in named]
     if strangers:
         raise CheckpointError(
-            f"the optimizer has {len(strangers)} parameters that no module of the run has, the "
-            f"first of the shape {tuple(strangers[0].shape)}, so that a checkpoint has no name "
-            "for them; pass the module that they are of in modules="
+            f"the optimizer has {len(strangers)} parameters that no module of the run has (the "
+            f"first has the shape {tuple(strangers[0].shape)}), so a checkpoint has no names for "
+            "them. Pass their module in modules="
         )
     return [named[id(each)] for each in parameters]
 
@@ -125,15 +125,15 @@ def _refuse_unsharded(optimizer: torch.optim.Optimizer, names: Sequence[str]) ->
                 raise CheckpointError(
                     f"{type(optimizer).__name__} keeps {slot!r} of the shape {tuple(value.shape)} "
                     f"for the sharded parameter {name} of the shape {tuple(parameter.shape)}, "
-                    "which no checkpoint can put back on another number of ranks; use an "
-                    "optimizer whose state has the shape of its parameter, such as AdamW"
+                    "which cannot be restored on another number of ranks. Use an optimizer whose "
+                    "state has the shape of its parameter, such as AdamW"
                 )
 
 
 # Counters of a schedule, and copies of the optimizer's own options.
 _NOT_GIVEN = ("params", "initial_lr", "last_epoch", "base_lrs")
 INNER = "_schedulers"
-"""Attributes by which torch's schedules hold their parts."""
+"""Attributes in which torch's schedulers keep their parts."""
 
 
 def given_options(
@@ -208,8 +208,8 @@ def warn_of_other_options(saved: Mapping[str, Any], given: Mapping[str, Any]) ->
     differing = changed(saved["options"], given["options"])
     if differing:
         warn(
-            f"the checkpoint was saved with {'; '.join(differing)}: the run goes on with the "
-            "values of the checkpoint. For others, load only its weights, or set them in a "
-            "callback's fit_start",
+            f"the checkpoint was saved with {'; '.join(differing)}, and the run continues with the "
+            "saved values. For others, load only its weights, or set them in a callback's "
+            "fit_start",
             CheckpointWarning,
         )

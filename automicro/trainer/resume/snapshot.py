@@ -133,14 +133,14 @@ class Snapshot:
             lacks, extra = self._owners["metrics"].differences(saved["parts"]["metrics"])
             if lacks:
                 raise CheckpointError(
-                    "the checkpoint is from within an epoch and lacks what these metrics have "
-                    f"counted in it: {', '.join(lacks)}. Pass the metrics of the run that saved "
-                    "it, or add others when going on from the end of an epoch"
+                    "the checkpoint was saved within an epoch, but has no counts of these metrics: "
+                    f"{', '.join(lacks)}. Pass the metrics of the run that saved it, or add others "
+                    "when resuming from the end of an epoch"
                 )
             if extra:
                 warn(
-                    f"the checkpoint has the counts of the metrics {', '.join(extra)}, which this "
-                    "run has not: they are dropped",
+                    f"the checkpoint has counts of the metrics {', '.join(extra)}, but this run "
+                    "does not have them, so they are dropped",
                     CheckpointWarning,
                 )
         scalers = [
@@ -192,9 +192,9 @@ class Snapshot:
             except CheckpointError as error:
                 ranks = count_of(was, "rank")
                 raise CheckpointError(
-                    f"{ranks} saved it after {batches} batches of an epoch, and the rest of the "
-                    f"epoch cannot be shared out on {count_of(now, 'rank')}: {error}. Otherwise go "
-                    f"on with {ranks}, or from a checkpoint of the end of an epoch"
+                    f"{ranks} saved it after {batches} batches of an epoch, but the rest of the "
+                    f"epoch cannot be shared out on {count_of(now, 'rank')}: {error}. Otherwise "
+                    f"resume with {ranks}, or from a checkpoint of the end of an epoch"
                 ) from error
 
     def _sharded_targets(self, opened: FoundCheckpoint) -> dict[str, Tensor]:
@@ -236,7 +236,7 @@ def _state_of(name: str, part: Any) -> Any:
     if not all(map(callable, methods)):
         raise CheckpointError(
             f"the {name} is a {type(part).__name__} without state_dict and load_state_dict, so no "
-            "checkpoint can hold it; give it both, or train with checkpoint=None"
+            "checkpoint can hold it. Give it both, or train with checkpoint=None"
         )
     return part.state_dict()
 
@@ -249,15 +249,14 @@ def _load(name: str, part: Any, state: Any) -> None:
     except Exception as error:
         if isinstance(part, Microbatcher) and isinstance(error, ValueError):
             warn(
-                f"the {name} in the checkpoint are of another policy ({error}): they are dropped, "
-                "and start fresh, which changes no result",
+                f"the {name} in the checkpoint are of another policy ({error}). They are dropped "
+                "and found again, which changes no result",
                 CheckpointWarning,
             )
             return
         raise CheckpointError(
-            f"the state of {name} in the checkpoint cannot be taken over "
-            f"({describe_error(error)}); use the options of the run that saved it, or "
-            "start anew with resume='never'"
+            f"the state of {name} in the checkpoint cannot be loaded ({describe_error(error)}). "
+            "Use the options of the run that saved it, or start anew with resume='never'"
         ) from error
 
 
@@ -273,14 +272,14 @@ def _warn_of_others(what: str, saved: Mapping[str, Any], here: Mapping[str, Any]
     """Warn of parts or callbacks that start fresh, and of those whose state is dropped."""
     for name in sorted(saved.keys() - here.keys()):
         warn(
-            f"the checkpoint has the state of the {what} {name}, which this run has not: it is "
-            "dropped",
+            f"the checkpoint has the state of the {what} {name}, but this run does not have it, so "
+            "it is dropped",
             CheckpointWarning,
         )
     for name in sorted(here.keys() - saved.keys()):
         if type(here[name]).state_dict is not Callback.state_dict:
             warn(
-                f"the checkpoint has no state of the {what} {name}, which starts fresh",
+                f"the checkpoint has no state of the {what} {name}, which starts anew",
                 CheckpointWarning,
             )
 

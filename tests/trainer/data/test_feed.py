@@ -335,7 +335,7 @@ def test_a_shorter_loader_is_refused_and_a_longer_one_named_with_both_numbers(no
     feed = Feed([1, 2, 3, 4], "train_dataloader")
     train(feed, 0, 3)
     later = Feed(list(range(1, now + 1)), "train_dataloader")
-    message = rf"after 3 of a pass: batches=4 \(here {now}\)"
+    message = rf"3 batches into the epoch: batches=4 \(here {now}\)"
     if now < 4:
         with pytest.raises(DataLoaderError, match=message):
             later.load_state_dict(feed.state_dict())
@@ -383,7 +383,7 @@ def test_as_many_batches_of_other_rows_are_named_with_both_values(what: str) -> 
     make, make_other, message = OTHER_ROWS[what]
     feed = Feed(make(), "train_dataloader")
     train(feed, 0, 1)
-    with pytest.warns(CheckpointWarning, match=f"after 1 of a pass: {message}. Rows may come"):
+    with pytest.warns(CheckpointWarning, match=f"1 batches into the epoch: {message}. Rows may be"):
         Feed(make_other(), "train_dataloader").load_state_dict(feed.state_dict())
 
 
@@ -413,7 +413,7 @@ def test_a_loader_without_a_length_that_ends_too_early_is_refused_with_both_numb
     train(feed, 0, 3)
     later = Feed(Short(), "train_dataloader")
     later.load_state_dict(feed.state_dict())
-    with pytest.raises(DataLoaderError, match="ended after 2 batches, and 3 of this pass"):
+    with pytest.raises(DataLoaderError, match="ended after 2 batches, but 3 batches of this epoch"):
         next(later.batches(0))
 
 
@@ -435,7 +435,7 @@ def test_an_iterator_that_is_used_up_is_an_error() -> None:
 def test_another_kind_of_loader_is_refused() -> None:
     feed = Feed(KeepsItsPosition(), "train_dataloader")
     train(feed, 0, 1)
-    with pytest.raises(DataLoaderError, match="kept its own, and this list has no load_state"):
+    with pytest.raises(DataLoaderError, match="but this list has no load_state_dict"):
         Feed([1, 2], "train_dataloader").load_state_dict(feed.state_dict())
 
     feed = Feed(LOADERS["workers"](), "train_dataloader")

@@ -134,7 +134,7 @@ def shuffled(rows: int = 40, per_batch: int = PER_BATCH, **options: Any) -> Any:
 
 
 def test_other_data_or_another_order_is_refused() -> None:
-    assert "entries=40 (here 39); pass the same data" in refusal(
+    assert "entries=40 (here 39). Pass the same data" in refusal(
         feeds_of(2, shuffled()), feeds_of(1, shuffled(39))
     )
     in_order = lambda size: make_loader(40, "in order", world_size=size)  # noqa: E731
@@ -149,13 +149,13 @@ def test_an_order_that_was_another_one_on_each_rank_is_refused() -> None:
     states = states_of(was)
     [(place, stood)] = states[1]["passes"][-1]["start"]["generators"].items()
     states[1]["passes"][-1]["start"]["generators"] = {place: torch.zeros_like(stood)}
-    with pytest.raises(CheckpointError, match="stood at another place on each rank"):
+    with pytest.raises(CheckpointError, match="whose state differed between ranks"):
         go_on(states, feeds_of(3, make))
 
 
 def test_an_order_that_ranks_do_not_share_is_refused() -> None:
     alone = [Feed(make_loader(40, "shuffled", world_size=1), "train_dataloader")]
-    assert "pass parallel='ddp' in one process, too" in refusal(feeds_of(2, shuffled()), alone)
+    assert "pass parallel='ddp' also in one process" in refusal(feeds_of(2, shuffled()), alone)
     text = refusal(alone, feeds_of(2, shuffled()))
     assert "no order that ranks share in the checkpoint" in text
     listed = [Feed([1, 2, 3], "train_dataloader")]
@@ -178,7 +178,7 @@ def test_a_loader_with_a_position_of_its_own_is_refused() -> None:
         return Stateful([{"row": 0}] * 40, batch_size=12 // world_size)  # type: ignore[arg-type]
 
     text = refusal(feeds_of(2, make), feeds_of(3, make))
-    assert "train_dataloader (Stateful) keeps a position of its own on each rank" in text
+    assert "train_dataloader (Stateful) saves its position on each rank separately" in text
 
 
 def test_whole_batches_of_the_caller_are_refused() -> None:
@@ -187,7 +187,7 @@ def test_whole_batches_of_the_caller_are_refused() -> None:
         return DataLoader(data, batch_sampler=WholeBatches(range(40), 4, drop_last=False))
 
     text = refusal(feeds_of(2, make), feeds_of(4, make))
-    assert "entries_per_step=2 (here 4); pass the same data" in text
+    assert "entries_per_step=2 (here 4). Pass the same data" in text
     assert "let the DataLoader cut batches of 2 over all ranks" in text
 
 
@@ -262,11 +262,11 @@ def test_optimization_batches_of_a_plan_have_the_rows_that_they_would_have_had(
 def test_other_optimization_batches_of_a_plan_are_refused_with_the_remedy() -> None:
     text = refusal(planned(4), planned(2))
     assert "made of 4 batches of train_dataloader" in text
-    assert "here it would be of 2 × 1; pass accumulate_batches=2" in text
-    assert "4 are not a multiple of 3 ranks" in refusal(planned(4), planned(3))
+    assert "here it would be made of 2 × 1. Pass accumulate_batches=2" in text
+    assert "4 is not a multiple of 3 ranks" in refusal(planned(4), planned(3))
     text = refusal(planned(2), planned(1, accumulate=2, batch_length=30.0))
     assert "was saved by one of other lengths or options" in text
-    assert "and was not; pass the same sampler" in refusal(feeds_of(2, shuffled()), planned(1))
+    assert "now has one. Pass the same sampler" in refusal(feeds_of(2, shuffled()), planned(1))
     text = refusal(planned(2), feeds_of(1, shuffled()))
     assert "shared_by=LengthBatchSampler (here SharedBatchSampler)" in text
 

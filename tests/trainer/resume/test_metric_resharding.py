@@ -132,4 +132,4 @@ def test_counts_that_do_not_add_up_are_refused_by_their_name(
     with pytest.raises(CheckpointError, match=rf"the metric mine \({make.__name__}\)") as caught:
         MetricSet({"mine": make()}, CPU).reshard(states, rank=0)
     assert what in str(caught.value)
-    assert "leave it out of the metrics of training" in str(caught.value)
+    assert "Leave it out of the metrics of training" in str(caught.value)

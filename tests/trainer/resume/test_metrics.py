@@ -142,7 +142,7 @@ def test_at_the_end_of_an_epoch_metrics_may_be_others(other: str, tmp_path: Path
 
 def test_counts_of_a_metric_that_is_gone_are_dropped_with_a_warning(tmp_path: Path) -> None:
     trainer(linear(), tmp_path, metrics={"a": accuracy()}, max_duration="2ba").fit()
-    with pytest.warns(CheckpointWarning, match="counts of the metrics a, which this run has not"):
+    with pytest.warns(CheckpointWarning, match="counts of the metrics a, but this run does not"):
         summary = trainer(linear(), tmp_path).fit()
     assert summary.steps == 5
 

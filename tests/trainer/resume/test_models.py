@@ -186,7 +186,7 @@ class Late(Wrapped):
 
 def test_a_generator_that_is_not_there_when_a_run_is_taken_up_is_named(tmp_path: Path) -> None:
     trainer(Late(), tmp_path, max_duration="3ba").fit()
-    with pytest.warns(CheckpointWarning, match=r"\(noise\.generator\).*make them before training"):
+    with pytest.warns(CheckpointWarning, match=r"\(noise\.generator\).*Make them before training"):
         trainer(Late(), tmp_path, max_duration="4ba").fit()
 
 
@@ -242,7 +242,7 @@ def test_attributes_that_no_checkpoint_holds_are_named(
         trainer(make(), tmp_path, probe=True, loss_average="samples", microbatch_size=size).fit()
     said = [str(each.message) for each in caught if each.category is CheckpointWarning]
     assert len(said) == 1
-    assert f"each forward changes {name}, which no checkpoint holds" in said[0]
+    assert f"each forward changes {name}, but no checkpoint holds" in said[0]
     assert said[0].endswith("get_extra_state and set_extra_state")
 
 
@@ -262,7 +262,7 @@ class Stubborn(Counting):
 
 def test_a_model_that_refuses_its_own_state_is_named(tmp_path: Path) -> None:
     trainer(Stubborn(), tmp_path, max_duration="1ba").fit()
-    with pytest.raises(CheckpointError, match=r"Stubborn\.load_state_dict refuses.*KeyError"):
+    with pytest.raises(CheckpointError, match=r"Stubborn\.load_state_dict fails.*KeyError"):
         trainer(Stubborn(), tmp_path).fit()
 
 

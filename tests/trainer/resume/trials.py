@@ -97,7 +97,7 @@ def kill_and_resume(seed: int, folder: Path, *, first_kind: str | None = None) -
         assert kill.repeated <= most or num_damaged, (kill, most)
         if life.exit_code == 0:
             assert len(life.warned) == num_damaged, life.warned
-            assert all("Going on from" in warning for warning in life.warned)
+            assert all("Resuming from" in warning for warning in life.warned)
         kills.append(kill)
     assert_same(life.ending, undisturbed.ending)
     check_logs(subject, disturbed, folder / "undisturbed")
