@@ -201,8 +201,8 @@ def test_all_mistakes_are_told_at_once_each_with_what_brought_it_in(
     assert sorted(line.split(" (did you mean")[0] for line in lines) == [
         "  also.yaml:1: unknown key 'divice'",
         "  the override 'memory_limit=lots': memory_limit: cannot read 'lots' as an amount of "
-        "memory: write a positive number and one of B, KiB, MiB, GiB, TiB (powers of 1024) or kB, "
-        "MB, GB, TB (powers of 1000), such as '24MiB'",
+        "memory: write a positive number with a unit, B, KiB, MiB, GiB, TiB (powers of 1024) or "
+        "kB, MB, GB, TB (powers of 1000), such as '24MiB'",
         "  the override 'optimizer.args.rate=0.2': optimizer: torch.optim.SGD takes no argument "
         "'rate': it takes lr, momentum, dampening, "
         "weight_decay, nesterov, maximize, foreach, differentiable, fused after the model's "

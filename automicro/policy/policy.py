@@ -335,7 +335,9 @@ def require_size(value: Any, *, name: str) -> int:
             f"{name} is {value!r}, not a number of rows: give an int of at least 1"
         ) from error
     if size < 1:
-        raise ValueError(f"{name} is {size}, but a microbatch has rows: give at least 1")
+        raise ValueError(
+            f"{name} is {size}, but a microbatch has at least one row: give at least 1"
+        )
     return size
 
 
@@ -344,8 +346,8 @@ def require_kind(state: dict[str, Any], policy: object) -> None:
     kind = type(policy).__name__
     if state.get("kind") != kind:
         raise ValueError(
-            f"a {kind} policy cannot take over the state of {state.get('kind', 'no known')!r}: "
-            f"use the policy that wrote it, or leave the policy's state out"
+            f"a {kind} policy cannot load the state of {state.get('kind', 'no known')!r}: use "
+            "the policy that wrote it, or leave the policy's state out"
         )
 
 
