@@ -234,8 +234,7 @@ def check_history(leaves: Iterable[tuple[str, Tensor]]) -> None:
         if leaf.grad_fn is not None and leaf.requires_grad:
             raise BatchError(
                 f"the batch's tensor {path!r} is the result of a graph ({leaf.grad_fn.name()}), "
-                "so each microbatch would go backward through that graph again; "
-                f"{ONE_GRAPH_EACH}"
+                f"through which each microbatch would go backward again; {ONE_GRAPH_EACH}"
             )
 
 

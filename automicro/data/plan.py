@@ -342,9 +342,7 @@ def _find(lengths: Lengths, dataset: Any, name: str) -> Array:
     try:
         return np.asarray(values, dtype=np.float64)
     except (TypeError, ValueError) as error:
-        raise ValueError(
-            f"{name} contains values that are not numbers ({error}): {_FORMS}"
-        ) from None
+        raise ValueError(f"{name} has values that are no numbers ({error}): {_FORMS}") from None
 
 
 def _read_column(column: str, dataset: Any, name: str) -> list[Any]:

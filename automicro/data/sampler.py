@@ -148,10 +148,7 @@ class LengthBatchSampler(Sampler[list[int]]):
             if counted is None:
                 continue
             if name not in self._known:
-                raise ValueError(
-                    f"{option}={counted!r} is the unit of {name}, but {name} was not given: "
-                    "give both, or neither"
-                )
+                raise ValueError(f"{option}={counted!r} needs {name}: give both, or neither")
             self._by_unit[check_choice(option, counted, UNITS)] = self._known[name]
         self.num_rows = _count_rows(dataset, self._known)
         self._lengths = list(self._known.values())[: rule.dimensions]
@@ -523,7 +520,5 @@ def _read_place(rank: int | None, world_size: int | None) -> tuple[int, int] | N
         raise ValueError(f"rank={rank}, world_size={world_size}: give both, or neither")
     read_count("world_size", world_size)
     if not 0 <= read_count("rank", rank, least=0) < world_size:
-        raise ValueError(
-            f"rank={rank} is not one of {world_size} ranks: give 0 to {world_size - 1}"
-        )
+        raise ValueError(f"rank={rank} of {world_size} ranks: give 0 to {world_size - 1}")
     return rank, world_size

@@ -220,10 +220,9 @@ class Padding:
             partners = [other for other in candidates if other not in read.taken]
             if not partners and not candidates and path not in self._sources:
                 raise BatchError(
-                    f"{path!r} looks like the lengths of rows, but no tensor has the name that "
-                    "belongs to it. Name the tensor that is padded to these lengths, as in "
-                    f"padding={{'audio': {path!r}}}, or pass padding={{{path!r}: None}} if they "
-                    "are not lengths"
+                    f"{path!r} looks like the lengths of rows, but no tensor has that name. Name "
+                    f"the tensor that is padded to them, as in padding={{'audio': {path!r}}}, or "
+                    f"pass padding={{{path!r}: None}} if they are not lengths"
                 )
             for other in partners:
                 dim = self._padded_dim(other, read.leaves[other], path, int(lengths.max()))
@@ -334,10 +333,9 @@ def _group(name: str, told: Tensor, padded: int, num_rows: int) -> Group:
         group.stops = told.detach().cpu().numpy().astype(np.int64)
         if len(group.stops) != num_rows or (group.stops > padded).any() or (group.stops < 0).any():
             raise BatchError(
-                f"{name!r} contains lengths up to {int(group.stops.max())} for "
-                f"{len(group.stops)} rows, but the tensors padded to them have length {padded} "
-                f"and {num_rows} rows. Check the collate function, or name other lengths with "
-                "padding=…"
+                f"{name!r} has lengths up to {int(group.stops.max())} for {len(group.stops)} "
+                f"rows, but tensors padded to them have length {padded} and {num_rows} rows. "
+                "Check the collate function, or name other lengths with padding=…"
             )
         return group
     if told.shape[:2] != (num_rows, padded):

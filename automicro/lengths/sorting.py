@@ -206,9 +206,8 @@ class MicrobatchUnit(Feature):
         check_cut_padding(cut_padding)
         if unit == ROWS and padding is not None:
             raise ValueError(
-                "padding=… describes how rows are cut to their own lengths, but "
-                "microbatch_unit='rows' never cuts them. Pass microbatch_unit='tokens', "
-                "'seconds' or a cost, or leave padding out"
+                "padding=… says how to cut rows, but microbatch_unit='rows' never cuts them. Pass "
+                "microbatch_unit='tokens', 'seconds' or a cost, or leave padding out"
             )
         self.unit, self._padding, self._cut_padding = unit, padding, cut_padding
 
@@ -295,10 +294,7 @@ class _RowSorter:
 
 def _message(verdict: int, why: str) -> str:
     if verdict == _UNKNOWN:
-        return (
-            "padding is not cut, because no check has shown that the results stay the same "
-            f"({why}). {_DECLARE}"
-        )
+        return f"padding is not cut, because no check could compare results ({why}). {_DECLARE}"
     return (
         f"the model's results change without padding ({why}), so slices keep the batch's "
         "padding and save no time. Mask every operation along the length; for texts padded on "

@@ -360,8 +360,7 @@ class CostUnit(Unit):
         for name in (name for name, is_on in given.items() if is_on):
             raise ValueError(
                 f"microbatch_unit={self.name!r} sorts the rows of each batch and cuts them into "
-                f"unequal slices, but {name} needs the rows in order and equal slices. Leave "
-                "one of them out"
+                f"unequal slices, but {name} needs equal ones. Leave one of them out"
             )
 
     def check_policy(self, policy: Policy, argument: str) -> None:
@@ -385,10 +384,9 @@ class CostUnit(Unit):
         groups = self.padding.read(batch, num_rows, row_dims=row_dims)
         if self.name == TOKENS and not groups:
             raise BatchError(
-                "microbatch_unit='tokens' counts the tokens of each row, but the batch has "
-                "neither an attention_mask of shape (rows, length) nor a tensor of lengths. "
-                "Name one, as in padding={'tokens': 'token_lengths'}, or use "
-                "microbatch_unit='rows'"
+                "microbatch_unit='tokens' counts the tokens of each row, but the batch has neither "
+                "an attention_mask of shape (rows, length) nor a tensor of lengths. Name one, as "
+                "in padding={'tokens': 'token_lengths'}, or use microbatch_unit='rows'"
             )
         return groups
 
@@ -452,10 +450,7 @@ class CostUnit(Unit):
 def _checked(costs: Array, who: str) -> Array:
     wrong = costs[~(np.isfinite(costs) & (costs > 0))]
     if wrong.size:
-        raise BatchError(
-            f"{who} gives a cost of {wrong.flat[0]}, but costs are positive and finite. Correct "
-            "it for this row"
-        )
+        raise BatchError(f"{who} gives a cost of {wrong.flat[0]}; give positive, finite numbers")
     return costs
 
 
@@ -465,6 +460,5 @@ def refuse_inputs_with_gradients(batch: Any) -> None:
         if tensor.requires_grad:
             raise BatchError(
                 f"{path or 'the batch'!r} requires a gradient, but rows that are sorted by cost "
-                "are copies, through which each microbatch would go backward again. Use "
-                "microbatch_unit='rows', or detach it"
+                "are copies. Use microbatch_unit='rows', or detach it"
             )

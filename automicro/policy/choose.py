@@ -45,8 +45,7 @@ def make_policy(
     elif hasattr(microbatch_size, "propose"):
         raise TypeError(
             f"{name} is a {type(microbatch_size).__name__}, which proposes sizes but is not a "
-            "Policy. Derive its class from automicro.Policy, which provides defaults for the "
-            "other methods"
+            "Policy. Derive its class from automicro.Policy, which has defaults for the rest"
         )
     else:
         try:

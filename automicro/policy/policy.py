@@ -335,9 +335,7 @@ def require_size(value: Any, *, name: str) -> int:
             f"{name} is {value!r}, not a number of rows: give an int of at least 1"
         ) from error
     if size < 1:
-        raise ValueError(
-            f"{name} is {size}, but a microbatch has at least one row: give at least 1"
-        )
+        raise ValueError(f"{name} is {size}, but a microbatch has rows: give at least 1")
     return size
 
 

@@ -345,11 +345,8 @@ def test_fewer_rows_than_ranks_are_refused() -> None:
             "batch_length=-1 must be above 0",
         ),
         ({"mode": "fixed", "batch_size": 2, "rank": 1}, "give both, or neither"),
-        ({"mode": "fixed", "batch_size": 2, "rank": 2, "world_size": 2}, "not one of 2 ranks"),
-        (
-            {"mode": "fixed", "batch_size": 2, "unit": "seconds"},
-            "of lengths, but lengths was not given",
-        ),
+        ({"mode": "fixed", "batch_size": 2, "rank": 2, "world_size": 2}, "=2 of 2 ranks"),
+        ({"mode": "fixed", "batch_size": 2, "unit": "seconds"}, "unit='seconds' needs lengths"),
         (
             {"mode": "duration", "lengths": [1], "batch_length": 1, "unit": "h"},
             "unit='h' is not known; use one of sec",

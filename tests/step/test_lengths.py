@@ -326,10 +326,7 @@ def test_a_size_that_equals_the_length_by_chance_is_none_once_it_was_another() -
 @pytest.mark.parametrize(
     ("change", "message"),
     {
-        "no lengths": (
-            lambda batch: batch.pop("attention_mask"),
-            "the batch has neither an attention_mask",
-        ),
+        "no lengths": (lambda batch: batch.pop("attention_mask"), "neither an attention_mask"),
         "lengths of nothing": (
             lambda batch: batch.update(x_lengths=torch.ones(11).long()),
             "'x_lengths' looks like the lengths",
@@ -366,10 +363,7 @@ def test_batches_that_cannot_be_sorted(change: Callable[[Any], Any], message: st
             r"eval_microbatch_size=0 is not a size: .* \(of units of cost, with padding\)",
         ),
         ({"microbatch_unit": 3}, "microbatch_unit=3 is not a unit"),
-        (
-            {"microbatch_unit": "tokens", "microbatch_size": "explore"},
-            "Pass microbatch_size='auto'",
-        ),
+        ({"microbatch_unit": "tokens", "microbatch_size": "explore"}, "microbatch_size='auto'"),
         ({"microbatch_unit": "tokens", "strict_divisible": True}, "but strict_div"),
         ({"padding": {"a": "b"}}, "microbatch_unit='rows' never cuts"),
         ({"microbatch_unit": "tokens", "padding": {"a": 3}}, r"padding\['a'\] is 3"),
