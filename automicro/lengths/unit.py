@@ -360,7 +360,7 @@ class CostUnit(Unit):
         for name in (name for name, is_on in given.items() if is_on):
             raise ValueError(
                 f"microbatch_unit={self.name!r} sorts the rows of each batch and cuts them into "
-                f"unequal slices, but {name} needs equal ones. Leave one of them out"
+                f"unequal slices, which {name} does not allow. Leave one of them out"
             )
 
     def check_policy(self, policy: Policy, argument: str) -> None:

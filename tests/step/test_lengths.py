@@ -364,7 +364,7 @@ def test_batches_that_cannot_be_sorted(change: Callable[[Any], Any], message: st
         ),
         ({"microbatch_unit": 3}, "microbatch_unit=3 is not a unit"),
         ({"microbatch_unit": "tokens", "microbatch_size": "explore"}, "microbatch_size='auto'"),
-        ({"microbatch_unit": "tokens", "strict_divisible": True}, "but strict_div"),
+        ({"microbatch_unit": "tokens", "strict_divisible": True}, "which strict_div"),
         ({"padding": {"a": "b"}}, "microbatch_unit='rows' never cuts"),
         ({"microbatch_unit": "tokens", "padding": {"a": 3}}, r"padding\['a'\] is 3"),
         ({"microbatch_unit": "tokens", "cut_padding": "yes"}, "cut_padding='yes' is not known"),
