@@ -14,18 +14,18 @@ PRECISIONS = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 """The type of autocast, by the name of a precision; None for the model's own types."""
 
 GRADIENT_SUMS = ("fp32", "native")
-"""The type in which gradients of parameters in bf16 or fp16 add up."""
+"""The dtype in which gradients of parameters in bf16 or fp16 accumulate."""
 
 NON_FINITE_MODES = ("stop", "skip", "ignore")
 """Ways to treat a batch whose loss or gradient is NaN or infinite."""
 
 SYNCS = ("each", "auto")
-"""With which microbatch shards of gradients are reduced over ranks."""
+"""The choices for the microbatches after which shards of gradients are reduced over ranks."""
 
 ONE_GRAPH_EACH = (
     "compute it inside forward=…, .detach() it, or keep batches whole with microbatch_size=None"
 )
-"""The choices for a graph that several microbatches would share."""
+"""The remedies for a graph that several microbatches would share."""
 
 
 def check_choice(name: str, value: object, choices: Iterable[str]) -> str:
@@ -50,11 +50,11 @@ def check_precision(precision: object, has_backward: object) -> str:
     """Return the precision if it is one of `PRECISIONS`; fp16 also needs a loss scaler."""
     if precision == "fp16" and not has_backward:
         raise ValueError(
-            "precision='fp16' needs a loss scaler, or small gradients vanish: pass "
+            "precision='fp16' needs a loss scaler, or small gradients vanish. Pass "
             "backward=lambda loss: scaler.scale(loss).backward() with a torch.amp.GradScaler, "
-            "call scaler.unscale_(optimizer) before clipping and scaler.step(optimizer) and "
-            "scaler.update() in place of optimizer.step(); or use precision='bf16', which "
-            "needs no scaler, or the Trainer, which scales by itself"
+            "call scaler.unscale_(optimizer) before clipping, and replace optimizer.step() by "
+            "scaler.step(optimizer) and scaler.update(). Or use precision='bf16', or the "
+            "Trainer, which scales the loss itself"
         )
     return check_choice("precision", precision, PRECISIONS)
 
@@ -74,9 +74,9 @@ def check_model(model: object) -> None:
         # Submodules too, because one that splits again would take microbatches for batches.
         if isinstance(module, nn.DataParallel):
             raise ValueError(
-                f"{name or 'the model'} is wrapped in DataParallel, which splits each batch once "
-                "more, over devices of one process; pass the unwrapped module on one device, or "
-                "wrap it in DistributedDataParallel with one process per device (torchrun)"
+                f"{name or 'the model'} is wrapped in DataParallel, which would split each "
+                "microbatch again over the devices of one process. Pass the unwrapped module, "
+                "or wrap it in DistributedDataParallel with one process per device (torchrun)"
             )
 
 
@@ -85,8 +85,8 @@ def check_unwrapped(model: nn.Module) -> None:
     for name, module in model.named_modules():
         if is_rank_wrapper(module):
             raise ValueError(
-                f"{name or 'the model'} is wrapped in {type(module).__name__}, and this "
-                "looks at it in one process alone; pass the unwrapped module"
+                f"{name or 'the model'} is wrapped in {type(module).__name__}, but this tool "
+                "runs in a single process. Pass the unwrapped module"
             )
 
 
@@ -96,7 +96,7 @@ def unwrapped(model: Any) -> Any:
 
 
 _INSIDE = ("optimizer", "_optimizer", "base_optimizer", "_base_optimizer", "optim", "_optim")
-"""Attributes by which wrappers hold the optimizer inside of them."""
+"""Attributes in which wrappers keep the wrapped optimizer."""
 
 
 def innermost_optimizer(optimizer: object) -> torch.optim.Optimizer | None:
@@ -129,9 +129,9 @@ def check_optimizer(
     if innermost is None:
         if isinstance(optimizer, list | tuple):
             raise TypeError(
-                f"optimizer is a {type(optimizer).__name__} of {len(optimizer)}, and one optimizer "
-                "steps with the gradient of a batch; pass one with several parameter groups, or "
-                "write the loop yourself, with a Microbatcher for each"
+                f"optimizer is a {type(optimizer).__name__} of {len(optimizer)}, but each batch "
+                "is one step of one optimizer. Pass one optimizer with several parameter "
+                "groups, or write the loop yourself, with a Microbatcher for each optimizer"
             )
         raise TypeError(
             f"optimizer is of type {type(optimizer).__name__}, not a torch.optim.Optimizer; pass "
@@ -140,9 +140,9 @@ def check_optimizer(
     # Refused here, because its first step would fail in the middle of a run.
     if isinstance(innermost, torch.optim.LBFGS):
         raise ValueError(
-            "LBFGS evaluates the loss several times in one step, which cannot be one transaction; "
-            "use another optimizer, or leave optimizer= out and call backward inside the closure "
-            "that you hand to its step"
+            "LBFGS evaluates the loss several times per step, so the step cannot be one "
+            "transaction. Use another optimizer, or leave optimizer= out and call backward "
+            "inside the closure that you pass to LBFGS.step"
         )
     # Compared by id, because tensors compare by value.
     known = {id(parameter) for module in modules for parameter in module.parameters()}
@@ -152,10 +152,10 @@ def check_optimizer(
     if foreign:
         shapes = [str(tuple(parameter.shape)) for parameter in foreign[:3]]
         raise ValueError(
-            f"{len(foreign)} of the optimizer's {len(parameters)} parameters are not in the model "
-            f"(of shape {', '.join(shapes)}{', …' * (len(foreign) > 3)}); build the optimizer from "
-            "this model's parameters (after any .to() that replaces them), or name further modules "
-            "with modules=(…): tensors that are in no module go into an nn.ParameterList"
+            f"{len(foreign)} of the optimizer's {len(parameters)} parameters are not in the "
+            f"model (of shape {', '.join(shapes)}{', …' * (len(foreign) > 3)}). Build the "
+            "optimizer from this model's parameters (after any .to() that replaces them), or "
+            "pass additional modules as modules=(…), with loose tensors in an nn.ParameterList"
         )
     return innermost
 
@@ -167,8 +167,8 @@ def check_modules(modules: Any) -> list[nn.Module]:
     for each in listed:
         if not is_list or not isinstance(each, nn.Module):
             raise TypeError(
-                f"modules must be a list of torch.nn.Module, and this is a {type(each).__name__}. "
-                "Pass modules=[…], with a parameter of your own in a torch.nn.ParameterList"
+                f"modules must be a list of torch.nn.Module, but a {type(each).__name__} was "
+                "given. Pass modules=[…], with your own parameters in a torch.nn.ParameterList"
             )
     return listed
 
@@ -177,7 +177,7 @@ def check_step(batches: Iterable[Any], *, may_be_none: bool = False) -> list[Any
     """Return the batches of a training step; refuse a step without gradients or batches."""
     if not torch.is_grad_enabled():
         raise RuntimeError(
-            "backward was called where gradients are switched off; leave the no_grad or "
+            "backward was called while gradients are disabled. Leave the no_grad or "
             "inference_mode block, or call evaluate"
         )
     listed = list(batches)
@@ -204,9 +204,9 @@ def check_loss(loss: object, *, may_be_zero: bool = False) -> Tensor:
         )
     if loss.dim() != 0:
         raise LossError(
-            f"the loss has the shape {tuple(loss.shape)} and must be one number; average it "
-            "(loss.mean(), reduction='mean') or sum it and pass loss_average='none'; if it is the "
-            "model's output, compute the loss from it"
+            f"the loss has the shape {tuple(loss.shape)}, but must be a single number. Average "
+            "it (loss.mean(), reduction='mean'), or sum it and pass loss_average='none'; if it "
+            "is the model's output, compute the loss from it"
         )
     if not loss.is_floating_point():
         raise LossError(
@@ -222,9 +222,9 @@ def check_loss(loss: object, *, may_be_zero: bool = False) -> Tensor:
 def refuse_constant() -> NoReturn:
     """Raise the error of a loss that depends on no parameter."""
     raise LossError(
-        "the loss does not depend on any parameter that requires a gradient: all parameters "
-        "are frozen, or the forward detaches (no_grad, .detach(), .item()); unfreeze some "
-        "with requires_grad_(True), or remove the detaching call"
+        "the loss does not depend on any parameter that requires a gradient: all parameters are "
+        "frozen, or the forward detaches (no_grad, .detach(), .item()). Unfreeze some with "
+        "requires_grad_(True), or remove the detaching call"
     )
 
 
@@ -233,8 +233,8 @@ def check_history(leaves: Iterable[tuple[str, Tensor]]) -> None:
     for path, leaf in leaves:
         if leaf.grad_fn is not None and leaf.requires_grad:
             raise BatchError(
-                f"the batch's tensor {path!r} hangs on a graph ({leaf.grad_fn.name()}), through "
-                f"which every microbatch would have to go backward again; {ONE_GRAPH_EACH}"
+                f"the batch's tensor {path!r} is the result of a graph ({leaf.grad_fn.name()}), "
+                f"through which each microbatch would go backward again; {ONE_GRAPH_EACH}"
             )
 
 
@@ -244,16 +244,16 @@ def resolve_device(device: torch.device | str | None, model: nn.Module) -> torch
     # Checked here, because the first batch would fail with an obscure error of a kernel.
     if any(each.type == "meta" for each in found):
         raise ValueError(
-            "the model has parameters on the meta device, without data; materialise it first "
-            "(model.to_empty(device=…) and initialise, or load a state dict with assign=True)"
+            "the model has parameters on the meta device, without data. Materialize them first "
+            "(model.to_empty(device=…) and initialize, or load a state dict with assign=True)"
         )
     if device is None:
         return next(iter(p.device for p in model.parameters()), torch.device("cpu"))
     wanted = torch.device(device)
     if found and not any(_agrees(each, wanted) for each in found):
         raise ValueError(
-            f"device={str(wanted)!r}, but the model lies on {', '.join(map(str, found))}; move "
-            "it first with model.to(device), before the optimizer is built"
+            f"device={str(wanted)!r}, but the model is on {', '.join(map(str, found))}. Move it "
+            "first with model.to(device), before you build the optimizer"
         )
     return next((each for each in found if _agrees(each, wanted)), wanted)
 

@@ -135,9 +135,9 @@ def _read_steps(name: str, value: Steps, *, at_least: int) -> int:
         duration = read_duration(name, value)
         if duration.unit is not Unit.BATCHES:
             raise ValueError(
-                f"{name}={str(value)!r} counts {duration.unit.name.lower()}, whose number of "
-                f"optimizer steps is unknown here: give a whole number of at least {at_least}, or "
-                f"text such as '50ba' (batches)"
+                f"{name}={str(value)!r} counts {duration.unit.name.lower()}, which cannot be "
+                "converted to optimizer steps here. Give a whole number of at least "
+                f"{at_least}, or text such as '50ba' (batches)"
             )
     return duration.value
 

@@ -110,15 +110,15 @@ def read_duration(name: str, duration: str | Duration) -> Duration:
         return found
     text = str(duration).strip()
     why = (
-        f"is not a whole number of epochs, batches, samples, tokens or seconds of data, at "
-        f"least 1{_meant_duration(text)}; write it like '2ep', '500ba', '10000sp', '1e6tok' or "
-        f"'100h' of data; a limit in time is max_time='2h30m'"
+        f"is not a duration{_meant_duration(text)}: write a positive whole number of epochs "
+        "('2ep'), batches ('500ba'), samples ('10000sp'), tokens ('1e6tok') or hours of data "
+        "('100h'). To limit the time of the run, use max_time='2h30m'"
     )
     # The most common mistake has its own message.
     if text.isdecimal() and int(text) > 0:
         why = (
-            f"has no unit; say '{text}ep' (epochs), '{text}ba' (batches), '{text}sp' (samples) "
-            f"or '{text}tok' (tokens)"
+            f"has no unit: write '{text}ep' (epochs), '{text}ba' (batches), '{text}sp' "
+            f"(samples) or '{text}tok' (tokens)"
         )
     kind = ValueError if isinstance(given, str) else TypeError
     raise kind(f"{name}={duration!r} {why}" if name else f"{duration!r} {why}")
@@ -202,9 +202,9 @@ def _parse_text(text: str) -> int:
     scale = _UNITS.get(match[2].lower()) if match else None
     if match is None or scale is None:
         raise ValueError(
-            f"cannot read {text!r} as an amount of memory: write a positive number and one of "
-            f"B, KiB, MiB, GiB, TiB (powers of 1024) or kB, MB, GB, TB (powers of 1000), such as "
-            f"'24MiB'"
+            f"cannot read {text!r} as an amount of memory: write a positive number with a unit, "
+            "B, KiB, MiB, GiB, TiB (powers of 1024) or kB, MB, GB, TB (powers of 1000), such as "
+            "'24MiB'"
         )
     # In decimals, because in floats 2.01 GB is one byte less.
     return int(Decimal(match[1]) * scale)
@@ -213,8 +213,8 @@ def _parse_text(text: str) -> int:
 def _whole(number: int | float) -> int:
     if not math.isfinite(number) or (number > 1 and number != int(number)):
         raise ValueError(
-            f"{number!r} is not a whole number of bytes: give one, a share of a device such as "
-            "0.8, or text such as '24MiB'"
+            f"{number!r} is not a whole number of bytes: give an int, a share of a device such "
+            "as 0.8, or text such as '24MiB'"
         )
     return int(number)
 

@@ -248,12 +248,12 @@ def test_plan_tells_the_largest_microbatch_that_fits_whatever_data_print(
     assert main(["plan", "--device", "help"]) == 0
     assert "a100-80gb" in capsys.readouterr().out
     assert main(["plan", DIGITS, "--device", "a1"]) == 2
-    assert "is none of t4" in capsys.readouterr().err
+    assert "is not known: give one of t4" in capsys.readouterr().err
     assert main(["plan", DIGITS, "--memory", "5parsecs"]) == 2
     assert "cannot read '5parsecs' as an amount of memory: write a" in capsys.readouterr().err
     assert main(["plan", DIGITS, "--rows", "0"]) == 2
     assert main(["plan", DIGITS, "--memory", "4MiB", "batchnorm=exact"]) == 0
-    assert "batchnorm='exact' a batch takes other memory" in capsys.readouterr().out
+    assert "batchnorm='exact', a batch needs different memory" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

@@ -69,8 +69,8 @@ def test_the_same_command_goes_on_after_an_interruption_to_the_same_weights(
     ended, command = interrupted("run_dir=a", "checkpoint={}", number=number)
     assert ended == code
     assert capsys.readouterr().err.splitlines()[-1] == (
-        f"automicro: {name}: stopped after batch 5, saved in a/checkpoints: the same command goes "
-        "on from there"
+        f"automicro: {name}: stopped after batch 5, saved in a/checkpoints: the same command "
+        "resumes from there"
     )
     assert sorted(os.listdir("a")) == ["checkpoints", "config.yaml"]
     assert train(*command, "--json") == 0
@@ -83,34 +83,34 @@ def test_a_second_signal_in_the_same_batch_says_how_to_go_on_as_well(
 ) -> None:
     Path("impatient").touch()
     assert interrupted("run_dir=a", "checkpoint={interval: 2ba}")[0] == 130
-    assert capsys.readouterr().err.splitlines()[-1].endswith("the same command goes on from there")
+    assert capsys.readouterr().err.splitlines()[-1].endswith("the same command resumes from there")
 
 
 def test_an_interruption_without_checkpoints_says_so(capsys: pytest.CaptureFixture[str]) -> None:
     assert interrupted()[0] == 130
     last = capsys.readouterr().err.splitlines()[-1]
     assert last == (
-        "automicro: Ctrl-C: stopped after batch 5, without a checkpoint: the same command begins "
-        "anew; with run_dir=runs/first checkpoint={} it can go on"
+        "automicro: Ctrl-C: stopped after batch 5, without a checkpoint: the same command starts "
+        "over; with run_dir=runs/first checkpoint={} it can resume"
     )
 
 
 GOING_ON: dict[str, tuple[list[str], str]] = {
     "a folder named after the time": (
         ["run_dir=${oc.env:A_NAME}", "checkpoint={}"],
-        "saved in b c/checkpoints: the same command with 'run_dir=b c' goes on from there",
+        "saved in b c/checkpoints: the same command with 'run_dir=b c' resumes from there",
     ),
     "a folder of checkpoints alone": (
         ["checkpoint={folder: saved}"],
-        "saved in saved: the same command goes on from there",
+        "saved in saved: the same command resumes from there",
     ),
     "never resumed unless told": (
         ["run_dir=a", "checkpoint={resume: never}"],
-        "saved in a/checkpoints: the same command with checkpoint.resume=auto goes on from there",
+        "saved in a/checkpoints: the same command with checkpoint.resume=auto resumes from there",
     ),
     "a folder without checkpoints": (
         ["run_dir=a"],
-        "without a checkpoint: the same command begins anew; with checkpoint={} it can go on",
+        "without a checkpoint: the same command starts over; with checkpoint={} it can resume",
     ),
 }
 
@@ -139,12 +139,12 @@ def test_a_finished_run_started_again_trains_nothing_and_says_what_it_came_to(
     assert train(*command) == 0
     *again, last = capsys.readouterr().out.splitlines()
     assert again == Path("a/summary.json").read_text().splitlines()
-    assert last == "a holds this run, trained to its end: nothing was left to do"
+    assert last == "a holds this run, which is complete: there is nothing to do"
     assert {each: each.stat().st_mtime_ns for each in Path("a").rglob("*")} == before
     assert train(*command, "--json") == 0
     out, err = capsys.readouterr()
     assert json.loads(out) == json.loads(Path("a/summary.json").read_text())
-    assert "nothing was left to do" in err
+    assert "there is nothing to do" in err
 
 
 def test_a_run_that_callbacks_ended_is_at_its_end(capsys: pytest.CaptureFixture[str]) -> None:
@@ -201,8 +201,8 @@ def test_a_checkpoint_is_stronger_than_weights_and_this_is_said(
     assert "is not used" not in capsys.readouterr().err
     assert train(*command) == 0
     assert capsys.readouterr().err.splitlines() == [
-        "automicro: weights='first/weights.pt' is not used: the run goes on from checkpoints in "
-        "a/checkpoints"
+        "automicro: weights='first/weights.pt' is not used: the run resumes from the checkpoints "
+        "in a/checkpoints"
     ]
 
 

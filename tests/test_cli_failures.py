@@ -99,7 +99,7 @@ FAILED = {
     ),
     ("verify", "model={call: my_code.Net}"): (
         f"the run failed: {SHAPES}",
-        "in verification, on the first batch of train_dataloader",
+        "while verifying, on the first batch of train_dataloader",
         "at my_code.py:11, in forward: return self.head(x)",
     ),
     ("eval", "model={call: my_code.Net}", "eval_dataloader=${train_dataloader}"): (
@@ -191,20 +191,20 @@ MADE = {
         HINT,
     ),
     "count_tokens={call: builtins.len}": (
-        "count_tokens: builtins.len cannot be called like this, missing a required argument: "
-        "'obj': it takes no arguments; call has to return the function, and for builtins.len "
-        "itself write count_tokens: {call: pkgutil.resolve_name, args: {name: builtins.len}}",
+        "count_tokens: builtins.len cannot be called like this (missing a required argument: "
+        "'obj'): it takes no arguments; call has to return the function. To use builtins.len "
+        "itself, write count_tokens: {call: pkgutil.resolve_name, args: {name: builtins.len}}",
     ),
     "loss_fn={call: builtins.list}": (
         "loss_fn=[] cannot be called; pass loss_fn=… for batches of (inputs, targets), or "
         "forward=… that takes (model, microbatch) and returns the loss",
     ),
     "train_dataloader={call: my_code.none}": (
-        "train_dataloader: my_code.none returned None, which gives no batches: return a "
+        "train_dataloader: my_code.none returned None, which yields no batches: return a "
         "torch.utils.data.DataLoader",
     ),
     "eval_dataloader={new: {data: {call: my_code.rows}, interval: 1ep}}": (
-        "eval_dataloader.new.data: my_code.rows returned a dataset, which gives no batches: "
+        "eval_dataloader.new.data: my_code.rows returned a dataset, which yields no batches: "
         "return a torch.utils.data.DataLoader",
     ),
 }
@@ -233,15 +233,15 @@ WRITTEN = {
     ),
     "optimizer.args.lr=${optimizer.args.lrr}": (
         "optimizer.args.lr=${optimizer.args.lrr}: Interpolation key 'optimizer.args.lrr' not found "
-        "(did you mean 'optimizer.args.lr'?): correct it; there are ${key} from the top level, "
-        "${oc.env:NAME,default} and ${now:%Y-%m-%d}"
+        "(did you mean 'optimizer.args.lr'?): correct it. Use ${key} from the top level, "
+        "${oc.env:NAME,default} or ${now:%Y-%m-%d}"
     ),
     "batchnorm=off": (
         "batchnorm=false: expected warn, error, disable, ignore or exact; YAML reads yes, no, on "
         "and off as true or false"
     ),
     "seed=": (
-        "the override 'seed=' is not key=value: write it so, such as optimizer.args.lr=0.001, "
+        "the override 'seed=' is not of the form key=value: write it like optimizer.args.lr=0.001, "
         "seed=null for none, or 'run_dir=\"\"' for an empty text"
     ),
 }
@@ -297,8 +297,8 @@ def test_ctrl_c_between_batches_is_one_sentence(
     monkeypatch.setattr(Trainer, "fit", end)
     assert main(["train", "job.yaml", "progress=false"]) == 130
     assert said(capsys) == [
-        "automicro: Ctrl-C: stopped after batch 83, without a checkpoint: the same command begins "
-        "anew; with run_dir=runs/first checkpoint={} it can go on"
+        "automicro: Ctrl-C: stopped after batch 83, without a checkpoint: the same command starts "
+        "over; with run_dir=runs/first checkpoint={} it can resume"
     ]
 
 

@@ -24,32 +24,31 @@ def in_a_folder_with_a_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
 
 
 WRONG_COMMANDS = {
-    (): f"no command was given: say one of {ALL}, such as automicro train job.yaml",
-    ("trian", "job.yaml"): f"there is no command 'trian' (did you mean 'train'?): say one of {ALL}",
-    ("job.yaml",): f"there is no command 'job.yaml': say one of {ALL}",
+    (): f"no command was given: give one of {ALL}, such as automicro train job.yaml",
+    ("trian", "a"): f"there is no command 'trian' (did you mean 'train'?): give one of {ALL}",
+    ("job.yaml",): f"there is no command 'job.yaml': give one of {ALL}",
     ("evaluate", "job.yaml"): (
-        f"there is no command 'evaluate' (did you mean 'eval'?): say one of {ALL}"
+        f"there is no command 'evaluate' (did you mean 'eval'?): give one of {ALL}"
     ),
     ("--quiet",): (
-        "unknown option '--quiet': use some of --version, --debug; options of a config are "
-        "key=value"
+        "unknown option '--quiet': use --version, --debug, or key=value for a key of the config"
     ),
     ("train", "job.yaml", "--debgu"): (
-        "unknown option '--debgu' (did you mean '--debug'?): use some of --json, --debug; options "
-        "of a config are key=value"
+        "unknown option '--debgu' (did you mean '--debug'?): use --json, --debug, or "
+        "key=value for a key of the config"
     ),
     ("train", "job.yaml", "--max-epochs=3"): (
-        "unknown option '--max-epochs=3' (did you mean 'max_duration=3ep'?): use some of --json, "
-        "--debug; options of a config are key=value"
+        "unknown option '--max-epochs=3' (did you mean 'max_duration=3ep'?): use --json, "
+        "--debug, or key=value for a key of the config"
     ),
     ("train", "job.yaml", "--seed", "1"): (
-        "unknown option '--seed' (did you mean 'seed=1'?): use some of --json, --debug; options of "
-        "a config are key=value"
+        "unknown option '--seed' (did you mean 'seed=1'?): use --json, --debug, or key=value "
+        "for a key of the config"
     ),
     ("verify", "job.yaml", "--json"): (
-        "unknown option '--json': use some of --debug; options of a config are key=value"
+        "unknown option '--json': use --debug, or key=value for a key of the config"
     ),
-    ("torture", "a.b"): f"there is no command 'torture': say one of {ALL}",
+    ("torture", "a.b"): f"there is no command 'torture': give one of {ALL}",
 }
 
 
@@ -96,8 +95,8 @@ WRONG_USES: dict[tuple[str, ...], str] = {
         "my_package.make_loader, args: {batch_size: 512}}"
     ),
     ("train", "job.yaml", "global_batch_size=8"): (
-        "job.yaml:2 + {override}: global_batch_size=8 is 8 rows a time on each device, and "
-        "train_dataloader loads 12: write batch_size: ${global_batch_size} among its args, or "
+        "job.yaml:2 + {override}: global_batch_size=8 needs batches of 8 rows on each device, "
+        "but train_dataloader loads 12. Write batch_size: ${global_batch_size} among its args, or "
         "leave global_batch_size out"
     ),
     ("train", "job.yaml", "optimizer.args.lr=-1"): (
@@ -126,15 +125,15 @@ WRONG_USES: dict[tuple[str, ...], str] = {
     ),
     **{
         ("train", "job.yaml", f"weights={name}.pt"): (
-            f"{{override}}: weights='{name}.pt' is damaged, or holds objects that would run code "
-            f"when they are read: {SAVE}"
+            f"{{override}}: weights='{name}.pt' is damaged, or holds objects that could run code "
+            f"when they are loaded: {SAVE}"
         )
         for name in ("text", "code")
     },
     **{
         ("train", "job.yaml", f"weights={name}.pt"): (
             f"{{override}}: weights='{name}.pt' does not fit the Linear ({why}): give weights of "
-            f"this very model; {SAVE}"
+            f"the same model; {SAVE}"
         )
         for name, why in {
             "list": "Expected state_dict to be dict-like, got <class 'list'>.",
@@ -202,14 +201,14 @@ def test_all_mistakes_are_told_at_once_each_with_what_brought_it_in(
     assert sorted(line.split(" (did you mean")[0] for line in lines) == [
         "  also.yaml:1: unknown key 'divice'",
         "  the override 'memory_limit=lots': memory_limit: cannot read 'lots' as an amount of "
-        "memory: write a positive number and one of B, KiB, MiB, GiB, TiB (powers of 1024) or kB, "
-        "MB, GB, TB (powers of 1000), such as '24MiB'",
+        "memory: write a positive number with a unit, B, KiB, MiB, GiB, TiB (powers of 1024) or "
+        "kB, MB, GB, TB (powers of 1000), such as '24MiB'",
         "  the override 'optimizer.args.rate=0.2': optimizer: torch.optim.SGD takes no argument "
         "'rate': it takes lr, momentum, dampening, "
         "weight_decay, nesterov, maximize, foreach, differentiable, fused after the model's "
         "parameters",
-        "  the override 'seed.x=1' goes below seed, which is 'many' and has no 'x' in it: replace "
-        "it as a whole with seed=VALUE",
+        "  the override 'seed.x=1' cannot be set, because seed is 'many' and has no 'x' in "
+        "it. Replace all of it with seed=VALUE",
         "  wrong.yaml:10: precision='bf61' is not known",
         "  wrong.yaml:1: model: torch.nn.Linear takes no argument 'in_featurs'",
         "  wrong.yaml:2: train_dataloader.args.batch_size=${sede}: Interpolation key 'sede' not "

@@ -54,7 +54,7 @@ LOST = (
 
 @pytest.mark.parametrize(
     ("is_saved", "end"),
-    [(True, "the same command goes on from there"), (False, "the same command begins anew")],
+    [(True, "the same command resumes from there"), (False, "the same command starts over")],
 )
 def test_a_lost_rank_is_told_whole_with_how_to_go_on(
     is_saved: bool,

@@ -55,7 +55,7 @@ def test_what_cannot_be_replayed_is_answered_with_a_remedy(
         assert main(["replay", *command]) == 2
         return capsys.readouterr().err
 
-    assert "there is no file 'none.pt': give one that a run has left" in fails("none.pt")
+    assert "there is no file 'none.pt': give the failed batch of a run" in fails("none.pt")
     Path("other.pt").write_text("something")
     assert "other.pt holds no batch that automicro has saved" in fails("other.pt", "job.yaml")
     alone = tmp_path / "alone"
@@ -64,7 +64,7 @@ def test_what_cannot_be_replayed_is_answered_with_a_remedy(
         batches=[1], phase="train", message="", where="", device="cpu", limit_bytes=None
     )
     save_batch(alone / "batch.pt", failed)
-    assert "there is no config.yaml beside" in fails(str(alone / "batch.pt"))
+    assert "there is no config.yaml next to" in fails(str(alone / "batch.pt"))
     assert "there is no file 'jib.yaml': did you mean 'job.yaml'?" in fails(
         str(alone / "batch.pt"), "jib.yaml"
     )

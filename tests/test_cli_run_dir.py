@@ -128,7 +128,7 @@ def test_a_longer_run_is_told_how_it_goes_on(capsys: pytest.CaptureFixture[str])
     assert train("run_dir=a", "checkpoint={}") == 0
     message = complaint(capsys, "run_dir=a", "checkpoint={}", "max_duration=9ep")
     more = "run_dir=a-2 checkpoint.resume=a/checkpoints"
-    assert message.endswith(f"{ANOTHER}; the same command with {more} goes on from there")
+    assert message.endswith(f"{ANOTHER}; to resume from it, add {more} to the same command")
     longer = ["run_dir=b", "checkpoint={resume: a/checkpoints}", "max_duration=9ep"]
     assert train(*longer) == 0
     assert json.loads(Path("b/summary.json").read_text())["epochs"] == 9

@@ -75,15 +75,15 @@ def test_a_batch_that_cannot_be_shared_names_the_numbers(
         rows_to_load(rows, num_devices=devices, accumulate_batches=accumulated)
     shares, _, use = remedy.partition(": ")
     assert str(caught.value) == (
-        f"global_batch_size={rows} cannot give each of {shares} shares (devices × "
-        f"accumulate_batches) as many rows, at least 1: {use}"
+        f"global_batch_size={rows} cannot be divided into {shares} equal shares (devices × "
+        f"accumulate_batches) of at least 1 row: {use}"
     )
 
 
 def test_a_remainder_of_accumulation_is_told_of_the_config() -> None:
     with pytest.raises(
         ConfigError,
-        match=r"^the override 'global_batch_size=7': global_batch_size=7 cannot give each of",
+        match=r"^the override 'global_batch_size=7': global_batch_size=7 cannot be divided",
     ):
         job("global_batch_size=7", "accumulate_batches=2")
 

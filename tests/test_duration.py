@@ -43,16 +43,14 @@ WRONG = "0.0001h 0h 0ep -1ba 1.5ep 1.5tok 1.23e1sp 1e2ba 1e999999999tok 5min. 5m
 @pytest.mark.parametrize("text", ["", None, True, 2.5, *WRONG.split()])
 def test_parse_says_what_is_wrong_and_how_to_write_it(text: Any) -> None:
     kind = ValueError if isinstance(text, str) else TypeError
-    said = (
-        f"{text!r} is not a whole number of epochs, .*; write it like '2ep', .* or '100h' of data"
-    )
+    said = rf"{text!r} is not a duration.*: write .* epochs \('2ep'\), .* of data \('100h'\)"
     with pytest.raises(kind, match=said):
         Duration.parse(text)
 
 
 @pytest.mark.parametrize(("text", "error"), [(5, TypeError), ("5", ValueError)])
 def test_a_bare_number_is_answered_with_units(text: Any, error: type[Exception]) -> None:
-    with pytest.raises(error, match=r"5'? has no unit; say '5ep' \(epochs\), '5ba' \(batches\)"):
+    with pytest.raises(error, match=r"5'? has no unit: write '5ep' \(epochs\), '5ba' \(batches\)"):
         Duration.parse(text)
 
 
@@ -69,7 +67,9 @@ def test_what_may_be_of_data_or_of_the_clock_is_refused_with_both(text: str) -> 
     if text == "5s":  # samples are meant more often
         assert "did you mean '5sp'" in str(caught.value)
     else:
-        assert "'100h' of data; a limit in time is max_time=" in str(caught.value)
+        assert "hours of data ('100h'). To limit the time of the run, use max_time=" in str(
+            caught.value
+        )
 
 
 def test_seconds_are_written_in_the_largest_unit_that_is_whole() -> None:

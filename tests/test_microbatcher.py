@@ -84,7 +84,7 @@ def test_the_state_takes_the_sizes_along() -> None:
     assert other.evaluate(pair()).attempts == 1
     with pytest.raises(ValueError, match=r"lacks \['train'\]; pass what .*state_dict"):
         other.load_state_dict({"eval": {}})
-    with pytest.raises(ValueError, match="Fixed policy cannot take over the state of 'Halving'"):
+    with pytest.raises(ValueError, match="Fixed policy cannot load the state of 'Halving'"):
         on(model, microbatch_size=3).load_state_dict(state)
 
 

@@ -22,7 +22,7 @@ from tests.trainer.runs import assert_same, make_loader, make_model, make_traine
 
 Schedule = Callable[[Optimizer], LambdaLR]
 
-FORM = "give a whole number of at least {}, or text such as '50ba' (batches)"
+FORM = "Give a whole number of at least {}, or text such as '50ba' (batches)"
 
 
 def make_optimizer(*rates: float) -> Optimizer:
@@ -131,19 +131,19 @@ CALLS: dict[str, tuple[Any, dict[str, Any], str]] = {
     "epochs": (
         linear_with_warmup,
         {"warmup": 1, "total": "40ep"},
-        "total='40ep' counts epochs, whose number of optimizer steps is unknown here: "
+        "total='40ep' counts epochs, which cannot be converted to optimizer steps here. "
         + FORM.format(1),
     ),
     "tokens": (
         constant_with_warmup,
         {"warmup": "1e6tok"},
-        "warmup='1e6tok' counts tokens, whose number of optimizer steps is unknown here: "
+        "warmup='1e6tok' counts tokens, which cannot be converted to optimizer steps here. "
         + FORM.format(0),
     ),
     "a number as text": (
         constant_with_warmup,
         {"warmup": "50"},
-        "warmup='50' has no unit; say '50ep' (epochs), '50ba' (batches), '50sp' (samples) or "
+        "warmup='50' has no unit: write '50ep' (epochs), '50ba' (batches), '50sp' (samples) or "
         "'50tok' (tokens)",
     ),
     "a share of no total": (

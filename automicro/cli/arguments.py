@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from automicro.cli.job import Job
 
 FORM = "CONFIG [CONFIG …] [key=value …]"
-"""How the files and overrides are shown, which argparse cannot tell apart."""
+"""Usage text for the files and overrides, which argparse cannot distinguish."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,8 +49,8 @@ class Command:
                 "inputs",
                 metavar="CONFIG",
                 nargs="*",
-                help="a YAML file; several are merged, later ones win; key=value replaces a key of "
-                "them, nested ones with dots, and the value is YAML",
+                help="YAML files, merged in order (later ones win), and key=value overrides, "
+                "with dots for nested keys and YAML for values",
             )
         if self.json:
             parser.add_argument("--json", action="store_true", help=self.json)
@@ -98,7 +98,7 @@ def whole_number(text: str) -> int:
     """Read an option that must be at least 1."""
     # argparse itself reports the ValueError for text that is not a number.
     if int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text} is below 1: give a number of them")
+        raise argparse.ArgumentTypeError(f"{text} is below 1: give at least 1")
     return int(text)
 
 

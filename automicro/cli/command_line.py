@@ -62,7 +62,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     # argparse would refuse it, too, but without a suggestion.
     if name is not None and name not in COMMANDS:
         parser.error(
-            f"there is no command {name!r}{suggestion(name, COMMANDS)}: say one of "
+            f"there is no command {name!r}{suggestion(name, COMMANDS)}: give one of "
             f"{', '.join(COMMANDS)}"
         )
     # Not parse_args(), because its error has no suggestion and it refuses a file after an option.
@@ -73,17 +73,17 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
             known = re.findall(r"--[\w-]+", mine.format_usage())
             hint = _key_meant(each, *given[given.index(each) + 1 :]) or suggestion(each, known)
             mine.error(
-                f"unknown option {each!r}{hint}: use some of "
-                f"{', '.join(known)}; options of a config are key=value"
+                f"unknown option {each!r}{hint}: use {', '.join(known)}, or key=value for a key "
+                "of the config"
             )
     if name is None:
         example = COMMANDS["train"].examples[0]
-        parser.error(f"no command was given: say one of {', '.join(COMMANDS)}, such as {example}")
+        parser.error(f"no command was given: give one of {', '.join(COMMANDS)}, such as {example}")
     if "inputs" in arguments:
         # argparse takes no more positional arguments after an option between them.
         arguments.inputs = [*arguments.inputs, *rest]
     elif rest:
-        mine.error(f"unknown argument {rest[0]!r}: {name} takes options only")
+        mine.error(f"unknown argument {rest[0]!r}: {name} accepts only options")
     return arguments
 
 

@@ -58,8 +58,8 @@ class Job:
             raise ConfigError(str(error)) from error
         if number > 1 and self._alone:
             raise ConfigError(
-                f"WORLD_SIZE={number}: this is one of several processes, as torchrun starts them, "
-                f"and {self._alone} is for one: start it as automicro {self._alone}"
+                f"WORLD_SIZE={number} means that torchrun started several processes, but "
+                f"{self._alone} runs in one. Start it as automicro {self._alone}"
             )
         return number
 

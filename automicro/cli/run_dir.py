@@ -93,7 +93,7 @@ def _refuse_another_run(folder: Path, config: Mapping[str, Any], *, goes_on: boo
         if changes and not all(map(_is_in_nobodys_way, folder.iterdir())):
             saved = folder / "checkpoints"
             more = shlex.join([f"run_dir={folder}-2", f"checkpoint.resume={saved}"])
-            go_on = f"; the same command with {more} goes on from there" * saved.is_dir()
+            go_on = f"; to resume from it, add {more} to the same command" * saved.is_dir()
             raise ConfigError(f"{where} holds another run ({', '.join(changes)}): {ANOTHER}{go_on}")
     results = [name for name in (SUMMARY, WEIGHTS) if (folder / name).exists()]
     if results and not (goes_on and path.exists()):
@@ -161,15 +161,15 @@ def _remedy(
     command = "the same command"
     if checkpoint is None:
         own = "" if run_dir is not None else "run_dir=runs/first "
-        return f"{command} begins anew; with {own}checkpoint={{}} it can go on"
+        return f"{command} starts over; with {own}checkpoint={{}} it can resume"
     if not is_saved and not _saved(checkpoint):
-        return f"{command} begins anew"
+        return f"{command} starts over"
     # With ${now:…} in run_dir, the same command would start in another folder.
     given = [] if run_dir is None else [f"run_dir={run_dir}"]
     added = [shlex.quote(each) for each in given if each not in inputs]
     if checkpoint.resume == "never":
         added.append("checkpoint.resume=auto")
-    return " ".join([command, *(["with"] if added else []), *added, "goes on from there"])
+    return " ".join([command, *(["with"] if added else []), *added, "resumes from there"])
 
 
 def _saved(checkpoint: CheckpointConfig) -> bool:

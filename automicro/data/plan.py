@@ -306,19 +306,19 @@ def read_lengths(lengths: Lengths, dataset: Any = None, *, name: str = "lengths"
     rows = None if dataset is None else len(dataset)
     if found.ndim != 1:
         raise ValueError(
-            f"{name} has the shape {tuple(found.shape)}, and a length is one number for each row: "
-            "give the shape (rows,)"
+            f"{name} has the shape {tuple(found.shape)}, but each row has one length: give the "
+            "shape (rows,)"
         )
     if rows is not None and rows != len(found):
         raise ValueError(
-            f"{name} has {len(found):,} numbers, and the data set has {rows:,} rows: give one for "
-            "each row, in the same order"
+            f"{name} has {len(found):,} numbers, but the data set has {rows:,} rows: give one "
+            "for each row, in the same order"
         )
     wrong = np.flatnonzero(~(np.isfinite(found) & (found >= 0)))
     if len(wrong):
         raise ValueError(
-            f"{name} has {found[wrong[0]]} at row {wrong[0]:,} ({len(wrong):,} rows are like "
-            "that): a length is a finite number of at least 0"
+            f"{name} has {found[wrong[0]]} at row {wrong[0]:,} (one of {len(wrong):,} such "
+            "rows), but lengths are finite and at least 0: correct or remove these rows"
         )
     return found
 
@@ -342,7 +342,7 @@ def _find(lengths: Lengths, dataset: Any, name: str) -> Array:
     try:
         return np.asarray(values, dtype=np.float64)
     except (TypeError, ValueError) as error:
-        raise ValueError(f"{name} holds what is no number ({error}): {_FORMS}") from None
+        raise ValueError(f"{name} has values that are no numbers ({error}): {_FORMS}") from None
 
 
 def _read_column(column: str, dataset: Any, name: str) -> list[Any]:
@@ -356,7 +356,7 @@ def _read_column(column: str, dataset: Any, name: str) -> list[Any]:
     except (KeyError, IndexError, TypeError) as error:
         known = "rows without it" if columns is None else ", ".join(map(str, columns))
         raise ValueError(
-            f"{name}={column!r} is no column of the data set ({type(dataset).__name__} has "
+            f"{name}={column!r} is not a column of the data set ({type(dataset).__name__} has "
             f"{known}; {type(error).__name__}: {error}): {_FORMS}"
         ) from error
 

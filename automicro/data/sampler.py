@@ -148,9 +148,7 @@ class LengthBatchSampler(Sampler[list[int]]):
             if counted is None:
                 continue
             if name not in self._known:
-                raise ValueError(
-                    f"{option}={counted!r} is of {name} that were not given: give these"
-                )
+                raise ValueError(f"{option}={counted!r} needs {name}: give both, or neither")
             self._by_unit[check_choice(option, counted, UNITS)] = self._known[name]
         self.num_rows = _count_rows(dataset, self._known)
         self._lengths = list(self._known.values())[: rule.dimensions]
@@ -229,8 +227,8 @@ class LengthBatchSampler(Sampler[list[int]]):
         """Return all batches of the epoch, for all ranks, in order."""
         if self.num_rows < self.world_size:
             raise ValueError(
-                f"{self.num_rows} rows cannot be shared among {self.world_size} ranks so that each "
-                "has as many batches: use fewer processes, or more data"
+                f"{self.num_rows} rows cannot be divided among {self.world_size} ranks with the "
+                "same number of batches for each: use fewer processes, or more data"
             )
         together = self._planned_for or self.world_size
         # The number of ranks that began the epoch: plans for another number have other batches.
@@ -369,9 +367,9 @@ class LengthBatchSampler(Sampler[list[int]]):
         """
         if state["fingerprint"] != self.fingerprint:
             raise CheckpointError(
-                f"the position of this LengthBatchSampler ({self._options}, {self.num_rows:,} "
-                "rows) was saved by one of other lengths or options, whose batches had other rows: "
-                "give the same, or begin with the next epoch"
+                "the saved position is of a LengthBatchSampler with other lengths or options "
+                f"than this one ({self._options}, {self.num_rows:,} rows), so its batches had "
+                "other rows. Use the same lengths and options, or start with the next epoch"
             )
         self._epoch, self.seed = state["epoch"], state["seed"]
         self._start = self._next_start = state["start"]
@@ -439,8 +437,8 @@ def with_batch_sampler(loader: Any, sampler: Iterable[list[int]]) -> DataLoader[
         or loader.batch_sampler is None
     ):
         raise TypeError(
-            f"rows of {loader!r} cannot be chosen: give a torch.utils.data.DataLoader over a data "
-            "set with places and a length, which cuts batches itself (no batch_size=None)"
+            f"{loader!r} cannot be sampled by length. Give a torch.utils.data.DataLoader that "
+            "cuts batches itself (no batch_size=None), over a data set with indices and a length"
         )
     # A copy keeps workers, collation and all additions of a subclass, whose constructor might have
     # other arguments.
@@ -456,7 +454,7 @@ def with_batch_sampler(loader: Any, sampler: Iterable[list[int]]) -> DataLoader[
 
 def _count_rows(dataset: Any, known: Mapping[str, Array]) -> int:
     if not known and not hasattr(dataset, "__len__"):
-        raise ValueError("nothing says how many rows there are: give a dataset with a length")
+        raise ValueError("the number of rows is unknown: give a dataset with a length")
     counts = list(map(len, known.values())) or [len(dataset)]
     if min(counts) != max(counts):
         raise ValueError(
@@ -475,8 +473,8 @@ def _check_options(mode: str, options: Mapping[str, Any]) -> None:
     allowed = {*LENGTHS, *needed, *further, *budgets}
     if len(budgets) != 1 or not {*needed} <= {*given} <= allowed:
         raise ValueError(
-            f"mode={mode!r} needs {', '.join([*needed, ' or '.join(rule.budgets)])}, may have "
-            f"{', '.join(further) or 'nothing else'} (cost with batch_cost), and was given "
+            f"mode={mode!r} needs {', '.join([*needed, ' or '.join(rule.budgets)])}, accepts "
+            f"{', '.join(further) or 'nothing else'} (cost with batch_cost), but got "
             f"{', '.join(given) or 'none'}: give one of each"
         )
 
@@ -510,7 +508,7 @@ def _read_sizes(sizes: int | Sequence[int] | None, edges: Sequence[float] | None
     if len(sizes) != wanted:
         raise ValueError(
             f"batch_size={list(sizes)} has {len(sizes)} numbers: give one, or in "
-            f"mode='1D-bucketing' one for each bucket and for what is longer ({wanted} here)"
+            f"mode='1D-bucketing' one for each bucket and one for longer rows ({wanted} here)"
         )
     return tuple(read_count("batch_size", each) for each in sizes)
 
@@ -522,5 +520,5 @@ def _read_place(rank: int | None, world_size: int | None) -> tuple[int, int] | N
         raise ValueError(f"rank={rank}, world_size={world_size}: give both, or neither")
     read_count("world_size", world_size)
     if not 0 <= read_count("rank", rank, least=0) < world_size:
-        raise ValueError(f"rank={rank} is none of {world_size} ranks: give 0 to {world_size - 1}")
+        raise ValueError(f"rank={rank} of {world_size} ranks: give 0 to {world_size - 1}")
     return rank, world_size

@@ -18,7 +18,7 @@ from automicro.batch.tensors import replace_tensors, tensor_leaves
 from automicro.errors import BatchError
 
 MASKS = ("attention_mask", "padding_mask", "decoder_attention_mask")
-"""Parts of a batch that are 1 where a row has something and 0 where it is padded."""
+"""Names of tensors that are 1 at the values of a row and 0 at its padding."""
 
 _BESIDE_DECODER_MASK = frozenset({"decoder_input_ids", "decoder_inputs_embeds", "labels"})
 _BESIDE_MASK = frozenset(
@@ -32,8 +32,8 @@ _BESIDE_MASK = frozenset(
 )
 _LENGTHS = ("_lengths", "_length", "_lens", "_len")
 _REMEDY = (
-    "say padding={{{path!r}: {example!r}}} if it is padded to the same length, or "
-    "padding={{{path!r}: None}} if it is not and has to stay whole"
+    "pass padding={{{path!r}: {example!r}}} if it is padded to the same length, or "
+    "padding={{{path!r}: None}} if it is not padded and has to stay whole"
 )
 
 Declared = Mapping[str, str | tuple[str, int] | None]
@@ -147,15 +147,15 @@ class Padding:
             for each in (path, source):
                 if each not in read.leaves:
                     raise BatchError(
-                        f"padding names {each!r}, which is no tensor of the batch; it has "
-                        f"{', '.join(map(repr, read.leaves))}"
+                        f"padding names {each!r}, which is not a tensor of the batch. Use one "
+                        f"of {', '.join(map(repr, read.leaves))}"
                     )
             tensor = read.leaves[path]
             if not 1 <= dim < tensor.dim():
                 raise BatchError(
-                    f"padding says that dimension {dim} of {path!r} is padded, whose shape is "
-                    f"{tuple(tensor.shape)}; name a dimension after that of the rows, as in "
-                    f"padding={{{path!r}: ({source!r}, 1)}}"
+                    f"padding names dimension {dim} of {path!r}, whose shape is "
+                    f"{tuple(tensor.shape)}. Name a dimension after the dimension of the rows, "
+                    f"as in padding={{{path!r}: ({source!r}, 1)}}"
                 )
             read.put(path, source, dim)
 
@@ -220,9 +220,9 @@ class Padding:
             partners = [other for other in candidates if other not in read.taken]
             if not partners and not candidates and path not in self._sources:
                 raise BatchError(
-                    f"{path!r} looks like the lengths of rows, and no tensor has that name; say "
-                    f"which one is padded to them, padding={{'audio': {path!r}}}, or say "
-                    f"padding={{{path!r}: None}} if they are no such lengths"
+                    f"{path!r} looks like the lengths of rows, but no tensor has that name. Name "
+                    f"the tensor that is padded to them, as in padding={{'audio': {path!r}}}, or "
+                    f"pass padding={{{path!r}: None}} if they are not lengths"
                 )
             for other in partners:
                 dim = self._padded_dim(other, read.leaves[other], path, int(lengths.max()))
@@ -239,8 +239,8 @@ class Padding:
         if path in self._dims:
             return self._dims[path]
         raise BatchError(
-            f"{lengths!r} tells lengths of up to {longest}, and which dimension of {path!r} of "
-            f"shape {tuple(tensor.shape)} is padded to them cannot be told; say it, as in "
+            f"{lengths!r} contains lengths up to {longest}, but the padded dimension of "
+            f"{path!r} of shape {tuple(tensor.shape)} cannot be determined. Name it, as in "
             f"padding={{{path!r}: ({lengths!r}, 1)}}"
         )
 
@@ -254,9 +254,9 @@ class Padding:
                 self._apart.add((path, group.name))
             elif (path, group.name) not in self._apart and group.padded > 1:
                 raise BatchError(
-                    f"{path!r} of shape {tuple(tensor.shape)} may be padded as "
-                    f"{next(iter(group.parts))!r} is, to {group.padded}, or have that size by "
-                    "chance: " + _REMEDY.format(path=path, example=group.name)
+                    f"{path!r} of shape {tuple(tensor.shape)} might be padded to {group.padded} "
+                    f"like {next(iter(group.parts))!r}, or have that size by chance: "
+                    + _REMEDY.format(path=path, example=group.name)
                 )
 
 
@@ -297,8 +297,8 @@ def restore_padding(
 def _check(declared: Declared | None) -> dict[str, tuple[str, int] | None]:
     if not isinstance(declared, Mapping | None):
         raise TypeError(
-            f"padding is a {type(declared).__name__} and not a mapping; say which tensor has its "
-            "lengths where, as in padding={'audio': 'audio_lengths'}"
+            f"padding is a {type(declared).__name__}, not a mapping. Map each padded tensor to "
+            f"its lengths, as in padding={{'audio': 'audio_lengths'}}"
         )
     found: dict[str, tuple[str, int] | None] = {}
     for path, meaning in (declared or {}).items():
@@ -306,9 +306,9 @@ def _check(declared: Declared | None) -> dict[str, tuple[str, int] | None]:
         is_pair = isinstance(pair, tuple | list) and list(map(type, pair)) == [str, int]
         if not (is_pair or pair is None):
             raise TypeError(
-                f"padding[{path!r}] is {meaning!r}; give the path of its lengths or of its mask, "
-                "('audio_lengths', 2) with the dimension that is padded, or None for what is never "
-                "cut"
+                f"padding[{path!r}] is {meaning!r}. Give the path of its lengths or of its "
+                "mask, with the padded dimension if needed, as in ('audio_lengths', 2), or None "
+                "if it must not be cut"
             )
         found[str(path)] = None if pair is None else (pair[0], pair[1])
     return found
@@ -333,15 +333,15 @@ def _group(name: str, told: Tensor, padded: int, num_rows: int) -> Group:
         group.stops = told.detach().cpu().numpy().astype(np.int64)
         if len(group.stops) != num_rows or (group.stops > padded).any() or (group.stops < 0).any():
             raise BatchError(
-                f"{name!r} tells lengths of up to {int(group.stops.max())} for {len(group.stops)} "
-                f"rows, and what is padded to them has {padded} places for {num_rows} rows; check "
-                "the collate function, or name other lengths with padding=…"
+                f"{name!r} has lengths up to {int(group.stops.max())} for {len(group.stops)} "
+                f"rows, but tensors padded to them have length {padded} and {num_rows} rows. "
+                "Check the collate function, or name other lengths with padding=…"
             )
         return group
     if told.shape[:2] != (num_rows, padded):
         raise BatchError(
-            f"{name!r} of shape {tuple(told.shape)} is no mask of {num_rows} rows of length "
-            f"{padded}; name other lengths with padding=…"
+            f"{name!r} of shape {tuple(told.shape)} is not a mask of {num_rows} rows of length "
+            f"{padded}. Name other lengths with padding=…"
         )
     group.starts, group.stops = _extents(told.reshape(num_rows, padded, -1)[..., 0] != 0)
     return group

@@ -31,7 +31,7 @@ from automicro.step.plan import ROWS, ReadBatch
 from automicro.step.setup import Setup, Sort
 
 _UNKNOWN, _SAME, _OTHER = range(3)
-"""The verdicts of a check of padding. Of several ranks the highest counts."""
+"""Verdicts of a check of padding; of several ranks, the highest counts."""
 
 
 class _Seen(NamedTuple):
@@ -84,7 +84,7 @@ def _look_at_padding(
     if issubclass(seen.error, AutomicroError):
         return _Seen()  # the step itself raises the error
     if seen.kind is Failure.RETRYABLE:
-        return _Seen(why="there was no memory to look at a padded row")
+        return _Seen(why="there was not enough memory to check a padded row")
     return _Seen(_OTHER, f"a row without padding fails: {seen.why}")
 
 
@@ -123,7 +123,7 @@ def _look(
         why = f"the output {path!r} of a row differs by {found[path]:.2g} without its padding"
         return _Seen(_OTHER, why)
     if not (finite or has_values):
-        return _Seen(why="the forward gives no finite loss and no outputs of a row")
+        return _Seen(why="the forward returns neither a finite loss nor outputs for a row")
     return _Seen(_SAME, output_dims=dims)
 
 
@@ -144,7 +144,7 @@ def _narrowed(
 
 
 _PATIENCE = 4  # checks without a result
-_DECLARE = "cut_padding=True cuts it all the same, cut_padding=False says nothing of it"
+_DECLARE = "Pass cut_padding=True to cut it anyway, or cut_padding=False to silence this warning"
 
 
 def check_cut_padding(value: object) -> None:
@@ -154,7 +154,7 @@ def check_cut_padding(value: object) -> None:
     """
     if value != "auto" and not isinstance(value, bool):
         raise ValueError(
-            f"cut_padding={value!r} is not known; use 'auto' (where a row computes the same "
+            f"cut_padding={value!r} is not known; use 'auto' (cut if a row computes the same "
             "without its padding), True or False"
         )
 
@@ -206,8 +206,8 @@ class MicrobatchUnit(Feature):
         check_cut_padding(cut_padding)
         if unit == ROWS and padding is not None:
             raise ValueError(
-                "padding=… says how rows are cut to their own lengths, which microbatch_unit='rows'"
-                " never does; give microbatch_unit='tokens', 'seconds' or a cost, or leave it out"
+                "padding=… says how to cut rows, but microbatch_unit='rows' never cuts them. Pass "
+                "microbatch_unit='tokens', 'seconds' or a cost, or leave padding out"
             )
         self.unit, self._padding, self._cut_padding = unit, padding, cut_padding
 
@@ -244,7 +244,7 @@ class _RowSorter:
         read = once_more(
             lambda: [self._unit.groups(each.batch, each.num_rows) for each in batches],
             device,
-            doing="reading how long the rows of the batch are",
+            doing="reading the lengths of the rows",
         )
         if self._cuts is None:
             self._look(batches, read, mode)
@@ -294,10 +294,9 @@ class _RowSorter:
 
 def _message(verdict: int, why: str) -> str:
     if verdict == _UNKNOWN:
-        return f"padding is not cut, because nothing shows that it may be ({why}): {_DECLARE}"
+        return f"padding is not cut, because no check could compare results ({why}). {_DECLARE}"
     return (
-        f"the model computes something else without padding ({why}), so slices keep the batch's "
-        "padding, and save no time. Mask all that looks along the length; of texts that are padded "
-        "on the left, give position_ids, and labels of -100 at the first word, too; "
-        f"{_DECLARE}"
+        f"the model's results change without padding ({why}), so slices keep the batch's "
+        "padding and save no time. Mask every operation along the length; for texts padded on "
+        f"the left, also pass position_ids, and labels of -100 at the first word. {_DECLARE}"
     )

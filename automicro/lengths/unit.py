@@ -29,7 +29,7 @@ from automicro.step.setup import Setup, Unit
 
 Array = np.ndarray[Any, Any]
 Combine = Callable[[Array], Array]
-"""The cost of a row from its lengths: from ``(..., lengths)`` to ``(...)``."""
+"""The cost of rows as a function of their lengths, from ``(..., lengths)`` to ``(...)``."""
 
 # The most rows of a slice, which bounds the work for each row.
 _MOST_BEGINNINGS = 1 << 14
@@ -134,11 +134,11 @@ class Overhead:
 
 
 Cost: TypeAlias = Callable[[Any], float | tuple[float, ...]]
-"""The cost of a row, from a batch of this one row; several lengths stand for their product."""
+"""The cost of a row, from a batch of this one row; several lengths are multiplied."""
 
 TOKENS, SECONDS = "tokens", "seconds"
 _DURATIONS = ("seconds", "duration", "durations", "duration_seconds")
-_OR_COST = "or a function from a batch of one row to what it costs"
+_OR_COST = "or a function that returns the cost of a batch of one row"
 
 
 def _sum(lengths: Array) -> Array:
@@ -273,7 +273,7 @@ def check_unit(unit: object) -> None:
             raise ValueError(f"{error}, {_OR_COST}") from None
     elif not callable(unit):
         raise TypeError(
-            f"microbatch_unit={unit!r} is no unit: give 'rows', 'tokens' (of padded texts), "
+            f"microbatch_unit={unit!r} is not a unit: give 'rows', 'tokens' (of padded texts), "
             f"'seconds' (of a tensor of that name, or 'durations'), {_OR_COST}"
         )
 
@@ -360,19 +360,19 @@ class CostUnit(Unit):
         for name in (name for name, is_on in given.items() if is_on):
             raise ValueError(
                 f"microbatch_unit={self.name!r} sorts the rows of each batch and cuts them into "
-                f"unequal slices, which does not go with {name}; leave one of them out"
+                f"unequal slices, which {name} does not allow. Leave one of them out"
             )
 
     def check_policy(self, policy: Policy, argument: str) -> None:
         if policy.explores:
             raise ValueError(
-                f"{argument}='explore' looks for the fastest number of rows, and slices of "
-                f"{self.name} are packed for the least time already; say {argument}='auto'"
+                f"{argument}='explore' finds the fastest number of rows, but slices of "
+                f"{self.name} are packed for the least time already. Pass {argument}='auto'"
             )
         if policy.multiple_of > 1:
             raise ValueError(
-                f"{argument} has multiple_of={policy.multiple_of}, a number of rows, and sizes are "
-                f"{self.name}; leave it out"
+                f"{argument} has multiple_of={policy.multiple_of}, a number of rows, but its "
+                f"sizes are counted in {self.name}. Leave multiple_of out"
             )
 
     def rule(self, *, strict_divisible: bool) -> CutRule:
@@ -384,9 +384,9 @@ class CostUnit(Unit):
         groups = self.padding.read(batch, num_rows, row_dims=row_dims)
         if self.name == TOKENS and not groups:
             raise BatchError(
-                "microbatch_unit='tokens' counts the tokens of each row, and nothing in the batch "
-                "tells them: no attention_mask of (rows, length), rows first, and no tensor of "
-                "lengths; name one, as in padding={'tokens': 'token_lengths'}, or count 'rows'"
+                "microbatch_unit='tokens' counts the tokens of each row, but the batch has neither "
+                "an attention_mask of shape (rows, length) nor a tensor of lengths. Name one, as "
+                "in padding={'tokens': 'token_lengths'}, or use microbatch_unit='rows'"
             )
         return groups
 
@@ -421,9 +421,9 @@ class CostUnit(Unit):
                 found: Array = tensor.detach().cpu().double().numpy()
                 return _checked(found, "the batch's " + repr(path))
         raise BatchError(
-            "microbatch_unit='seconds' reads how long each row is from a tensor called 'seconds' "
-            "or 'durations', and the batch has none of one number per row; let the collate "
-            "function give it, or let microbatch_unit be a function of a row"
+            "microbatch_unit='seconds' reads the length of each row from a tensor called "
+            "'seconds' or 'durations', but the batch has none with one number per row. Return "
+            "it from the collate function, or pass a function of a row as microbatch_unit"
         )
 
     def _costs(self, batch: Any, num_rows: int) -> tuple[Array, Combine]:
@@ -434,15 +434,15 @@ class CostUnit(Unit):
             table = np.array([[float(each) for each in row] for row in rows])
         except (TypeError, ValueError) as error:
             raise BatchError(
-                f"microbatch_unit gave {found[0]!r} for a row; return a number, or a tuple of as "
-                "many lengths for every row, whose product is the cost"
+                f"microbatch_unit returned {found[0]!r} for a row. Return a number, or a tuple "
+                "with the same number of lengths for every row, whose product is the cost"
             ) from error
         table = _checked(table, "microbatch_unit")
         costliest = float(_product(table).max())
         if costliest < 1:
             raise BatchError(
-                f"microbatch_unit gave {costliest:.3g} for the costliest row of a batch, and "
-                "budgets are whole numbers; return the cost in a smaller unit"
+                f"microbatch_unit returned {costliest:.3g} for the costliest row of a batch, "
+                "but budgets are whole numbers. Return the cost in a smaller unit"
             )
         return table, _product
 
@@ -450,7 +450,7 @@ class CostUnit(Unit):
 def _checked(costs: Array, who: str) -> Array:
     wrong = costs[~(np.isfinite(costs) & (costs > 0))]
     if wrong.size:
-        raise BatchError(f"{who} tells a cost of {wrong.flat[0]}; give positive, finite numbers")
+        raise BatchError(f"{who} gives a cost of {wrong.flat[0]}; give positive, finite numbers")
     return costs
 
 
@@ -459,6 +459,6 @@ def refuse_inputs_with_gradients(batch: Any) -> None:
     for path, tensor in tensor_leaves(batch):
         if tensor.requires_grad:
             raise BatchError(
-                f"{path or 'the batch'!r} gathers a gradient of its own, and rows that are sorted "
-                "by cost are copies; count 'rows' with microbatch_unit, or detach it"
+                f"{path or 'the batch'!r} requires a gradient, but rows that are sorted by cost "
+                "are copies. Use microbatch_unit='rows', or detach it"
             )

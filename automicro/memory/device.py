@@ -38,7 +38,7 @@ logger = logging.getLogger(__name__)
 
 NO_COUNTS = AllocatorCounts()
 _uncounted: set[torch.device] = set()
-"""Devices whose allocator keeps no statistics, as some that are plugged in do not."""
+"""Devices whose allocator keeps no statistics, such as some pluggable allocators."""
 
 
 def read_counts(device: torch.device | str) -> AllocatorCounts:
@@ -62,8 +62,8 @@ def read_counts(device: torch.device | str) -> AllocatorCounts:
     except RuntimeError as error:
         _uncounted.add(device)
         logger.warning(
-            "automicro: the allocator of %s keeps no statistics (%s): sizes are only halved "
-            "there, and no memory is reported; use torch's own allocator for more",
+            "automicro: the allocator of %s keeps no statistics (%s), so sizes are only halved "
+            "and no memory is reported. Use torch's own allocator for both",
             device,
             next(iter(str(error).splitlines()), ""),
         )
@@ -92,7 +92,7 @@ def allocated_bytes(device: torch.device | str) -> int | None:
 
 
 _earlier_laps: dict[torch.device, int] = {}
-"""The highest peak of laps since `reset_peak`, by device: a device counts one peak at a time."""
+"""The highest peak since `reset_peak`, by device: a device counts only one peak at a time."""
 
 
 def peak_bytes(device: torch.device | str) -> int | None:
@@ -208,15 +208,14 @@ def limit_memory(
     total = total_bytes(device)
     if total is None or _ability(device, "set_per_process_memory_fraction") is None:
         raise ValueError(
-            f"cannot limit the memory of {device} to {format_bytes(num_bytes)}: only CUDA and its "
-            f"like can be limited, and a CPU can simulate a limit. Leave the limit out, or use one "
+            f"cannot limit the memory of {device} to {format_bytes(num_bytes)}: only a CPU "
+            "(simulated) and devices like CUDA can be limited. Leave the limit out, or use one "
             "of these"
         )
     if read_counts(device) is NO_COUNTS:
         raise ValueError(
-            f"cannot limit the memory of {device} to {format_bytes(num_bytes)}: its allocator was "
-            "plugged in and keeps no account of what it gives. Leave the limit out, or use torch's "
-            "own allocator"
+            f"cannot limit the memory of {device} to {format_bytes(num_bytes)}: its pluggable "
+            "allocator keeps no statistics. Leave the limit out, or use torch's own allocator"
         )
     if num_bytes > total:
         raise ValueError(
@@ -234,8 +233,8 @@ def limit_bytes(limit: str | int | float, device: torch.device | str) -> int:
     total = None if device.type == "cpu" else total_bytes(device)
     if total is None:
         raise ValueError(
-            f"memory_limit={limit!r} is a share of a device, and {device} has no memory of its own "
-            "that could be shared out: give bytes, such as '24MiB'"
+            f"memory_limit={limit!r} is a share of a device's memory, but {device} has no "
+            "memory of its own. Give bytes, such as '24MiB'"
         )
     return int(share * total)
 

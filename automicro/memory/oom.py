@@ -287,7 +287,7 @@ def once_more(work: Callable[[], T], device: torch.device | str | None = None, *
         if classify(failure) is not Failure.RETRYABLE:
             raise failure
         logger.warning(
-            "automicro: out of memory while %s (%s): memory is freed, and it is tried once more",
+            "automicro: out of memory while %s (%s): freeing memory and retrying once",
             doing,
             first_line(failure),
         )
@@ -301,9 +301,9 @@ def once_more(work: Callable[[], T], device: torch.device | str | None = None, *
         if classify(error) is Failure.RETRYABLE:
             add_note(
                 error,
-                f"automicro: memory ran out while {doing}, also after all that could be had was "
-                "given back. No smaller microbatch helps there; free memory, or hold the batch on "
-                "the host",
+                f"automicro: out of memory while {doing}, even after all free memory was "
+                "released. A smaller microbatch does not help here; free memory, or keep the "
+                "batch on the host",
             )
         raise
 

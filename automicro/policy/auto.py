@@ -243,8 +243,8 @@ class Halving(Policy):
         self.multiple_of = require_size(multiple_of, name="multiple_of")
         if max_microbatch_size is not None and max_microbatch_size < self.multiple_of:
             raise ValueError(
-                f"max_microbatch_size={max_microbatch_size} is below multiple_of={multiple_of}: no "
-                f"size can be both; raise the one or lower the other"
+                f"max_microbatch_size={max_microbatch_size} is below multiple_of={multiple_of}, "
+                "so no size is allowed. Raise max_microbatch_size, or lower multiple_of"
             )
         self._initial, self._refine, self._max = initial, refine, max_microbatch_size
         self._learned = Learned(start=None if initial is None else [int(initial), None])
@@ -518,7 +518,7 @@ class Halving(Policy):
             _keep(known.failures, key, point)
         if known.ceiling < self.multiple_of <= rows:
             logger.warning(
-                "automicro: %d rows do not fit: sizes are not multiples of multiple_of=%d now",
+                "automicro: %d rows do not fit: sizes are no longer multiples of multiple_of=%d",
                 rows,
                 self.multiple_of,
             )

@@ -30,35 +30,35 @@ def make_policy(
 
             return Halving()
         if microbatch_size != "explore":
-            raise ValueError(f"{name}={microbatch_size!r} means nothing: {accepted}")
+            raise ValueError(f"{name}={microbatch_size!r} is not a size: {accepted}")
         from automicro.policy.explore import Explore
 
         policy = Explore()
     # A class has all the methods of a policy, but there is no instance to call them on.
     elif isinstance(microbatch_size, type):
         raise TypeError(
-            f"{name} is the class {microbatch_size.__name__} and not a policy: "
-            f"say {microbatch_size.__name__}(...)"
+            f"{name} is the class {microbatch_size.__name__}, not an instance: pass "
+            f"{microbatch_size.__name__}(...)"
         )
     elif isinstance(microbatch_size, Policy):
         policy = microbatch_size
     elif hasattr(microbatch_size, "propose"):
         raise TypeError(
-            f"{name} is a {type(microbatch_size).__name__} that proposes sizes and is no Policy: "
-            "derive its class from automicro.Policy, which has defaults for the rest"
+            f"{name} is a {type(microbatch_size).__name__}, which proposes sizes but is not a "
+            "Policy. Derive its class from automicro.Policy, which has defaults for the rest"
         )
     else:
         try:
             return Fixed(require_size(microbatch_size, name=name))
         except (TypeError, ValueError) as error:
             # This lists all accepted values, which the function that checks rows does not know.
-            raise type(error)(f"{name}={microbatch_size!r} is no size: {accepted}") from None
+            raise type(error)(f"{name}={microbatch_size!r} is not a size: {accepted}") from None
     # Results would not repeat if the clock decided sizes.
     if policy.explores and repeatable:
         raise ValueError(
-            f"{name}={microbatch_size!r} finds sizes by the clock, and repeatable=True asks for "
-            "the same each time; leave repeatable out, or give the size that it found, as in "
-            f"{name}=16"
+            f"{name}={microbatch_size!r} chooses sizes by measured time, so they differ from "
+            "run to run, but repeatable=True was given. Leave repeatable out, or give the size "
+            f"that was found, as in {name}=16"
         )
     return policy
 

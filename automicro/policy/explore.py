@@ -41,8 +41,8 @@ SURE = 95
 MOST_STEPS = 60
 
 _AVERAGES = (
-    "layers average over the rows of a microbatch (BatchNorm), so sizes are no "
-    'matter of time alone; batchnorm="ignore" accepts that'
+    "BatchNorm averages over the rows of a microbatch, so its size changes results as well as "
+    'speed; batchnorm="ignore" accepts that'
 )
 
 
@@ -103,8 +103,8 @@ class Explore(Ladder):
         self._max_steps = require_size(max_steps, name="max_steps")
         if max_minutes is not None and not 0 < max_minutes < math.inf:
             raise ValueError(
-                f"max_minutes is {max_minutes}, but exploring takes time: give a positive number, "
-                "or None to bound it by max_steps alone"
+                f"max_minutes is {max_minutes}, but exploring takes time: give a positive "
+                "number, or None to be limited by max_steps only"
             )
         self._max_minutes = max_minutes
         sizes = Halving(

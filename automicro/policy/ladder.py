@@ -46,8 +46,8 @@ class Ladder(Policy):
     def __init__(self, policy: Policy, levels: Sequence[str]) -> None:
         if not levels or len(set(levels)) < len(levels):
             raise ValueError(
-                f"levels are {list(levels)}, but each of them needs a name of its own: give that "
-                'of level 0 first, as in ["plain", "recompute"]'
+                f"levels are {list(levels)}, but each level needs a unique name: start with the "
+                'name of level 0, as in ["plain", "recompute"]'
             )
         try:
             self._policies = [policy, *(copy.deepcopy(policy) for _ in levels[1:])]

@@ -344,8 +344,8 @@ def require_kind(state: dict[str, Any], policy: object) -> None:
     kind = type(policy).__name__
     if state.get("kind") != kind:
         raise ValueError(
-            f"a {kind} policy cannot take over the state of {state.get('kind', 'no known')!r}: "
-            f"use the policy that wrote it, or leave the policy's state out"
+            f"a {kind} policy cannot load the state of {state.get('kind', 'no known')!r}: use "
+            "the policy that wrote it, or leave the policy's state out"
         )
 
 

@@ -19,9 +19,9 @@ from numpy.typing import NDArray
 Array = NDArray[np.float64]
 Value = float | str
 Arm = tuple[Value, ...]
-"""A choice: a word, which has no neighbours, or a positive number, which has."""
+"""A choice: a word, which has no neighbours, or a positive number, which has neighbours."""
 Measurement = tuple[Arm, float, int, float]
-"""A step: its arm, seconds per unit of work, its number, what a unit is like (a row's length)."""
+"""A step: its arm, its seconds per unit of work, its number, the length of a row in it."""
 
 # An arm within this share of the best is as good as the best.
 TOLERANCE = 0.01

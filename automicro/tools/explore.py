@@ -124,7 +124,7 @@ class ExploreReport:
         if self.phase == "train":
             does = "divides {} rows"
             if self.batch_rows % self.microbatch_size:
-                does = "does not divide {} rows; the nearest that it does is {}"
+                does = "does not divide {} rows; the nearest multiple of it is {}"
             lines.append(f"global batch: it {does.format(self.batch_rows, self.global_batch)}")
         return "\n".join([*lines, *self.notes])
 
@@ -174,8 +174,8 @@ def explore(
     """
     for name in {*_SIZES, "when_too_large"} & options.keys():
         raise TypeError(
-            f"explore() looks for sizes itself, at the plain level: leave {name} out, and let the "
-            'run find sizes and levels with microbatch_size="explore"'
+            f"explore() chooses sizes itself, and only at the plain level: leave {name} out. To "
+            'find sizes and levels during a run, use microbatch_size="explore"'
         )
     policy = Explore(max_steps=max_steps, max_minutes=max_minutes)
     start, told = time.monotonic(), Exploration(microbatch_size=1, ended="nothing else to try")
@@ -208,8 +208,8 @@ def explore(
             microbatcher.release_reservation()
     for name in [] if evaluate else find_batchnorm(model)[:1]:
         pool.notes.append(
-            f"{name!r} averages over the rows of a microbatch (BatchNorm): its size changes what "
-            "is trained, and not only how fast"
+            f"{name!r} averages over the rows of a microbatch (BatchNorm), so the microbatch "
+            "size changes results as well as speed"
         )
     measured = _measured(policy, told, peaks)
     size = told.microbatch_size
@@ -274,12 +274,12 @@ class _Pool:
             self.rows, rows = first, self.batch_rows
             self.notes.append(
                 f"batches of the loader cannot be pooled ({str(error).splitlines()[0]}), so no "
-                f"size above {self.batch_rows} rows was tried; batches of one length can be"
+                f"size above {self.batch_rows} rows was tried; give batches of one length"
             )
         if rows > wanted:
             self.rows = layout.split(self.rows, [wanted, rows - wanted])[0]
         elif rows < wanted and not self.notes:
-            self.notes.append(f"the data have {rows} rows to pool, so no larger size was tried")
+            self.notes.append(f"only {rows} rows could be pooled, so no larger size was tried")
 
 
 def _joined(parts: Sequence[Any], layout: BatchLayout) -> Any:

@@ -73,8 +73,8 @@ def speed_and_memory(points: Iterable[Point], *, chosen: int | None = None) -> "
     count = bool(speeds) + bool(peaks)
     if not count or points[0][0] < 1:
         raise ValueError(
-            f"{len(points)} points cannot be drawn: give sizes of at least 1 row, with the speed "
-            "or the peak of one at least"
+            f"{len(points)} points cannot be drawn: give sizes of at least 1 row, and the speed "
+            "or the peak of at least one of them"
         )
     figure = new_figure(height=0.6 + 2.4 * count)
     figure.suptitle("Speed and memory by microbatch size")

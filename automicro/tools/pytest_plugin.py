@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 _WHOLE = sys.maxsize  # rows of a microbatch that is never cut
 _OURS = str(Path(__file__).parents[1])
 _HOW = (
-    "return (model, batch), or a mapping with 'model', 'batch' and further arguments of "
+    "return (model, batch), or a mapping with 'model', 'batch' and other arguments of "
     "automicro.plan such as 'loss_fn' and 'optimizer'"
 )
 
@@ -55,9 +55,8 @@ def assert_fits(model: Any, batch: Any, memory: Any = None, **options: Any) -> "
 
     if memory is None and options.get("device", "cuda") in ("cuda", "cpu"):
         raise ValueError(
-            "nothing says how much memory there is; give it, as in memory='24GiB', or name a "
-            "device in its place, as in device='a100-80gb' (automicro plan --device help lists "
-            "them)"
+            "the amount of memory is not known. Give it, as in memory='24GiB', or name a "
+            "device, as in device='a100-80gb' (automicro plan --device help lists them)"
         )
     whole: dict[str, Any] = {"microbatch_size": _WHOLE} if options.pop("whole", False) else {}
     try:
@@ -85,8 +84,8 @@ def pytest_configure(config: pytest.Config) -> None:
     # With --strict-markers, pytest refuses markers that are not registered.
     config.addinivalue_line(
         "markers",
-        "fits(memory=None, **options): the test returns a model and a batch, of which a training "
-        "step has to fit, planned without a GPU; options are those of automicro.plan",
+        "fits(memory=None, **options): check that a training step of the returned model and "
+        "batch fits, planned without a GPU; options are those of automicro.plan",
     )
 
 
@@ -96,8 +95,8 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     is_unittest = cls is not None and issubclass(cls, unittest.TestCase)
     if is_unittest and item.get_closest_marker("fits") is not None:
         raise pytest.UsageError(
-            f"{item.nodeid} is marked with fits, and unittest drops what its tests return: make "
-            "it a function of its own, or call assert_fits in it"
+            f"{item.nodeid} is marked with fits, but unittest drops the values that its tests "
+            "return: make it a plain function, or call assert_fits in it"
         )
 
 

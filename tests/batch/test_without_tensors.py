@@ -296,4 +296,4 @@ def test_running_out_of_memory_while_a_batch_is_read_is_tried_once_more(
     finally:
         Table.failures = 0
     assert f"out of memory while {what}" in caplog.text
-    assert "tried once more" in caplog.text
+    assert "retrying once" in caplog.text

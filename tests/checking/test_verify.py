@@ -270,7 +270,7 @@ def test_the_worst_parameter_is_named() -> None:
 
 
 def test_a_loss_that_cannot_be_used_is_an_error() -> None:
-    with pytest.raises(LossError, match="must be one number"):
+    with pytest.raises(LossError, match="must be a single number"):
         verify(Mlp(), (x(), y()), loss_fn=nn.CrossEntropyLoss(reduction="none"))
 
 

@@ -42,7 +42,7 @@ class Table:
 def test_columns_of_tables() -> None:
     assert read_lengths("seconds", Table()).tolist() == [1.5, 2.0]
     assert read_lengths("ids", Table()).tolist() == [3.0, 1.0]
-    with pytest.raises(ValueError, match=r"no column of the data set \(Table has seconds, ids;"):
+    with pytest.raises(ValueError, match=r"not a column of the data set \(Table has seconds, ids;"):
         read_lengths("minutes", Table())
 
 
@@ -66,15 +66,15 @@ def test_files(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("lengths", "dataset", "words"),
     [
-        ([1.0, -2.0], None, "has -2.0 at row 1 (1 rows are like that)"),
+        ([1.0, -2.0], None, "has -2.0 at row 1 (one of 1 such rows)"),
         ([1.0, float("nan")], None, "has nan at row 1"),
-        ([1.0], ROWS, "has 1 numbers, and the data set has 2 rows"),
+        ([1.0], ROWS, "has 1 numbers, but the data set has 2 rows"),
         ([[1.0, 2.0]], None, "has the shape (1, 2)"),
-        ("minutes", ROWS, "is no column of the data set (list has rows without it"),
+        ("minutes", ROWS, "is not a column of the data set (list has rows without it"),
         ("minutes", None, "is a column's name: give the dataset"),
         (len, None, "is a function of a row: give the dataset"),
         ("no/such.npy", None, "cannot be read"),
-        (Path("rows.parquet"), ROWS, "is no column of the data set"),
+        (Path("rows.parquet"), ROWS, "is not a column of the data set"),
     ],
 )
 def test_what_is_wrong_is_said(lengths: Any, dataset: Any, words: str) -> None:

@@ -255,7 +255,7 @@ def test_a_loader_keeps_what_it_has_but_its_batches() -> None:
     assert list(other) == [5, 1]
     assert (other.batch_size, other.drop_last) == (None, False)
     assert list(loader) == [4]
-    with pytest.raises(TypeError, match=r"rows of \[1, 2\] cannot be chosen"):
+    with pytest.raises(TypeError, match=r"\[1, 2\] cannot be sampled by length"):
         with_batch_sampler([1, 2], sampler)
     with pytest.raises(TypeError, match="batch_size=None"):
         with_batch_sampler(DataLoader(rows, batch_size=None), sampler)
@@ -281,13 +281,13 @@ def test_a_position_of_other_lengths_or_options_is_refused() -> None:
         LengthBatchSampler(range(8), mode="fixed", batch_size=2),
         LengthBatchSampler(mode="duration", lengths=[1] * 9, batch_length=2),
     ):
-        with pytest.raises(CheckpointError, match="of other lengths or options"):
+        with pytest.raises(CheckpointError, match="with other lengths or options"):
             other.load_state_dict(saved)
 
 
 def test_fewer_rows_than_ranks_are_refused() -> None:
     sampler = LengthBatchSampler(range(3), mode="fixed", batch_size=1, rank=0, world_size=4)
-    with pytest.raises(ValueError, match="3 rows cannot be shared among 4 ranks"):
+    with pytest.raises(ValueError, match="3 rows cannot be divided among 4 ranks"):
         len(sampler)
 
 
@@ -295,10 +295,10 @@ def test_fewer_rows_than_ranks_are_refused() -> None:
     ("options", "words"),
     [
         ({"mode": "2d"}, "mode='2d' is not known; use one of fixed, duration, 1D-bucketing"),
-        ({"mode": "fixed"}, "mode='fixed' needs batch_size, may have nothing else"),
+        ({"mode": "fixed"}, "mode='fixed' needs batch_size, accepts nothing else"),
         (
             {"mode": "fixed", "batch_size": 2, "batch_cost": 1},
-            "and was given batch_size, batch_cost: give",
+            "but got batch_size, batch_cost: give",
         ),
         ({"mode": "duration", "batch_length": 5}, "needs lengths, batch_length"),
         (
@@ -315,17 +315,17 @@ def test_fewer_rows_than_ranks_are_refused() -> None:
         ),
         (
             {"mode": "1D-bucketing", "lengths": [1], "batch_size": [5], "bucket_edges": [3]},
-            "and for what is longer (2 here)",
+            "and one for longer rows (2 here)",
         ),
         ({"mode": "fixed", "batch_size": [1, 2]}, "give one, or in mode='1D-bucketing' one"),
         ({"mode": "fixed", "batch_size": 0}, "batch_size=0 must be at least 1"),
         (
             {"mode": "fixed", "batch_size": 2, "bucket_edges": [1]},
-            "and was given batch_size, bucket_edges",
+            "but got batch_size, bucket_edges",
         ),
         (
             {"mode": "fixed", "batch_size": 2, "num_buckets": 3},
-            "and was given batch_size, num_buckets",
+            "but got batch_size, num_buckets",
         ),
         (
             {"mode": "1D-bucketing-dyn", "lengths": [1], "batch_size": 2, "num_buckets": [1, 2]},
@@ -345,8 +345,8 @@ def test_fewer_rows_than_ranks_are_refused() -> None:
             "batch_length=-1 must be above 0",
         ),
         ({"mode": "fixed", "batch_size": 2, "rank": 1}, "give both, or neither"),
-        ({"mode": "fixed", "batch_size": 2, "rank": 2, "world_size": 2}, "none of 2 ranks"),
-        ({"mode": "fixed", "batch_size": 2, "unit": "seconds"}, "of lengths that were not given"),
+        ({"mode": "fixed", "batch_size": 2, "rank": 2, "world_size": 2}, "=2 of 2 ranks"),
+        ({"mode": "fixed", "batch_size": 2, "unit": "seconds"}, "unit='seconds' needs lengths"),
         (
             {"mode": "duration", "lengths": [1], "batch_length": 1, "unit": "h"},
             "unit='h' is not known; use one of sec",

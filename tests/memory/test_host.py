@@ -211,10 +211,10 @@ def test_an_allocator_that_was_plugged_in_is_named(mocker, caplog) -> None:
     reset_peak("cuda:6")
     assert [each.getMessage() for each in caplog.records] == [
         "automicro: the allocator of cuda:6 keeps no statistics (CUDAPluggableAllocator does not "
-        "yet support this): sizes are only halved there, and no memory is reported; use torch's "
-        "own allocator for more"
+        "yet support this), so sizes are only halved and no memory is reported. Use torch's own "
+        "allocator for both"
     ]
-    with pytest.raises(ValueError, match=r"allocator was plugged in.*use torch's own allocator"):
+    with pytest.raises(ValueError, match=r"pluggable allocator .*use torch's own allocator"):
         limit_memory("1MiB", "cuda:6")
 
 

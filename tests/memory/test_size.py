@@ -89,7 +89,7 @@ def test_a_share_that_cannot_be_is_refused(wrong: str) -> None:
 
 
 def test_a_share_needs_a_device_with_memory_of_its_own() -> None:
-    with pytest.raises(ValueError, match=r"'80%' is a share of a device, and cpu .* give bytes"):
+    with pytest.raises(ValueError, match=r"'80%' is a share of .*, but cpu .* Give bytes"):
         limit_bytes("80%", "cpu")
 
 

@@ -181,7 +181,7 @@ def test_a_remembered_level_is_where_it_starts() -> None:
 
 @pytest.mark.parametrize("levels", [[], ["plain", "plain"]])
 def test_levels_have_names(levels: list[str]) -> None:
-    with pytest.raises(ValueError, match="each of them needs a name of its own"):
+    with pytest.raises(ValueError, match="each level needs a unique name"):
         Ladder(Halving(), levels)
 
 

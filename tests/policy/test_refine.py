@@ -197,7 +197,7 @@ def test_below_multiple_of_sizes_go_on_with_a_warning(caplog: pytest.LogCaptureF
     with caplog.at_level(logging.WARNING):
         size, failed = run_batch(policy, 20, RESIDENT + 55)
     assert (size, failed) == (4, [20, 8])
-    assert "not multiples of multiple_of=8" in caplog.text
+    assert "no longer multiples of multiple_of=8" in caplog.text
 
 
 @pytest.mark.parametrize(

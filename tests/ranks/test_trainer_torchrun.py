@@ -207,7 +207,7 @@ def test_sigterm_on_one_rank_ends_all_after_the_same_batch(tmp_path: Path, rank:
     ("options", "end"),
     [
         (["checkpoint={interval: 2ba}"], "the same command with run_dir=runs/"),
-        ([], "the same command begins anew; with checkpoint={} it can go on"),
+        ([], "the same command starts over; with checkpoint={} it can resume"),
     ],
     ids=["with checkpoints", "without"],
 )
@@ -225,4 +225,4 @@ def test_who_outlives_a_killed_rank_says_it_whole_and_how_to_go_on(
     assert "rank 1 of 2 gone or stuck. A retry needs all ranks: " in line
     assert "failed attempt" not in line
     assert end in line
-    assert line.endswith("it can go on" if not options else "goes on from there")
+    assert line.endswith("it can resume" if not options else "resumes from there")

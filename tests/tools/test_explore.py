@@ -241,7 +241,7 @@ def report_of(**options: Any) -> ExploreReport:
 def test_the_report_says_which_global_batch_is_nearest() -> None:
     text = str(report_of())
     assert "microbatch_size: 48  (1.20x base of 64 rows, confidence 83, sure enough" in text
-    assert "it does not divide 64 rows; the nearest that it does is 48" in text
+    assert "it does not divide 64 rows; the nearest multiple of it is 48" in text
     assert "global batch: it divides 96 rows" in str(report_of(batch_rows=96))
     assert "eval_microbatch_size: 48" in str(report_of(phase="eval"))
     assert report_of().points == [(48, 100.0, 2048), (128, None, None)]
@@ -257,7 +257,7 @@ def test_the_report_says_which_global_batch_is_nearest() -> None:
         ({"max_minutes": -1}, ValueError, "max_minutes is -1, .*give a positive number"),
         ({"max_rows": 0}, ValueError, "max_rows"),
         ({"microbatch_size": 4}, TypeError, "leave microbatch_size out"),
-        ({"when_too_large": "auto"}, TypeError, "leave when_too_large out, and let the run"),
+        ({"when_too_large": "auto"}, TypeError, "leave when_too_large out. To find"),
         ({"nonsense": 4}, TypeError, "nonsense"),
     ],
 )

@@ -76,7 +76,7 @@ CASES = {
     "fits_a_device": ('device="a100-80gb", rows=32', None),
     "not_whole": ('"8MiB", whole=True', "the batch does not fit whole"),
     "no_row": ('"512KiB"', "Net does not fit: not even one row fits"),
-    "of_what": ("", "give it, as in memory='24GiB', or name a device"),
+    "of_what": ("", "Give it, as in memory='24GiB', or name a device"),
     "typo": ('"8MiB", row=4', "plan() has no argument 'row' (did you mean"),
     "unnamed": ('"8MiB", 32', "takes from 2 to 3 positional arguments but 4 were given"),
     "twice": ('"8MiB", memory=1', "got multiple values for argument 'memory'"),
@@ -142,7 +142,7 @@ class TestOld(unittest.TestCase):
     assert "automicro/tools/plan" not in done.stdout  # nor any other line of ours
     assert "returned NoneType; return (model, batch)" in done.stdout
     assert "has no argument 'optim' (did you mean 'optimizer'?)" in done.stdout
-    assert "unittest drops what its tests return" in done.stdout
+    assert "unittest drops the values that its tests return" in done.stdout
 
 
 def test_assert_fits_returns_the_plan_or_tells_it() -> None:

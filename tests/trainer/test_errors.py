@@ -97,7 +97,7 @@ def test_an_iterator_for_several_epochs_is_refused_before_anything_trains() -> N
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
-        ({"optimizer": [1, 2]}, TypeError, "a list of 2, and one .* with a Microbatcher for each"),
+        ({"optimizer": [1, 2]}, TypeError, "a list of 2, but each .* with a Microbatcher for each"),
         ({"optimizer": len}, TypeError, "optimizer is of type int, not a"),
         (
             {"optimizer": adam(nn.Linear(2, 2).parameters())},
@@ -111,7 +111,7 @@ def test_an_iterator_for_several_epochs_is_refused_before_anything_trains() -> N
             ValueError,
             "belongs to another optimizer",
         ),
-        ({"max_duration": "1e2ba"}, ValueError, "write it like '2ep', '500ba', '10000sp'"),
+        ({"max_duration": "1e2ba"}, ValueError, "write a positive whole number of epochs"),
         ({"grad_clip_norm": 0}, ValueError, "grad_clip_norm=0 must be above 0"),
         ({"grad_clip_norm": "1"}, TypeError, "grad_clip_norm is '1', not a number"),
         ({"device": "nowhere"}, ValueError, "device='nowhere' cannot be used here"),

@@ -177,7 +177,7 @@ def test_several_loaders_without_names_are_refused_at_once() -> None:
     [
         ("60sec", "limit in time, pass max_time="),
         ("1h", "limit in time, pass max_time="),
-        (1, "has no unit; say '1ep'"),
+        (1, "has no unit: write '1ep'"),
     ],
 )
 def test_an_interval_that_counts_otherwise_is_answered(given: Any, hint: str) -> None:

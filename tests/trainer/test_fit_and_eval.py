@@ -26,8 +26,8 @@ def test_a_saved_run_has_its_duration_from_the_start(tmp_path: Any) -> None:
     ("duration", "error", "message"),
     [
         (make_loader(), TypeError, "was given a DataLoader; give a loader to the Trainer"),
-        (2, TypeError, "duration=2 has no unit; say '2ep'"),
-        ("0.5dur", ValueError, "'0.5dur' is not a whole number of epochs"),
+        (2, TypeError, "duration=2 has no unit: write '2ep'"),
+        ("0.5dur", ValueError, "'0.5dur' is not a duration"),
     ],
 )
 def test_what_is_no_duration_is_answered(

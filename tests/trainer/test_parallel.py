@@ -276,5 +276,5 @@ def test_an_unknown_way_to_be_parallel_is_refused() -> None:
 def test_the_global_batch_is_divided_by_processes() -> None:
     config = load_config("configs/digits.yaml", num_devices=4)
     assert config.train_dataloader["args"]["batch_size"] == 128
-    with pytest.raises(ConfigError, match="512 cannot give each of 3 × 1"):
+    with pytest.raises(ConfigError, match="512 cannot be divided into 3 × 1"):
         load_config("configs/digits.yaml", num_devices=3)

@@ -33,7 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="PATTERN",
         nargs="?",
         const="*",
-        help="list every key with type, default and meaning, or those that match: part of a "
+        help="list every key with type, default and meaning, or only those that match: part of a "
         "name, or a pattern such as '*_size'",
     )
     parser.add_argument("--template", action="store_true", help="print a config to start with")

@@ -18,9 +18,9 @@ from automicro.errors import ConfigError, describe_error
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments."""
-    parser.add_argument("file", metavar="FILE", type=Path, help="what the failure left")
+    parser.add_argument("file", metavar="FILE", type=Path, help="a snapshot, a report or a log")
     parser.add_argument(
-        "--memory", metavar="BYTES", help="of the device, where FILE does not say it, such as 24GiB"
+        "--memory", metavar="BYTES", help="of the device, such as 24GiB, if FILE lacks it"
     )
 
 
@@ -31,7 +31,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     path: Path = arguments.file
     if not path.is_file():
-        raise ConfigError(f"there is no file {str(path)!r}: give one that a failure has left")
+        raise ConfigError(f"there is no file {str(path)!r}: give the snapshot, report or log")
     try:
         memory = None if arguments.memory is None else parse_bytes(arguments.memory)
         diagnosis = diagnose(path, memory=memory)

@@ -19,7 +19,7 @@ UNUSED = frozenset({"scheduler", "checkpoint", *LISTS})
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments."""
     parser.add_argument(
-        "--eval", action="store_true", help="measure evaluations, on eval_dataloader"
+        "--eval", action="store_true", help="measure evaluation, on eval_dataloader"
     )
     parser.add_argument(
         "--max-steps",
@@ -33,7 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--max-rows",
         type=whole_number,
         metavar="N",
-        help="of a microbatch (default: of four batches)",
+        help="most rows of a microbatch (default: those of four batches)",
     )
     parser.add_argument(
         "--picture",
@@ -72,9 +72,9 @@ def run(arguments: argparse.Namespace) -> int:
             unit = recipe.config.microbatch_unit
             if unit != ROWS:
                 raise mistake(
-                    f"microbatch_unit={unit}: explore measures numbers of rows, "
-                    "and slices of a budget are packed for the least time already; leave the size "
-                    "to microbatch_size=auto, or explore with microbatch_unit=rows",
+                    f"microbatch_unit={unit} packs slices for the least time already, but "
+                    "explore compares numbers of rows. Leave the size to microbatch_size=auto, "
+                    "or explore with microbatch_unit=rows",
                     "microbatch_unit",
                 )
             model, options = make_computation(recipe)

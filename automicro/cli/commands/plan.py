@@ -25,30 +25,30 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--memory",
         metavar="BYTES",
-        help="what tensors may take, such as 24GiB; of a --device, that much in place of all",
+        help="memory for tensors, such as 24GiB; with --device, a part of its memory",
     )
     parser.add_argument(
         "--device",
         default=None,
         metavar="NAME",
-        help="whose memory is known, such as a100-80gb; --device help lists them",
+        help="a device whose memory is known, such as a100-80gb; --device help lists them",
     )
     parser.add_argument(
         "--ranks",
         type=whole_number,
         default=1,
         metavar="N",
-        help="on which parameters, gradients and optimizer state are sharded; rows and bytes are "
-        "those of one rank",
+        help="number of ranks that shard parameters, gradients and optimizer state; rows and "
+        "bytes are those of one rank",
     )
     parser.add_argument(
         "--rows",
         type=whole_number,
         metavar="N",
-        help="of the batch, if not those of the training data's",
+        help="rows of the batch (default: those of the training data)",
     )
     parser.add_argument(
-        "--eval", action="store_true", help="plan the forward of an evaluation, not a training step"
+        "--eval", action="store_true", help="plan an evaluation instead of a training step"
     )
 
 
@@ -92,7 +92,7 @@ def run(arguments: argparse.Namespace) -> int:
             }
             data = recipe.make("train_dataloader")
         batch = first_batch(data)
-        with noting(lambda: "in planning, on the first batch of train_dataloader"):
+        with noting(lambda: "while planning, on the first batch of train_dataloader"):
             # The memory of a step does not depend on weights, so their file does not have to be
             # here.
             report = plan(partial(recipe.make_model, with_weights=False), batch, **options)
@@ -103,7 +103,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 _NOT_EXACT = (
-    "BatchNorm sees each microbatch alone; in the slices of batchnorm='exact' a batch takes other "
+    "BatchNorm averages over each microbatch; with batchnorm='exact', a batch needs different "
     "memory, which is not planned"
 )
 

@@ -66,14 +66,14 @@ def run(arguments: argparse.Namespace) -> int:
 def _with_config(path: Path, inputs: list[str]) -> list[str]:
     """Return the inputs, with the config next to the batch file if they name none."""
     if not path.is_file():
-        raise ConfigError(f"there is no file {str(path)!r}: give one that a run has left")
+        raise ConfigError(f"there is no file {str(path)!r}: give the failed batch of a run")
     if any(map(is_path, inputs)):
         return inputs
     beside = path.parent / "config.yaml"
     if not beside.is_file():
         raise ConfigError(
-            f"there is no config.yaml beside {path}: name the config of the run, as in automicro "
-            f"replay {path} job.yaml"
+            f"there is no config.yaml next to {path}: give the config of the run, as in "
+            f"automicro replay {path} job.yaml"
         )
     return [str(beside), *inputs]
 

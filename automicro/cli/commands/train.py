@@ -41,7 +41,7 @@ def run(arguments: argparse.Namespace) -> int:
                     run_dir.begin()
         if finished is not None:
             print(to_json(finished, indent=None if arguments.json else 2), file=results)
-            print(f"{config.run_dir} holds this run, trained to its end: nothing was left to do")
+            print(f"{config.run_dir} holds this run, which is complete: there is nothing to do")
             return 0
         if config.progress:
             print(to_yaml(loaded.written))
@@ -69,7 +69,7 @@ def _make(recipe: "Recipe") -> "tuple[nn.Module, Trainer]":
 
     folder, weights = goes_on_from(recipe.checkpoint), recipe.config.weights
     if folder is not None and weights is not None:
-        warn(f"weights={weights!r} is not used: the run goes on from checkpoints in {folder}")
+        warn(f"weights={weights!r} is not used: the run resumes from the checkpoints in {folder}")
     model = recipe.make_model(with_weights=folder is None)
     return model, recipe.make_trainer(model)
 

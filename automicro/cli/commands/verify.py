@@ -26,7 +26,7 @@ def run(arguments: argparse.Namespace) -> int:
             del options["device"]  # where the model is
             data = recipe.make("train_dataloader")
         batch = first_batch(data)
-        with noting(lambda: "in verification, on the first batch of train_dataloader"):
+        with noting(lambda: "while verifying, on the first batch of train_dataloader"):
             report = verify(model, batch, **options)
         print(report)
         # YAML cannot hold a lambda.

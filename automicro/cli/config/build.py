@@ -120,8 +120,8 @@ def _make_checkpoint(config: RunConfig) -> CheckpointConfig | None:
     values = config.checkpoint
     if values is not None and values["folder"] is None:
         raise ConfigError(
-            "checkpoint.folder is missing: give a folder such as checkpoints, or run_dir, where "
-            "they lie in checkpoints then"
+            "checkpoint.folder is missing: give a folder such as checkpoints, or give run_dir, "
+            "which then holds the folder checkpoints"
         )
     return None if values is None else CheckpointConfig(**values)
 
@@ -170,8 +170,8 @@ def _checking(make: Callable[[], Any], call: str, key: str) -> Callable[..., Any
         is_rows = isinstance(found, Dataset) and not isinstance(found, IterableDataset)
         if found is None or is_rows:
             raise ConfigError(
-                f"{key}: {call} returned {'None' if found is None else 'a dataset'}, which gives "
-                "no batches: return a torch.utils.data.DataLoader"
+                f"{key}: {call} returned {'None' if found is None else 'a dataset'}, which "
+                "yields no batches: return a torch.utils.data.DataLoader"
             )
         return found
 
@@ -213,9 +213,9 @@ def _check_batch_size(config: RunConfig, loader: Any) -> None:
     )
     if loaded != wanted:
         raise ConfigError(
-            f"global_batch_size={rows} is {wanted} rows a time on each device, and "
-            f"train_dataloader loads {loaded}: write batch_size: ${{global_batch_size}} among its "
-            f"args, or leave global_batch_size out"
+            f"global_batch_size={rows} needs batches of {wanted} rows on each device, but "
+            f"train_dataloader loads {loaded}. Write batch_size: ${{global_batch_size}} among "
+            "its args, or leave global_batch_size out"
         )
 
 
@@ -237,8 +237,8 @@ def _check_weights_file(path: str | os.PathLike[str]) -> None:
     """Refuse a path that does not exist."""
     if not Path(path).exists():
         raise ConfigError(
-            f"weights={str(path)!r}: there is no such file or folder: give a path from the folder "
-            f"where the command is started, such as runs/first/weights.pt or runs/first/checkpoints"
+            f"weights={str(path)!r} does not exist. Give a path that starts from the current "
+            "folder, such as runs/first/weights.pt or runs/first/checkpoints"
         )
 
 
@@ -262,13 +262,13 @@ def load_weights(model: nn.Module, path: str | os.PathLike[str]) -> None:
     # Torch's message recommends running the code in the file.
     except pickle.UnpicklingError as error:
         raise ConfigError(
-            f"{said} is damaged, or holds objects that would run code when they are read: {SAVE}"
+            f"{said} is damaged, or holds objects that could run code when they are loaded: {SAVE}"
         ) from error
     except (LookupError, OSError, EOFError, RuntimeError, TypeError, ValueError) as error:
         # The first of several lines of torch's message has only the name of the class.
         lines = str(error).splitlines()
         why = shorten(" ".join(lines[1:] or lines), _SHORT, placeholder=" …")
         raise ConfigError(
-            f"{said} does not fit the {type(model).__name__} ({why}): give weights of this very "
+            f"{said} does not fit the {type(model).__name__} ({why}): give weights of the same "
             f"model; {SAVE}"
         ) from error

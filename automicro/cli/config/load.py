@@ -54,8 +54,8 @@ def _resolved(tree: Tree, key: str) -> Any:
         unknown = missing[1] if missing and missing[1] not in KEYS else None
         hint = suggestion(unknown, [*values, *KEYS]) if unknown else ""
         raise mistake(
-            f"{where}={values.get(where)}: {first_line(error)}{hint}: correct it; there are "
-            f"${{key}} from the top level, ${{oc.env:NAME,default}} and ${{now:%Y-%m-%d}}",
+            f"{where}={values.get(where)}: {first_line(error)}{hint}: correct it. Use ${{key}} "
+            f"from the top level, ${{oc.env:NAME,default}} or ${{now:%Y-%m-%d}}",
             where,
         ) from error
 
@@ -100,16 +100,16 @@ def rows_to_load(
         size = read_accumulation(accumulate_batches)
         if not isinstance(size, int):
             raise ConfigError(
-                f"{key}={rows} says how large a batch is, and so does accumulate_batches="
-                f"{accumulate_batches!r}: leave one of them out"
+                f"{key}={rows} and accumulate_batches={accumulate_batches!r} both set the size "
+                "of a batch: leave one of them out"
             )
         accumulate_batches = size
     shares = num_devices * accumulate_batches
     each, rest = divmod(rows, shares)
     if rest or each < 1:
         raise ConfigError(
-            f"{key}={rows} cannot give each of {num_devices} × {accumulate_batches} shares "
-            "(devices × accumulate_batches) as many rows, at least 1: give a multiple of "
+            f"{key}={rows} cannot be divided into {num_devices} × {accumulate_batches} equal "
+            "shares (devices × accumulate_batches) of at least 1 row: give a multiple of "
             f"{shares}, such as {max(each, 1) * shares}"
         )
     return each

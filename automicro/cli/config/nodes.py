@@ -259,7 +259,7 @@ def _missing(parent: Any, before: str, part: str, path: str) -> str:
                     "whole path"
                 )
     hint = suggestion(part, [each.name for each in pkgutil.iter_modules()])
-    return f"there is no module {part!r}{hint}: install it, or put it beside the config"
+    return f"there is no module {part!r}{hint}: install it, or put it next to the config"
 
 
 def _is_decimal(target: Callable[..., Any], name: str) -> bool:
@@ -291,8 +291,8 @@ def _check_arguments(
     for each in parameters:
         if isinstance(args.get(each.name), bool) and _is_decimal(target, each.name):
             raise mistake(
-                f"{key}.args.{each.name} is {show(args[each.name])}, and {call} takes a number "
-                "there: write one; YAML reads yes, no, on and off as true or false",
+                f"{key}.args.{each.name} is {show(args[each.name])}, but {call} expects a "
+                "number. Write a number; YAML reads yes, no, on and off as true or false",
                 f"{key}.args.{each.name}",
             )
     try:
@@ -302,14 +302,14 @@ def _check_arguments(
         takes_any = inspect.Parameter.VAR_KEYWORD in kinds
         unknown = [] if takes_any else [name for name in args if name not in names]
         hints = ", ".join(f"{name!r}{suggestion(name, names)}" for name in unknown)
-        why = f"takes no argument {hints}" if unknown else f"cannot be called like this, {error}"
+        why = f"takes no argument {hints}" if unknown else f"cannot be called like this ({error})"
         handed = f" after {first[0]}" if first else ""
         said = f"{key}: {call} {why}: {known}{handed}"
         option = OPTIONS.get(key.partition(".")[0], Option())
         if not isinstance(target, type) and option.made == "function":
             said += (
-                f"; call has to return the function, and for {call} itself write {key}: "
-                f"{{call: pkgutil.resolve_name, args: {{name: {call}}}}}"
+                f"; call has to return the function. To use {call} itself, write {key}: {{call: "
+                f"pkgutil.resolve_name, args: {{name: {call}}}}}"
             )
         where = [f"{key}.args.{name}" for name in unknown] or [f"{key}.call"]
         raise mistake(said, *where) from None

@@ -157,7 +157,7 @@ SECTIONS: Mapping[str, tuple[type, type]] = {
     "checkpoint": (CheckpointConfig, CheckpointConfig),
     "sampling_mode": (LengthBatchSampler, SamplingConfig),
 }
-"""Keys that hold further keys: what takes these, and what documents them."""
+"""Keys with nested keys: the class that they are passed to, and the class that documents them."""
 
 # Additional modules would have to be shared with the forward, and words stand for features. The run
 # provides the dataset and rank of a sampler.
@@ -288,12 +288,12 @@ def wrong_type(key: str, value: object, kind: str) -> ConfigError:
 
 
 At = Callable[..., AbstractContextManager[None]]
-"""Entered around what is about some keys: `about` lets the first mistake out, others collect."""
+"""A context for code that checks keys: `about` raises the first mistake, others collect them."""
 
 LOSS_AVERAGES = ("auto", "samples", "tokens", "none")
 NO_KEYS_OF_ITS_OWN = (
-    "a config has no keys of its own, and automicro config --keys lists all that there are; refer "
-    "to a value where it stands, as ${model.args.width}, or take it from the environment with "
+    "a config cannot define new keys; automicro config --keys lists all keys. Refer to a value "
+    "where it is set, as in ${model.args.width}, or read it from the environment with "
     "${oc.env:NAME}"
 )
 FORMS = {

@@ -233,15 +233,15 @@ def _apply_override(tree: Tree, override: str) -> tuple[str, Any]:
     *way, last = key.split(".")
     if not all([*way, last, text.strip()]):
         raise ConfigError(
-            f"{name} is not key=value: write it so, such as optimizer.args.lr=0.001, seed=null for "
-            "none, or 'run_dir=\"\"' for an empty text"
+            f"{name} is not of the form key=value: write it like optimizer.args.lr=0.001, "
+            "seed=null for none, or 'run_dir=\"\"' for an empty text"
         )
     try:
         value = read_value(text)
     except ValueError as error:
         raise ConfigError(
-            f"{name} has a value that is not YAML ({error}): quote it as a whole for the shell, "
-            f"such as 'optimizer.args={{lr: 0.1}}'"
+            f"{name} has a value that is not YAML ({error}): quote the whole argument for the "
+            f"shell, as in 'optimizer.args={{lr: 0.1}}'"
         ) from error
     target: Any = tree
     for depth, part in enumerate([*way, last]):
@@ -251,8 +251,8 @@ def _apply_override(tree: Tree, override: str) -> tuple[str, Any]:
         elif not isinstance(target, dict):
             here = ".".join(way[:depth])
             raise ConfigError(
-                f"{name} goes below {here}, which is {target!r} and has no {part!r} in it: replace "
-                f"it as a whole with {here}=VALUE"
+                f"{name} cannot be set, because {here} is {target!r} and has no {part!r} in it. "
+                f"Replace all of it with {here}=VALUE"
             )
         if depth == len(way):
             target[place] = value

@@ -110,12 +110,12 @@ def _of_growth(holders: Sequence[Holder]) -> Iterator[Cause]:
             for each in growing[:3]
         )
         text = (
-            f"memory grew from batch to batch, by {format_bytes(more)} from the second backward "
-            f"pass to the last of {count}: {who}"
+            f"memory grew from batch to batch, by {format_bytes(more)} between the second and "
+            f"the last of {count} backward passes: {who}"
         )
         remedy = (
-            "let go of what each batch leaves: keep loss.item() or output.detach().cpu(), detach() "
-            "a state that is carried on, do without retain_graph, bound what is collected"
+            "free the tensors of each batch: keep loss.item() or output.detach().cpu(), detach() "
+            "a state that is carried over, leave out retain_graph, limit the length of lists"
         )
         yield _cause(GROWTH, more, text, (remedy, more), weight=_ENDLESS)
 
@@ -157,8 +157,8 @@ def _of_holder(holder: Holder) -> Cause:
     usual, num_bytes = max(holder.passes, default=0), holder.total_bytes - holder.growth
     is_long = len(holder.passes) > 1 and num_bytes >= 3 * usual > 0
     said = [f"took {_amount(holder)}"] * bool(holder.num_bytes)
-    said += [f"asked for {format_bytes(holder.failed_bytes)} more"] * bool(holder.failed_bytes)
-    said += [f"had at most {format_bytes(usual)} when earlier backward passes began"] * is_long
+    said += [f"requested {format_bytes(holder.failed_bytes)} more"] * bool(holder.failed_bytes)
+    said += [f"held at most {format_bytes(usual)} when earlier backward passes began"] * is_long
     weight = _UNNAMED if holder.kind == kinds.UNKNOWN else _DOUBTFUL if is_long else _EXPECTED
     text = f"{_named(holder)} {'; '.join(said)}"
     return _cause(holder.kind, num_bytes, text, *_remedies(holder, num_bytes), weight=weight)
@@ -167,37 +167,37 @@ def _of_holder(holder: Holder) -> Cause:
 def _remedies(holder: Holder, num_bytes: int) -> Iterator[tuple[str, int]]:
     owner, largest = holder.owner, max(holder.largest_bytes, holder.failed_bytes)
     if holder.kind == kinds.OPTIMIZER and owner.endswith(" (foreach)"):
-        how = "foreach=False or fused=True: its step copies less then"
+        how = "foreach=False or fused=True, so that its step copies less"
         yield f"give {owner[:-10]} {how}", num_bytes
     elif holder.kind == kinds.OPTIMIZER:
         # A quarter of 32-bit state remains.
-        yield "take an optimizer with state in 8 bits, or Adafactor", holder.num_bytes * 3 // 4
+        yield "use an optimizer with 8-bit state, or Adafactor", holder.num_bytes * 3 // 4
     if holder.kind == kinds.ACTIVATIONS and holder.count > 1:
         how = "in the backward (torch.utils.checkpoint), or use torch.no_grad() if none follows"
         yield f"recompute {owner} {how}: its largest tensor stays", num_bytes - largest
     if holder.kind in (kinds.ACTIVATIONS, kinds.TENSORS) and largest >= 0.4 * num_bytes:
-        how = "in pieces, or by a fused operation (scaled_dot_product_attention, a chunked loss)"
+        how = "in chunks, or with a fused operation (scaled_dot_product_attention, a chunked loss)"
         yield f"compute {owner} {how}: an eighth of its largest tensor stays", largest * 7 // 8
     if holder.kind == kinds.TENSORS:
-        yield f"keep on the host what {owner} makes, and move what a batch needs", holder.num_bytes
+        yield f"keep tensors of {owner} on the host, and move what a batch needs", holder.num_bytes
 
 
 def _of_device(device: Device) -> Iterator[Cause]:
     others, unused = device.others_bytes, device.unallocated_bytes
     if others > 0.1 * (device.capacity_bytes or 0):
         text = f"other processes, contexts and libraries held {format_bytes(others)}"
-        end = "end what else runs on the device (nvidia-smi lists it), or take another device"
+        end = "stop other processes on the device (nvidia-smi lists them), or use another device"
         yield _cause(OTHERS, others, text, (end, others), weight=_DOUBTFUL)
     if device.is_fragmented:
         largest = device.largest_free_bytes
         pieces = f" in pieces of at most {format_bytes(largest)}" if largest else ""
         text = (
-            f"fragmentation: {format_bytes(unused)} were reserved and unallocated{pieces}, and "
+            f"fragmentation: {format_bytes(unused)} were reserved but unallocated{pieces}, and "
             f"{format_bytes(device.requested_bytes or 0)} did not fit"
         )
         advice = "set PYTORCH_ALLOC_CONF=expandable_segments:True, which lets free pieces join"
         if device.is_expandable:
-            advice = "use few sizes: pad batches to few lengths, and allocate first what stays"
+            advice = "use few sizes: pad to few lengths, and allocate long-lived tensors first"
         weight = _UNEXPECTED if unused >= 0.25 * (device.reserved_bytes or 0) else _EXPECTED
         yield _cause(FRAGMENTATION, unused, text, (advice, unused), weight=weight)
 

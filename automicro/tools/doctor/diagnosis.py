@@ -18,9 +18,9 @@ _MOST_TEXT = 64 << 20  # bytes to read from the end of a log
 _MOST_HOLDERS = 12  # in the report
 _MESSAGE = re.compile(r"(?:CUDA|HIP|XPU|MPS backend|Simulated device) out of memory[^\n]*", re.I)
 _AMOUNT = r"([\d.]+ ?(?:[KMGT]i?B|bytes?))"
-_NO_HISTORY = "What grew shows in a history: torch.cuda.memory._record_memory_history()."
-_NO_SNAPSHOT = "Gradients, optimizer state and modules count whether they were there yet or not."
-_NO_OWNERS = "What held memory shows in a snapshot of torch, and in files of OutOfMemoryReport."
+_NO_HISTORY = "To find what grew, record a history with torch.cuda.memory._record_memory_history()."
+_NO_SNAPSHOT = "Gradients, optimizer state and modules are counted even if not allocated yet."
+_NO_OWNERS = "To find what held memory, give a snapshot of torch or a file of OutOfMemoryReport."
 
 
 class UnreadableFailureError(ValueError):
@@ -129,7 +129,7 @@ def diagnose(path: str | os.PathLike[str], *, memory: str | int | None = None) -
 
 
 _Read: TypeAlias = tuple[Mapping[str, Any], Device, Sequence[Holder], str]
-"""A report, which may be empty, the device, the holders, and what the file does not tell."""
+"""A report, which may be empty, the device, the holders, and a note on what the file lacks."""
 
 
 def _read(source: Path, capacity: int | None) -> _Read:
@@ -148,7 +148,7 @@ def _read(source: Path, capacity: int | None) -> _Read:
         return report, device, _holders_of(report, device), _NO_SNAPSHOT
     messages = _MESSAGE.findall(text)
     if not messages:
-        raise ValueError("it holds no message of an out-of-memory error")
+        raise ValueError("it contains no out-of-memory error")
     # The run might have continued after earlier failures.
     report = {"message": messages[-1]}
     return report, _device_of(report, capacity), [], _NO_OWNERS

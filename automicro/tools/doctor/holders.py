@@ -26,7 +26,7 @@ class Frame(NamedTuple):
 _ACTIONS = {"alloc": "alloc", "free_completed": "free", "oom": "oom"}
 
 Stack = tuple[Frame, ...]
-"""From the innermost frame to the outermost; empty where none was recorded."""
+"""From the innermost frame to the outermost; empty if none was recorded."""
 
 
 class Event(NamedTuple):
@@ -59,7 +59,7 @@ class _PlainUnpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         # A snapshot contains lists, dicts, numbers and text. A pickle that names anything else
         # might run code.
-        raise pickle.UnpicklingError(f"it names {module}.{name}, and a snapshot names nothing")
+        raise pickle.UnpicklingError(f"it imports {module}.{name}, but a snapshot imports nothing")
 
 
 def read_snapshot(path: Path) -> Snapshot:

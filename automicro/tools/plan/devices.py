@@ -11,7 +11,7 @@ from automicro.units import format_bytes, parse_bytes
 
 _GIB = 1 << 30
 CONTEXT_BYTES = 600 << 20
-"""Assumed, for the driver's context with kernels, cuBLAS and cuDNN loaded."""
+"""Assumed size of the driver's context, with kernels, cuBLAS and cuDNN loaded."""
 
 BEFORE_AMPERE = ("t4", "v100-16gb", "v100-32gb")
 """These have neither flash attention nor attention in bfloat16."""
@@ -51,16 +51,16 @@ def read_memory(memory: str | int | float | None, device: str) -> tuple[int | No
     usable = DEVICES.get(device)
     if usable is None and device not in ("cpu", "cuda"):
         raise ValueError(
-            f"device={device!r} is none of {', '.join(DEVICES)}; give one of these, 'cpu' or "
-            "'cuda', or the bytes of yours: memory='24GiB'"
+            f"device={device!r} is not known: give one of {', '.join(DEVICES)}, 'cpu' or "
+            "'cuda', or the memory of your device, as in memory='24GiB'"
         )
     if memory is None:
         return usable, device != "cpu"
     wanted = parse_bytes(memory)
     if usable is not None and wanted > usable:
         raise ValueError(
-            f"memory={memory!r} is more than the {format_bytes(usable)} that can be used of "
-            f"{device!r}; leave one of the two out"
+            f"memory={memory!r} exceeds the usable {format_bytes(usable)} of {device!r}. Leave "
+            "out memory or device"
         )
     return wanted, device != "cpu"
 

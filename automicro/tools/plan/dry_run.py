@@ -153,8 +153,8 @@ class DryRun:
             for name, module in root.named_modules():
                 if isinstance(module, torch.jit.ScriptModule):
                     raise UntraceableModelError(
-                        f"{name or 'the model'} is scripted or traced, and runs on data alone; "
-                        "pass the model with the module that it was made from"
+                        f"{name or 'the model'} is scripted or traced, so it runs only on data. "
+                        "Pass the model with the original module"
                     )
                 tensors = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
                 tensors += [each for each in vars(module).values() if isinstance(each, Tensor)]
@@ -165,21 +165,21 @@ class DryRun:
             return copy.deepcopy((list(roots), *functions), memo)
         except Exception as error:
             raise UntraceableModelError(
-                f"the model cannot be copied ({describe_error(error)}), and a plan never runs the "
-                "model itself; pass a function that makes it: plan(lambda: Model(…), …)"
+                f"the model cannot be copied ({describe_error(error)}), but a plan runs only "
+                "copies. Pass a function that makes the model: plan(lambda: Model(…), …)"
             ) from error
 
     def _stand_in(self, tensor: Tensor) -> Tensor:
         if is_uninitialized(tensor):
             raise UntraceableModelError(
-                "the model has lazy layers, whose parameters have no shape yet; run one batch "
-                "through it first, or give the layers their sizes"
+                "the model has lazy layers, whose parameters have no shape yet. Run one batch "
+                "through the model first, or give the layers their sizes"
             )
         if is_wrapper(type(tensor)) or tensor.layout is not torch.strided:
             raise UntraceableModelError(
                 f"the model holds a {type(tensor).__name__} of layout {tensor.layout}, which a "
-                "plan cannot stand in for; pass the model as it is before it is sharded or "
-                "quantized, and the shards as ranks=…"
+                "plan cannot simulate. Pass the model before it is sharded or quantized, and "
+                "the number of shards as ranks=…"
             )
         with self._mode:
             # With its strides, which determine the memory format of results computed from it.
@@ -249,8 +249,8 @@ class DryRun:
                 if isinstance(error, BatchError | LossError):
                     raise
                 raise UntraceableModelError(
-                    f"the model needs data to be run: {describe_error(error).splitlines()[0]}, "
-                    f"{_where(error)}; leave that out where automicro.is_extra_pass() is true, or "
+                    f"the forward needs real data: {describe_error(error).splitlines()[0]}, "
+                    f"{_where(error)}. Skip that code if automicro.is_extra_pass() is true, or "
                     "run one batch in a MemoryBudget and read its peak_bytes"
                 ) from error
         self.assumptions |= recorder.assumptions
@@ -364,8 +364,8 @@ class DryRun:
     def _moved(self, recorder: StepRecorder, tensor: Tensor) -> Tensor:
         if is_wrapper(type(tensor)) or tensor.layout is not torch.strided:
             raise UntraceableModelError(
-                f"the batch holds a {type(tensor).__name__} of layout {tensor.layout}, which has "
-                "no stand-in without data"
+                f"the batch holds a {type(tensor).__name__} of layout {tensor.layout}, which "
+                "cannot be simulated without data"
             )
         # The given batch is not counted: during a run, only one microbatch of it is on the device.
         recorder.ledger.place(tensor, [], on_host=True)
@@ -396,9 +396,9 @@ def _refuse_others(roots: Sequence[nn.Module], functions: Mapping[str, Any]) -> 
         if captured_modules(function):
             kind = type(captured_modules(function)[0]).__name__
             raise UntraceableModelError(
-                f"{name} holds on to a {kind} by a name of its own, so a copy of the model cannot "
-                "stand for it; let forward use the model that it is given, and let modules find "
-                "theirs in self"
+                f"{name} refers to a {kind} from outside, so a plan cannot replace it by a "
+                "copy. Let forward use the model that it receives, and let modules refer to "
+                "their submodules through self"
             )
 
 

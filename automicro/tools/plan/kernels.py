@@ -143,10 +143,8 @@ class StepRecorder(Recorder):
         self.ledger.write(self.hold(num_bytes, owner), -num_bytes)
 
 
-_FUSED = (
-    "attention by a GPU's fused kernels (flash, memory-efficient), which keep no matrix of scores"
-)
-_NOT_FUSED = "attention with whole matrices of scores, as a GPU has no fused kernel for {}"
+_FUSED = "attention by a GPU's fused kernels (flash, memory-efficient), which store no score matrix"
+_NOT_FUSED = "attention stores whole matrices of scores, because a GPU has no fused kernel for {}"
 _PADDED_TO = 8  # multiple for head sizes in flash attention, and for lengths of a mask
 _HALF = (torch.float16, torch.bfloat16)
 _Heads: TypeAlias = tuple[Tensor, Tensor, Tensor]  # queries, keys, values
@@ -173,14 +171,14 @@ def _lacks_efficient(given: _Heads, mask: Tensor | None) -> str:
     if not torch.backends.cuda.mem_efficient_sdp_enabled():  # type: ignore[no-untyped-call]
         return "what sdpa_kernel leaves"
     if not _is_dense(given) or (mask is not None and mask.stride(-1) != 1):
-        return "tensors other than of rows, heads, places and adjacent numbers"
+        return "tensors that are not of rows, heads, positions and contiguous features"
     if dtype not in (*_HALF, torch.float32):
         return str(dtype)
     if len({each.shape[:2] for each in given}) > 1:
         return f"fewer keys than queries in {dtype}{'' if mask is None else ' with a mask'}"
     alignment = 8 if dtype in _HALF else 4
     odd = [each.shape[-1] for each in given if each.shape[-1] % alignment]
-    return f"heads of {odd[0]} numbers in {dtype}" if odd else ""
+    return f"heads of size {odd[0]} in {dtype}" if odd else ""
 
 
 def _is_dense(given: _Heads) -> bool:

@@ -272,7 +272,7 @@ def plan(
         known = [*inspect.signature(plan).parameters, *_DEFAULTS]
         known.remove("options")
         raise TypeError(
-            f"plan() has no argument {name!r}{suggestion(name, known)}; there are "
+            f"plan() has no argument {name!r}{suggestion(name, known)}; its arguments are "
             f"{', '.join(known)}"
         )
     given: dict[str, Any] = {**_DEFAULTS, **options}

@@ -51,7 +51,7 @@ class LevelPlan:
         """Return a description of the microbatches of a batch and their memory."""
         need = format_bytes(self.needed_bytes)
         if not self.fits and self.microbatch_size == 1:
-            return f"not even one row fits, it needs {need}"
+            return f"not even one row fits: it needs {need}"
         cut = describe_cut(num_rows, self.microbatch_size, self.num_microbatches)
         return f"{cut} {rows} need {need}"
 
@@ -147,7 +147,7 @@ class PlanReport(LevelPlan):
                 most = dict(list(self.modules.items())[:_MOST_MODULES])
                 most["others"] = num_bytes - sum(most.values())
                 lines += [f"    {format_bytes(n):>26}  {name}" for name, n in most.items() if n]
-        lines += table([(self.margin_bytes, "margin, to be left free")])
+        lines += table([(self.margin_bytes, "margin to leave free")])
         if len(self.levels) > 1:
             lines.append("  at each level of when_too_large:")
         for level in self.levels if len(self.levels) > 1 else ():
@@ -180,7 +180,7 @@ class PlanReport(LevelPlan):
             words.append(f"at the level {self.level}")
         words += [f"{name} {size} at a time" for name, size in self.nested_sizes.items()]
         if self.ranks > 1:
-            words.append(f"sharded over {self.ranks} ranks (all figures are of one)")
+            words.append(f"sharded over {self.ranks} ranks (all figures are per rank)")
         return ", ".join([*words, _PLACES.get(self.device, f"on {self.device}")])
 
 

@@ -25,14 +25,14 @@ DOCS = Path(__file__).parents[3] / "docs" / "doctor.md"
 PLANTED = {
     "heavy": (60, "activations", "recompute heavy.py:25 (forward)"),
     "losses": (30, "growth", "keep loss.item()"),
-    "bank": (32, "growth", "bound what is collected"),
-    "gradients": (16, "growth", "let go of what each batch leaves"),
+    "bank": (32, "growth", "limit the length of lists"),
+    "gradients": (16, "growth", "free the tensors of each batch"),
     "pieces": (96, "fragmentation", "PYTORCH_ALLOC_CONF=expandable_segments:True"),
     "teacher": (60, "second model", "keep the model of teacher.py:11 (main) on the host"),
     "average": (40, "second model", "keep the model of average.py:13 (main) on the host"),
-    "state": (80, "optimizer state", "state in 8 bits"),
+    "state": (80, "optimizer state", "8-bit state"),
     "wide_step": (30, "optimizer state", "foreach=False or fused=True"),
-    "whole_data": (50, "other tensors", "keep on the host what whole_data.py:8 (main) makes"),
+    "whole_data": (50, "other tensors", "keep tensors of whole_data.py:8 (main) on the host"),
     "neighbour": (52, "other processes", "nvidia-smi"),
 }
 # No line is to blame, or the one that makes what grows is not the one that keeps it.
@@ -205,7 +205,7 @@ class Dangerous:
 def test_a_file_that_names_code_is_refused_by_name_and_nothing_runs(
     content: object, tmp_path: Path
 ) -> None:
-    with pytest.raises(UnreadableFailureError, match=r"snapshot\.pickle .* names \w+(\.\w+)+, and"):
+    with pytest.raises(UnreadableFailureError, match=r"snapshot\.pickle .* imports \w+(\.\w+)+,"):
         diagnose(dump(content, tmp_path))
     assert Dangerous.ran == []
 
@@ -222,8 +222,8 @@ def test_tensors_in_a_file_are_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (b"", "no message"),
-        (b"hello", "no message"),
+        (b"", "no out-of-memory"),
+        (b"hello", "no out-of-memory"),
         (b"\x80\x04\x95", "EOFError|UnpicklingError"),
         (b"{", "JSONDecodeError"),
         (b'{"a": 1}', "'held'"),
@@ -275,7 +275,7 @@ MESSAGE = (
             "19.01 GiB",
             "9.00 GiB",
             "9.50 GiB",
-            "fragmentation: 9.50 GiB were reserved and unallocated, and 512.00 MiB did not fit",
+            "fragmentation: 9.50 GiB were reserved but unallocated, and 512.00 MiB did not fit",
         ),
         ("19.01 GiB", "18.90 GiB", "100.00 MiB", None),
     ],
@@ -324,7 +324,7 @@ def test_our_report_tells_what_stays_and_what_is_left_of_the_peak(tmp_path: Path
     path.write_text(json.dumps(REPORT))
     diagnosis = diagnose(path)
     assert diagnosis.causes[0].text == "the state of the optimizer took 14.00 GiB"
-    step = "the rest of the step took 5.00 GiB; asked for 2.00 GiB more"
+    step = "the rest of the step took 5.00 GiB; requested 2.00 GiB more"
     assert diagnosis.causes[1].text == step
     assert diagnosis.where == "train, batch 7, 8 rows"
     assert diagnosis.device.capacity_bytes == 24 << 30
@@ -345,7 +345,7 @@ def test_a_request_of_no_known_module_is_one_of_the_step(tmp_path: Path) -> None
     held_by = [held("parameters", "the model", 1 << 30)]
     path.write_text(json.dumps(REPORT | {"message": message, "held": held_by}))
     diagnosis = diagnose(path)
-    text = "the rest of the step took 1.00 GiB; asked for 4.00 GiB more"
+    text = "the rest of the step took 1.00 GiB; requested 4.00 GiB more"
     assert diagnosis.causes[0].text == text
     assert diagnosis.remedies[0].text == "halve the microbatch"
     assert diagnosis.remedies[0].saved_bytes == 5 << 29  # half of both
@@ -365,7 +365,7 @@ def test_a_module_that_did_not_get_its_memory_is_not_counted_with_it(tmp_path: P
     assert taken == {"a": 5, "b": 1, "the rest of the step": 1}  # and not 12 of the peak
     assert diagnosis.where.endswith("8 rows, inside b")
     assert "b took 1.00 GiB" in str(diagnosis)
-    assert "asked for 2.00 GiB more" in str(diagnosis)
+    assert "requested 2.00 GiB more" in str(diagnosis)
 
 
 def frames(*lines: tuple[str, str]) -> tuple[Frame, ...]:

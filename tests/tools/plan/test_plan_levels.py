@@ -139,7 +139,7 @@ def test_where_one_row_fits_only_at_a_further_level_the_report_is_of_that() -> N
     assert report.peak_bytes == report.levels[1].peak_bytes
     text = str(report)
     assert "at the level recompute" in text
-    assert "plain: not even one row fits, it needs" in text
+    assert "plain: not even one row fits: it needs" in text
 
 
 @pytest.mark.sweep

@@ -373,7 +373,7 @@ ABSORBED = {
     "whole": PROBE,
     "outputs": PROBE,
     "_look_at_padding": PROBE,
-    "once_more": "tried once more",
+    "once_more": "retrying once",
     "_copy_totals": "copy to earlier gradients",
     "_finish_backward": "clean-up",
 }

@@ -265,7 +265,7 @@ def test_other_optimization_batches_of_a_plan_are_refused_with_the_remedy() -> N
     assert "here it would be made of 2 × 1. Pass accumulate_batches=2" in text
     assert "4 is not a multiple of 3 ranks" in refusal(planned(4), planned(3))
     text = refusal(planned(2), planned(1, accumulate=2, batch_length=30.0))
-    assert "was saved by one of other lengths or options" in text
+    assert "with other lengths or options" in text
     assert "now has one. Pass the same sampler" in refusal(feeds_of(2, shuffled()), planned(1))
     text = refusal(planned(2), feeds_of(1, shuffled()))
     assert "shared_by=LengthBatchSampler (here SharedBatchSampler)" in text
