@@ -245,11 +245,11 @@ def test_cuda_graphs_need_fixed_sizes(options: dict[str, Any]) -> None:
 def test_models_compiled_to_cuda_graphs_need_fixed_sizes_too() -> None:
     net = Net()
     net.last.compile(mode="reduce-overhead")
-    with pytest.raises(ValueError, match=r"last \(Linear\) was compiled to CUDA graphs"):
+    with pytest.raises(ValueError, match=r"last \(Linear\) was compiled with CUDA graphs"):
         refuse_cuda_graphs([net], sizes_change=True)
     refuse_cuda_graphs([net], sizes_change=False)
     whole = torch.compile(Net(), options={"triton.cudagraphs": True})
-    with pytest.raises(ValueError, match=r"the model .* was compiled to CUDA graphs"):
+    with pytest.raises(ValueError, match=r"the model .* was compiled with CUDA graphs"):
         refuse_cuda_graphs([whole], sizes_change=True)  # type: ignore[list-item]
     refuse_cuda_graphs([Net(), nn.Sequential(in_place(Net(), "eager"))], sizes_change=True)
 
@@ -277,7 +277,7 @@ def test_a_simulated_device_cannot_see_compiled_code() -> None:
         compile_model(Net(), True, sizes_change=True, memory_limit="24MiB")
     with (
         MemoryBudget("1MiB"),
-        pytest.raises(ValueError, match=r"with a MemoryBudget on the CPU.*leave out one"),
+        pytest.raises(ValueError, match=r"with a MemoryBudget on the CPU.*Leave out one"),
     ):
         compile_model(Net(), True, sizes_change=True)
     real = torch.device("cuda")

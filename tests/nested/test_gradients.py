@@ -372,8 +372,8 @@ def test_what_slices_would_change_is_refused_by_name() -> None:
         with pytest.raises(UnsplittableModelError, match=match):
             NestedSplit(function, microbatch_size=2)(torch.randn(ROWS, 6))
 
-    refused(lambda x: Unknown(x), "gives no tensor but Unknown")
-    refused(lambda x: (x, len(x)), "another one for each slice")
+    refused(lambda x: Unknown(x), "returns no tensor but Unknown")
+    refused(lambda x: (x, len(x)), "differs between slices")
     refused(lambda x: (x, x.sum()), "a tensor of shape")
     refused(lambda x: x.mul_(2), "writes into its input 'x'")
     refused(lambda x: x.softmax(0), "other values in slices")
