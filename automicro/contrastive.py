@@ -110,9 +110,7 @@ class Contrastive(nn.Module):
         }
         counts = {name: len(each) for name, each in encoded.items()}
         if len({*counts.values()}) > 1:
-            raise BatchError(
-                f"the encoders return {counts} rows, but each row needs one output of every encoder"
-            )
+            raise BatchError(f"the encoders return {counts} rows, but the numbers must be equal")
         loss = self.loss(*encoded.values())
         if loss.dim():
             raise LossError(
@@ -176,9 +174,7 @@ class InfoNCE(nn.Module):
         super().__init__()
         # Written in this way, the condition refuses NaN, too.
         if not temperature > 0:
-            raise ValueError(
-                f"temperature={temperature} is not positive. Pass a positive number; 0.07 is usual"
-            )
+            raise ValueError(f"temperature={temperature} is not positive. Pass 0.07, for example")
         log_scale = torch.tensor([-math.log(temperature)])  # fully_shard does not accept scalars
         if trains_temperature:
             self.log_scale = nn.Parameter(log_scale)

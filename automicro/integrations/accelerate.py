@@ -111,8 +111,7 @@ def _check_accelerator(accelerator: Any) -> None:
     if not isinstance(accelerator, _accelerate.Accelerator):
         raise TypeError(
             f"accelerator is of type {type(accelerator).__name__}, not an accelerate.Accelerator. "
-            "Pass the one that prepared the model, as in microbatcher(accelerator, model, "
-            "optimizer)"
+            "Pass the one that prepared the model: microbatcher(accelerator, model, optimizer)"
         )
     require_seam(accelerator, "backward", ["loss"], host="accelerate", supported=SUPPORTED)
 
@@ -123,9 +122,8 @@ def check_kind(accelerator: Any, steps: int) -> None:
     if accelerator.is_fsdp2 and steps > 1 and not each_is_reduced:
         raise ValueError(
             f"between the batches of gradient_accumulation_steps={steps}, FSDP2 holds back whole "
-            "gradients, so those of a failed attempt cannot be removed. Reduce them at each "
-            "batch, with "
-            "Accelerator(gradient_accumulation_plugin=GradientAccumulationPlugin("
+            "gradients, so those of a failed attempt cannot be removed. Reduce them at each batch, "
+            "with Accelerator(gradient_accumulation_plugin=GradientAccumulationPlugin("
             f"num_steps={steps}, sync_each_batch=True)) or "
             "TrainingArguments(accelerator_config={'gradient_accumulation_kwargs': "
             "{'sync_each_batch': True}})"

@@ -80,8 +80,7 @@ _STRATEGIES = {
     "FSDPStrategy": "is FSDP1, whose flat parameters cannot be rolled back. Use "
     "ModelParallelStrategy (FSDP2)",
     "XLAStrategy": "runs on devices that do not report when memory runs out. Use a GPU",
-    "SingleDeviceXLAStrategy": "runs on a device that does not report when memory runs out. Use a "
-    "GPU",
+    "SingleDeviceXLAStrategy": "runs on devices that do not report when memory runs out. Use a GPU",
 }
 
 

@@ -152,10 +152,7 @@ def _refuse(trainer: Any, *, splits: bool = True) -> None:
     elif str(args.optim).rpartition(".")[2].lower() in ("lomo", "adalomo") or "layerwise" in str(
         args.optim
     ):
-        why = (
-            f"optim={args.optim} steps inside the backward, which cannot be rolled back. "
-            "Use another"
-        )
+        why = f"optim={args.optim} steps inside the backward, which cannot be undone. Use another"
     elif of_trl and not known:
         why = (
             f"TRL's {of_trl[0].__name__} builds batches inside the step, compares rows, or logs "
@@ -523,9 +520,7 @@ class Enabled(Results):
         finally:
             failure = None  # break the reference cycle with the traceback
         if not all(is_well for _, is_well in every):
-            raise PeerFailedError(
-                "another rank could not compute its rows, and its error has the reason"
-            )
+            raise PeerFailedError("another rank could not compute its rows: see its error")
         return [each for each, _ in every]
 
     def _ask(self, model: nn.Module, row: Any, loss_of: _LossOf) -> list[float]:

@@ -197,9 +197,7 @@ class Stages:
         if not sees_the_batch(layer):
             return None
         if isinstance(layer, nn.SyncBatchNorm):
-            self.refuse(
-                f"{node.target} is a SyncBatchNorm, but ranks do not compute at the same time"
-            )
+            self.refuse(f"{node.target} is a SyncBatchNorm, but ranks do not run in step")
         if len(node.args) + len(node.kwargs) != 1 or len(node.all_input_nodes) != 1:
             self.refuse(f"{node.target}, a {type(layer).__name__}, takes more than one input")
         return layer
@@ -475,9 +473,7 @@ def _stage(
             return apply(_Moved, value, to_host, _to(value.device))
         if tensor_leaves({"": value}):
             kind = type(value).__name__
-            stages.refuse(
-                f"{node.name}, a {kind}, holds tensors, but only plain tensors can wait on the host"
-            )
+            stages.refuse(f"{node.name} is a {kind} of tensors, but only a tensor can wait")
         return value
 
     def run(

@@ -226,9 +226,8 @@ class LanguageTail:
         return vars(self._model).get("forward") is self
 
     @uncompiled(
-        "head and loss of a language model are cut while its forward runs (nested={'tail': …}), "
-        "which one compiled graph does not allow. Compile the inner model, as in "
-        "model.model.compile(), or leave out fullgraph=True"
+        "head and loss of a language model are cut while its forward runs (nested={'tail': …}). "
+        "Compile the inner model, as in model.model.compile(), or leave out fullgraph=True"
     )
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the model's forward, with head and loss in slices."""

@@ -400,8 +400,7 @@ def joined(outputs: Sequence[Any], sizes: Sequence[int], num_rows: int) -> Any:
         if first.shape[1:] != leaf.shape[1:]:
             raise BatchError(
                 f"slices of a part return shapes {tuple(first.shape[1:])} and "
-                f"{tuple(leaf.shape[1:])} after the row dimension. Pad to the length of the whole "
-                "batch"
+                f"{tuple(leaf.shape[1:])} after the rows. Pad to the length of the whole batch"
             )
     if missing := num_rows - sum(sizes):  # tensors without data: a few slices represent all
         slices.append([leaf.new_empty((missing, *leaf.shape[1:])) for leaf in slices[0]])

@@ -130,10 +130,7 @@ class NestedSplit:
         modules: Iterable[nn.Module] = (),
     ) -> None:
         if isinstance(part, type) or not callable(part):
-            raise TypeError(
-                f"{part!r} is neither a module nor a function. Pass a module of the "
-                "model, such as model.joint"
-            )
+            raise TypeError(f"{part!r} is not a module or function. Pass one, as in model.joint")
         own = forward_of_class(part) if isinstance(part, nn.Module) else part
         if own is None or (own is nn.Module.forward and "forward" not in vars(part)):
             raise TypeError(
@@ -244,9 +241,7 @@ class NestedSplit:
         """
         part = self._part
         if not isinstance(part, nn.Module):
-            raise TypeError(
-                "only a module can be attached to. Call what split() returned in its place"
-            )
+            raise TypeError("only a module can be attached to. Call what split() returned instead")
         if not self.is_attached:
             count_attachment()
             self._earlier = part.__dict__.get("forward")
@@ -333,9 +328,7 @@ class NestedSplit:
             checked = self._check(call)
             if checked.averages is not None:
                 if stages is not None:
-                    refuse_exact(
-                        self.name, "its loss exists before all rows have reached every BatchNorm"
-                    )
+                    refuse_exact(self.name, "its loss exists before rows reach BatchNorm")
                 # A gradient in fp16 might underflow before the loss scale is applied.
                 recompute = _is_half(call) or not checked.is_proportional
                 outputs = split_loss(checked.watch(call), checked.averages, recompute=recompute)
@@ -643,9 +636,8 @@ class _Forward:
         self.nested = nested
 
     @uncompiled(
-        "a part with its own size (automicro.split) is cut while it runs, which one compiled "
-        "graph does not allow. Compile without fullgraph=True, or compile the parts of the model "
-        "around it"
+        "a part with its own size (automicro.split) is cut while it runs. Compile without "
+        "fullgraph=True, or compile the parts of the model around it"
     )
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.nested._run(args, kwargs)
@@ -687,8 +679,7 @@ def split(part: P, **options: Any) -> NestedSplit:
     if "microbatch_unit" in options:
         raise TypeError(
             "microbatch_unit applies only to the tail of a language model, not to other parts. "
-            "Flatten rows and positions into one dimension before the part: tail(x.flatten(0, 1), "
-            "y.flatten())"
+            "Flatten rows and positions before the part: tail(x.flatten(0, 1), y.flatten())"
         )
     nested = NestedSplit(part, **options)
     return nested.attach() if isinstance(part, nn.Module) else nested

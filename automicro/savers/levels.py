@@ -233,9 +233,8 @@ def _made(
     model = find_language_model(modules[0])
     if model is None:
         raise ValueError(
-            f"{type(modules[0]).__name__} is not a language model of transformers. Leave 'nested' "
-            "out of when_too_large, and give the part that computes its loss a size with "
-            "nested={…}"
+            f"{type(modules[0]).__name__} is not a language model of transformers. Leave out "
+            "'nested', and give the part that computes its loss a size with nested={…}"
         )
     return NestedTail(LanguageTail(model, {"microbatch_unit": "tokens"}))
 

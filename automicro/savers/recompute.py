@@ -139,10 +139,9 @@ def named_blocks(modules: Sequence[nn.Module], patterns: Iterable[str]) -> dict[
         if not fitting:
             rows = {re.sub(r"(^|\.)\d+(?=\.|$)", r"\1*", name) for name in names}
             raise ValueError(
-                "no module of the model is named "
-                f"{pattern!r}{suggestion(pattern, sorted(rows | set(names)))}. Name blocks as "
-                "named_modules() does, with * for one part of a name. The first names are "
-                f"{', '.join([*names][:5])}"
+                f"no module of the model is named {pattern!r}"
+                f"{suggestion(pattern, sorted(rows | set(names)))}. Name blocks as named_modules() "
+                f"does, with * for one part of a name. The first are {', '.join([*names][:5])}"
             )
         matched.update(fitting)
     inner = {
@@ -351,8 +350,7 @@ class _Run(AsItStood):
         add_note(
             error,
             f"automicro: {block.name} was recomputed in the backward. If it depends on something "
-            "that changed since, name only the other blocks: when_too_large={'recompute': "
-            "['layers.*']}",
+            "that changed, name the other blocks: when_too_large={'recompute': ['layers.*']}",
         )
 
 

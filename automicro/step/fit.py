@@ -200,9 +200,7 @@ def _roll_back(transaction: Transaction, cause: BaseException, ranks: Ranks | No
         if transaction.is_open:
             # Nothing can be restored on a lost device, whose loss is the error that users need.
             if classify(cause) is Failure.CONTEXT_LOST:
-                lost = (
-                    f"the device is lost, so the state could not be restored ({text_of(failure)})"
-                )
+                lost = f"the device is lost, so nothing could be restored ({text_of(failure)})"
                 add_note(cause, f"automicro: {lost}")
                 return
             _refuse_to_go_on(failure, cause)

@@ -147,9 +147,7 @@ def flatten_metrics(metrics: Any) -> list[Any]:
     if isinstance(metrics, list | tuple):
         return [each for value in metrics for each in flatten_metrics(value)]
     if inspect.isfunction(getattr(metrics, "update", None)) and isinstance(metrics, type):
-        raise TypeError(
-            f"metrics holds the class {metrics.__name__}, not an instance. Pass an instance of it"
-        )
+        raise TypeError(f"metrics holds the class {metrics.__name__}. Pass an instance of it")
     return [metrics] if hasattr(metrics, "update") else _refuse(metrics)
 
 
@@ -308,10 +306,7 @@ class MetricGuard:
         found = tried(differing)  # a metric may fail on so few rows
         if isinstance(found, tuple):
             one, two = found
-            reason = (
-                f"counts {len(indices)} rows as {one:.4g} in one update, but as "
-                f"{two:.4g} in two updates"
-            )
+            reason = f"counts {len(indices)} rows as {one:.4g} in one update, but {two:.4g} in two"
             self._warn(metric, reason)
 
     def _warn(self, metric: Any, reason: str) -> None:

@@ -155,8 +155,7 @@ class Passes:
             warn(
                 "no target of this batch counts: all are ignored or have a weight of zero, so the "
                 "loss and its gradient are zero. Check the labels, the collate function and "
-                "ignore_index, and skip such batches if they are intended. This warning appears "
-                "once",
+                "ignore_index, and skip such batches if they are intended; said once",
                 LossAverageWarning,
             )
             self._has_warned_of_nothing = True

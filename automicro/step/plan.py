@@ -112,9 +112,8 @@ class CutRule:
         unit = state.get("unit", ROWS)
         if unit != self.unit:
             raise ValueError(
-                f"the sizes of this state are in {unit}, but those of this run are in "
-                f"{self.unit}. Pass the microbatch_unit that the state was saved with, or do not "
-                "load the state"
+                f"the sizes of this state are in {unit}, but those of this run in {self.unit}. "
+                "Pass the microbatch_unit that it was saved with, or do not load the state"
             )
         self.min_rows = state["min_rows"]
 

@@ -103,9 +103,8 @@ class Sizes:
         if self._phase.ranks.drop_whole_gradients():
             logger.log(
                 self._loudness,
-                "automicro: out of memory at microbatch size %d: retrying with %d, with gradients "
-                "reduced after each microbatch",
-                plan.size,
+                "automicro: out of memory at microbatch size %d: retrying with gradients reduced "
+                "after each microbatch",
                 plan.size,
             )
             return
@@ -146,9 +145,7 @@ class Sizes:
         self._phase.end(finished)
         if finished.grown_from is not None and self._phase.ranks.rank == 0:
             logger.info(
-                "automicro: more rows fit: microbatch size raised from %d to %d",
-                finished.grown_from,
-                plan.size,
+                "automicro: more rows fit: size %d instead of %d", plan.size, finished.grown_from
             )
         return finished
 
@@ -225,10 +222,9 @@ def _plan(step: Step, phase: Phase) -> Plan:
 
 def _describe(plan: Plan, num_rows: int) -> str:
     number, most = plan.num_microbatches, plan.most
-    pieces = "1 microbatch" if number == 1 else f"{number} microbatches"
     up_to = "" if plan.unit == ROWS and number * most == num_rows else "up to "
     unit = plan.unit.removesuffix("s") if most == 1 else plan.unit
-    return f"{pieces} of {up_to}{most} {unit}"
+    return f"{number} microbatch{'es' * (number > 1)} of {up_to}{most} {unit}"
 
 
 def _outcome(

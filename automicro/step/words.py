@@ -192,11 +192,7 @@ def _contributions(error: BaseException, plan: Plan) -> Iterator[str]:
     is_of_shapes = isinstance(error, RuntimeError | IndexError | ValueError | TypeError)
     if needs_two_rows(error) and num_rows == 1:
         rows = plan.num_global_rows
-        who = (
-            "the batch has no other row"
-            if rows == 1
-            else f"this rank has one of {rows} rows of all ranks"
-        )
+        who = "the batch has no other row" if rows == 1 else f"this rank has one of {rows} rows"
         yield (
             f"BatchNorm cannot train on one row, and {who}. Use drop_last=True in the data "
             "loader, which drops this last batch, or another batch size"

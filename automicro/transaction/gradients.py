@@ -147,8 +147,7 @@ class GradientHistory:
             f"the forward (or backward=) changes .grad of {self._names(leaves)} itself, where "
             "microbatches add up: it calls backward or clears gradients. Remove loss.backward() "
             "and return the sum of all losses on which it was called. Compute gradients that the "
-            "forward needs with torch.autograd.grad, and clear gradients after the optimizer's "
-            "step"
+            "forward needs with torch.autograd.grad, and clear gradients after the step"
         )
 
     def _names(self, leaves: Iterable[Tensor]) -> str:
@@ -367,9 +366,7 @@ class Gradients:
                 # A backward may have others inside it, which add more often. The next attempt
                 # finds out, by comparing before and after each forward.
                 self._memory.is_watched = True
-                raise TouchedGradientsError(
-                    "gradients were changed by something other than backwards"
-                )
+                raise TouchedGradientsError("gradients were changed outside of backwards")
 
     def _require_kept(self) -> None:
         """Check that nothing has changed since the last backward."""
