@@ -216,10 +216,9 @@ def _contributions(error: BaseException, plan: Plan) -> Iterator[str]:
             yield (
                 f"microbatches have at most {split[0].largest} of {split[0].num_rows} rows. If "
                 "the whole batch succeeds, the forward may process its rows in groups: use sizes "
-                "that hold whole groups, as in microbatch_size=Halving(multiple_of=4). If a "
-                "tensor as long as the batch holds no rows (a table, positions), pass "
-                "batch_layout={'its name': 'shared'}. Or keep batches whole with "
-                "microbatch_size=None"
+                "that hold whole groups, as in microbatch_size=Halving(multiple_of=4). If a tensor "
+                "as long as the batch holds no rows (a table, positions), pass batch_layout="
+                "{'its name': 'shared'}. Or keep batches whole with microbatch_size=None"
             )
     if split and _USED_TWICE in text_of(error):
         yield (
