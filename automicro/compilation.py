@@ -30,7 +30,7 @@ _REMEDY = (
 )
 _WHY = (
     "a captured graph has one size, and its pool keeps the memory of sizes that failed, so a "
-    "smaller size would not fit either"
+    "smaller size does not fit either"
 )
 
 CompileOptions = bool | Mapping[str, Any]
@@ -54,8 +54,8 @@ def check_compile(
         return None
     if options is not True and not isinstance(options, Mapping):
         raise TypeError(
-            f"compile={options!r} is neither True or False nor a mapping; pass compile=True, or "
-            "the keyword arguments of torch.compile as {'mode': 'max-autotune-no-cudagraphs'}"
+            f"compile={options!r} is neither True or False nor a mapping. Pass compile=True, or "
+            "the keyword arguments of torch.compile, as in {'mode': 'max-autotune-no-cudagraphs'}"
         )
     keywords = {} if options is True else _copied(options)
     try:
@@ -65,7 +65,7 @@ def check_compile(
             torch.compile(_nothing, **_copied(keywords))
     except Exception as error:
         raise ValueError(
-            f"compile={options!r} is refused by torch: {str(error).split(', known options')[0]}; "
+            f"compile={options!r} is refused by torch: {str(error).split(', known options')[0]}. "
             "help(torch.compile) lists the arguments"
         ) from error
     capturing = _capturing(keywords)
@@ -78,8 +78,8 @@ def check_compile(
         limit = "a MemoryBudget" if memory_limit is None else f"memory_limit={memory_limit!r}"
         raise ValueError(
             f"compile={options!r} does not work with {limit} on the CPU: the simulated device "
-            "intercepts every operation, and torch then silently runs everything uncompiled; "
-            "leave out one of them"
+            "intercepts every operation, so torch silently runs everything uncompiled. Leave out "
+            "one of them"
         )
     return keywords
 
@@ -109,8 +109,8 @@ def compile_model(model: nn.Module, options: CompileOptions, **conditions: Any) 
         return
     if is_compiled(model):
         raise ValueError(
-            f"compile={options!r}, but the model ({type(model).__name__}) is already compiled; "
-            "leave compile out, or pass the model from before torch.compile"
+            f"compile={options!r}, but the model ({type(model).__name__}) is already compiled. "
+            "Leave compile out, or pass the model from before torch.compile"
         )
     compile_in_place(model, **keywords)
 
@@ -134,9 +134,9 @@ def refuse_cuda_graphs(modules: Iterable[nn.Module], *, sizes_change: bool) -> N
         return
     for name, part in _captured(modules):
         raise ValueError(
-            f"{name or 'the model'} ({type(part).__name__}) was compiled to CUDA graphs "
-            "(mode 'reduce-overhead' or 'max-autotune'), but the microbatch size can "
-            f"change: {_WHY}; {_REMEDY}"
+            f"{name or 'the model'} ({type(part).__name__}) was compiled with CUDA graphs (mode "
+            f"'reduce-overhead' or 'max-autotune'), but the microbatch size can change: {_WHY}; "
+            f"{_REMEDY}"
         )
 
 

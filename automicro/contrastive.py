@@ -59,7 +59,7 @@ class Contrastive(nn.Module):
     """
 
     compares_rows = True
-    """Tells a `Microbatcher` that the batch has to stay whole."""
+    """Tells a `Microbatcher` not to split the batch."""
 
     def __init__(
         self,
@@ -70,12 +70,12 @@ class Contrastive(nn.Module):
     ) -> None:
         super().__init__()
         if not encoders:
-            raise ValueError("encoders is empty; give modules by name: {'query': model.query}")
+            raise ValueError("encoders is empty. Give modules by name: {'query': model.query}")
         for name, encoder in encoders.items():
             if not isinstance(encoder, nn.Module):
                 raise TypeError(
-                    f"the encoder {name!r} is {encoder!r}, and not a module; write one whose "
-                    "forward gives the representations"
+                    f"the encoder {name!r} is {encoder!r}, not a module. Write a module whose "
+                    "forward returns the representations"
                 )
         self.encoders = nn.ModuleDict(encoders)
         self.loss = InfoNCE() if loss is None else loss
@@ -102,20 +102,20 @@ class Contrastive(nn.Module):
         """
         if set(inputs) != set(self.encoders):
             raise BatchError(
-                f"the batch has {', '.join(sorted(inputs)) or 'nothing'}, and the encoders are "
-                f"{', '.join(sorted(self.encoders))}; name what each of them encodes"
+                f"the batch has {', '.join(sorted(inputs)) or 'nothing'}, but the encoders are "
+                f"{', '.join(sorted(self.encoders))}. Name the input of each encoder in the batch"
             )
         encoded = {
             name: _encode(name, encoder, inputs[name]) for name, encoder in self.encoders.items()
         }
         counts = {name: len(each) for name, each in encoded.items()}
         if len({*counts.values()}) > 1:
-            raise BatchError(f"the encoders give {counts} rows; row by row they belong together")
+            raise BatchError(f"the encoders return {counts} rows, but the numbers must be equal")
         loss = self.loss(*encoded.values())
         if loss.dim():
             raise LossError(
-                f"the loss has the shape {tuple(loss.shape)}; give one number for all rows, such "
-                "as its mean"
+                f"the loss has the shape {tuple(loss.shape)}. Return one number for all rows, "
+                "such as its mean"
             )
         return {"loss": loss, **encoded}
 
@@ -129,12 +129,12 @@ def _encode(name: str, encoder: nn.Module, given: Any) -> Tensor:
         return output
     what = f"shape {tuple(output.shape)}" if isinstance(output, Tensor) else type(output)
     raise BatchError(
-        f"the encoder {name!r} gives {what}; give one tensor of (rows, features), such as the "
+        f"the encoder {name!r} returns {what}. Return one tensor of (rows, features), such as the "
         "mean over positions"
     )
 
 
-@removed(gathers="Leave it out: the rows of all ranks are compared")
+@removed(gathers="Leave it out: the loss compares the rows of all ranks")
 class InfoNCE(nn.Module):
     """A loss in which each anchor must find its own positive among those of all rows and ranks.
 
@@ -174,7 +174,7 @@ class InfoNCE(nn.Module):
         super().__init__()
         # Written in this way, the condition refuses NaN, too.
         if not temperature > 0:
-            raise ValueError(f"temperature={temperature} is not positive; 0.07 is usual")
+            raise ValueError(f"temperature={temperature} is not positive. Pass 0.07, for example")
         log_scale = torch.tensor([-math.log(temperature)])  # fully_shard does not accept scalars
         if trains_temperature:
             self.log_scale = nn.Parameter(log_scale)

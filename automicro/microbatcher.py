@@ -313,7 +313,7 @@ class Microbatcher:
             ...     nn.Linear(8, 2), loss_fn=nn.MSELoss(), features=[WhenTooLarge("offload")]
             ... )
             >>> microbatcher.describe_level("offload")
-            'what is saved for the backward waits in host memory'
+            'tensors saved for the backward wait in host memory'
         """
         return next(each.describe() for each in self._levels if each.name == level)
 

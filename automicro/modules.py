@@ -165,7 +165,7 @@ def refuse_lazy(modules: Iterable[nn.Module]) -> None:
         name, root = found
         raise ValueError(
             f"{name!r} of {type(root).__name__} takes its shape from the first input and has none "
-            "yet; run the model once first: with torch.no_grad(): model(inputs)"
+            "yet. Run the model once first: with torch.no_grad(): model(inputs)"
         )
 
 

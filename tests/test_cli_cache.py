@@ -83,7 +83,7 @@ def test_damaged_files_are_told_and_the_rest_is_listed(
     out, err = capsys.readouterr()
     assert len(json.loads(out)) == 3
     assert err.startswith(f"automicro: warning: {damaged} holds no remembered size (")
-    assert err.endswith("): it is ignored, and automicro cache --clear removes it\n")
+    assert err.endswith("), so it is ignored. Run automicro cache --clear to remove it\n")
     assert main(["cache", "--clear"]) == 0
     assert capsys.readouterr() == (f"removed 4 sizes from {cache.folder}\n", "")
 

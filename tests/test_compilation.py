@@ -245,11 +245,11 @@ def test_cuda_graphs_need_fixed_sizes(options: dict[str, Any]) -> None:
 def test_models_compiled_to_cuda_graphs_need_fixed_sizes_too() -> None:
     net = Net()
     net.last.compile(mode="reduce-overhead")
-    with pytest.raises(ValueError, match=r"last \(Linear\) was compiled to CUDA graphs"):
+    with pytest.raises(ValueError, match=r"last \(Linear\) was compiled with CUDA graphs"):
         refuse_cuda_graphs([net], sizes_change=True)
     refuse_cuda_graphs([net], sizes_change=False)
     whole = torch.compile(Net(), options={"triton.cudagraphs": True})
-    with pytest.raises(ValueError, match=r"the model .* was compiled to CUDA graphs"):
+    with pytest.raises(ValueError, match=r"the model .* was compiled with CUDA graphs"):
         refuse_cuda_graphs([whole], sizes_change=True)  # type: ignore[list-item]
     refuse_cuda_graphs([Net(), nn.Sequential(in_place(Net(), "eager"))], sizes_change=True)
 
@@ -258,11 +258,11 @@ def test_models_compiled_to_cuda_graphs_need_fixed_sizes_too() -> None:
     ("options", "kind", "message"),
     [
         ("max-autotune", TypeError, "compile='max-autotune' is neither True or False nor a mapp"),
-        (None, TypeError, "compile=None is neither True or False nor a mapping; pass"),
-        ({"moed": "default"}, ValueError, "refused by torch: .*'moed'; help"),
+        (None, TypeError, "compile=None is neither True or False nor a mapping. Pass"),
+        ({"moed": "default"}, ValueError, "refused by torch: .*'moed'. help"),
         ({"mode": "max-autotune-no-cudagraph"}, ValueError, "Unrecognized mode=max-autotune-no"),
         ({"backend": "inducter"}, ValueError, "Invalid backend: 'inducter'"),
-        ({"options": {"max_autotun": True}}, ValueError, r"option max_autotun; help\("),
+        ({"options": {"max_autotun": True}}, ValueError, r"option max_autotun. help\("),
         ({"mode": "default", "options": {}}, ValueError, "Either mode or options can be"),
     ],
 )
@@ -277,7 +277,7 @@ def test_a_simulated_device_cannot_see_compiled_code() -> None:
         compile_model(Net(), True, sizes_change=True, memory_limit="24MiB")
     with (
         MemoryBudget("1MiB"),
-        pytest.raises(ValueError, match=r"with a MemoryBudget on the CPU.*leave out one"),
+        pytest.raises(ValueError, match=r"with a MemoryBudget on the CPU.*Leave out one"),
     ):
         compile_model(Net(), True, sizes_change=True)
     real = torch.device("cuda")
@@ -285,7 +285,7 @@ def test_a_simulated_device_cannot_see_compiled_code() -> None:
 
 
 def test_a_model_is_not_compiled_twice() -> None:
-    with pytest.raises(ValueError, match=r"model \(Net\) is already compiled; leave compile out"):
+    with pytest.raises(ValueError, match=r"model \(Net\) is already compiled\. Leave compile out"):
         compile_model(in_place(Net(), "eager"), True, sizes_change=True)
 
 

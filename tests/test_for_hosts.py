@@ -85,7 +85,7 @@ def test_state_that_only_another_object_could_replace_is_named() -> None:
 
 @pytest.mark.parametrize("value", [3, "name", None, len])
 def test_state_that_nothing_can_change_is_refused(value: Any) -> None:
-    with pytest.raises(TypeError, match=r"state=\[…\] holds .* pass the object that holds it"):
+    with pytest.raises(TypeError, match=r"state=\[…\] holds .* Pass the object that holds it"):
         Microbatcher(Mlp(), loss_fn=nn.CrossEntropyLoss(), features=[StepState([value])])
 
 

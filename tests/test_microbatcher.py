@@ -318,7 +318,7 @@ def test_a_squeeze_of_one_row_is_named(rows: int, size: int, which: str) -> None
     with pytest.raises(RuntimeError, match="size mismatch") as caught:
         microbatcher.backward((torch.randn(rows, 8), torch.randint(3, (rows,))))
     [note] = caught.value.__notes__
-    assert note.startswith(f"automicro: {which}; ")
+    assert note.startswith(f"automicro: {which}. ")
     assert note.endswith("name the dimension to squeeze, as in .squeeze(-1)")
 
 
@@ -336,7 +336,7 @@ def test_rows_in_groups_that_are_cut_through_are_named_with_the_way_out(call: st
     with pytest.raises(RuntimeError, match="is invalid for input of size 6") as caught:
         getattr(microbatcher, call)(batch)
     [note] = caught.value.__notes__
-    assert note.startswith("automicro: microbatches have at most 6 of 24 rows; ")
+    assert note.startswith("automicro: microbatches have at most 6 of 24 rows. ")
     assert "microbatch_size=Halving(multiple_of=4)" in note
     assert "batch_layout={'its name': 'shared'}" in note
     sizes = dict.fromkeys(sizes, Halving(multiple_of=4, initial=7))

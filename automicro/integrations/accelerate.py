@@ -15,7 +15,7 @@ SUPPORTED = "accelerate 1.10 or later"
 
 _ENGINES = {"DEEPSPEED": "DeepSpeed", "MEGATRON_LM": "Megatron-LM", "XLA": "torch_xla"}
 _OWN = {
-    "backward": "accelerator.backward, which scales the loss as the accelerator was told to",
+    "backward": "accelerator.backward, which scales the loss as the accelerator was configured",
     "precision": "Accelerator(mixed_precision='bf16'), with autocast around the forward",
 }
 
@@ -78,8 +78,8 @@ def microbatcher(
     # `prepare` does not wrap a model without gradients, or if device_placement says so.
     if step.ranks.world_size != accelerator.num_processes:
         raise ValueError(
-            f"the accelerator has {accelerator.num_processes} processes, and the model is wrapped "
-            f"for {step.ranks.world_size}, so its gradients would not be averaged; let "
+            f"the accelerator has {accelerator.num_processes} processes, but the model is wrapped "
+            f"for {step.ranks.world_size}, so its gradients would not be averaged. Let "
             "accelerator.prepare(model, optimizer) wrap it for training"
         )
     return step
@@ -99,10 +99,10 @@ class _InAccelerator(Microbatcher):
         batches, steps = list(batches), self._accelerator.gradient_accumulation_steps
         if len(batches) > 1 and steps > 1:
             raise ValueError(
-                f"accumulate was given {len(batches)} batches, which it averages over, and "
-                f"accelerator.backward divides by gradient_accumulation_steps={steps} once more; "
-                "use Accelerator(gradient_accumulation_steps=1) for one step of several batches, "
-                "or backward(batch) inside accelerator.accumulate(model)"
+                f"accumulate got {len(batches)} batches and averages over them, but "
+                f"accelerator.backward also divides by gradient_accumulation_steps={steps}. Use "
+                "Accelerator(gradient_accumulation_steps=1) for one step of several batches, or "
+                "backward(batch) inside accelerator.accumulate(model)"
             )
         return super().accumulate(batches, *args, **named)
 
@@ -110,8 +110,8 @@ class _InAccelerator(Microbatcher):
 def _check_accelerator(accelerator: Any) -> None:
     if not isinstance(accelerator, _accelerate.Accelerator):
         raise TypeError(
-            f"accelerator is of type {type(accelerator).__name__}, not an accelerate.Accelerator; "
-            "pass the one that prepared the model, as microbatcher(accelerator, model, optimizer)"
+            f"accelerator is of type {type(accelerator).__name__}, not an accelerate.Accelerator. "
+            "Pass the one that prepared the model: microbatcher(accelerator, model, optimizer)"
         )
     require_seam(accelerator, "backward", ["loss"], host="accelerate", supported=SUPPORTED)
 
@@ -121,43 +121,43 @@ def check_kind(accelerator: Any, steps: int) -> None:
     each_is_reduced = accelerator.gradient_state.plugin_kwargs.get("sync_each_batch", False)
     if accelerator.is_fsdp2 and steps > 1 and not each_is_reduced:
         raise ValueError(
-            f"between the batches of gradient_accumulation_steps={steps}, whole gradients of FSDP2 "
-            "are kept back, and those of a failed attempt cannot be told from them; reduce them at "
-            "each batch, with Accelerator(gradient_accumulation_plugin="
-            f"GradientAccumulationPlugin(num_steps={steps}, sync_each_batch=True)) or "
+            f"between the batches of gradient_accumulation_steps={steps}, FSDP2 holds back whole "
+            "gradients, so those of a failed attempt cannot be removed. Reduce them at each batch, "
+            "with Accelerator(gradient_accumulation_plugin=GradientAccumulationPlugin("
+            f"num_steps={steps}, sync_each_batch=True)) or "
             "TrainingArguments(accelerator_config={'gradient_accumulation_kwargs': "
             "{'sync_each_batch': True}})"
         )
     kind = str(accelerator.distributed_type).rpartition(".")[2]
     if kind in _ENGINES:
         raise ValueError(
-            f"{_ENGINES[kind]} keeps gradients of its own, which cannot be rolled back after "
-            "running out of memory; use one process, DDP, or FSDP2 "
+            f"{_ENGINES[kind]} keeps its own gradients, which cannot be rolled back after running "
+            "out of memory. Use one process, DDP, or FSDP2 "
             "(FullyShardedDataParallelPlugin(fsdp_version=2))"
         )
     if kind == "FSDP" and not accelerator.is_fsdp2:
         raise ValueError(
-            "FSDP1 keeps state of its own between forward and backward, which cannot be rolled "
-            "back; pass Accelerator(fsdp_plugin=FullyShardedDataParallelPlugin(fsdp_version=2))"
+            "FSDP1 keeps its own state between forward and backward, which cannot be rolled back. "
+            "Pass Accelerator(fsdp_plugin=FullyShardedDataParallelPlugin(fsdp_version=2))"
         )
     if accelerator.mixed_precision == "fp8":
         raise ValueError(
-            "fp8 keeps histories of maxima in libraries of its own, which a failed attempt would "
-            "change; pass Accelerator(mixed_precision='bf16')"
+            "fp8 libraries keep histories of maxima, which a failed attempt would change. Pass "
+            "Accelerator(mixed_precision='bf16')"
         )
     if accelerator.has_lomo_optimizer:
         raise ValueError(
-            "LOMO changes parameters inside the backward, which cannot be rolled back; use another "
-            "optimizer"
+            "LOMO changes parameters inside the backward, which cannot be rolled back. Use "
+            "another optimizer"
         )
     for name in ("tp_size", "cp_size", "sp_size", "pp_size"):
         # Older versions do not have this setting, and None stands for the default.
         size = getattr(accelerator.parallelism_config, name, 1)
         if size is not None and size > 1:
             raise ValueError(
-                f"ParallelismConfig({name}={size}) lets several ranks compute the same rows, and "
-                "automicro was not tested with accelerate's way of it; use dp_replicate_size and "
-                "dp_shard_size, or Microbatcher itself with a model that you shard"
+                f"ParallelismConfig({name}={size}) lets several ranks compute the same rows, "
+                "which was not tested with automicro. Use dp_replicate_size and dp_shard_size, or "
+                "Microbatcher with a model that you shard"
             )
 
 
@@ -169,7 +169,7 @@ def _check_prepared(accelerator: Any, model: Any, optimizer: Any) -> None:
         is_prepared = getattr(given, "_is_accelerate_prepared", False) or given is None
         if not (is_prepared or (given is model and known & {id(model), id(inside)})):
             raise ValueError(
-                f"the {type(given).__name__} did not come out of accelerator.prepare, so autocast, "
-                "loss scales and other ranks would not be there; pass what prepare returned: "
-                "model, optimizer = accelerator.prepare(model, optimizer)"
+                f"accelerator.prepare did not return this {type(given).__name__}, so autocast, "
+                "loss scaling and averaging over ranks are missing. Pass what it returns: model, "
+                "optimizer = accelerator.prepare(model, optimizer)"
             )

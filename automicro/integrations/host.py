@@ -43,7 +43,7 @@ OURS = (
     "model", "loss_fn", "forward", "backward", "optimizer", "precision", "device", "state",
     "scales_for_ranks", "carry_layout", "update_metric",
 )  # fmt: skip
-"""Arguments of a `Microbatcher` and words for features that trainers give themselves."""
+"""Arguments of a `Microbatcher` and words for features that trainers set."""
 
 
 def check_options(call: str, options: Mapping[str, Any], own: Mapping[str, str]) -> None:
@@ -51,10 +51,10 @@ def check_options(call: str, options: Mapping[str, Any], own: Mapping[str, str])
     known = {*inspect.signature(Microbatcher).parameters, *WORDS} - {*own}
     for name in options:
         if name in own:
-            raise TypeError(f"{call}({name}=…): that is {own[name]}; leave it out")
+            raise TypeError(f"{call}({name}=…) is set by {own[name]}. Leave it out")
         if name not in known:
             raise TypeError(
-                f"{call}({name}=…) is not known; give options of Microbatcher: "
+                f"{call}({name}=…) is not known. Pass options of Microbatcher: "
                 f"{', '.join(sorted(known))}"
             )
 
@@ -92,8 +92,8 @@ def import_host(name: str, *, extra: str) -> ModuleType:
         if (error.name or "").partition(".")[0] != name.partition(".")[0]:
             raise
         raise ImportError(
-            f"automicro.integrations.{extra} works inside {name.partition('.')[0]}, which is not "
-            f"installed; pip install 'automicro[{extra}]'",
+            f"automicro.integrations.{extra} needs {name.partition('.')[0]}, which is not "
+            f"installed. Run pip install 'automicro[{extra}]'",
             name=error.name,
         ) from error
 
@@ -110,7 +110,7 @@ def require_seam(
         return found
     raise ImportError(
         f"{host} {importlib.metadata.version(host)} lacks {', '.join(lacks) or name}, which "
-        f"automicro stands on; use {supported}, or tell automicro's developers",
+        f"automicro needs. Use {supported}, or report it to automicro's developers",
         name=host,
     )
 
@@ -417,9 +417,9 @@ class Recorded:
         self._named.update(new)
         if new:
             warn(
-                f"{', '.join(new)} changed in each microbatch of one "
-                "batch, and would have changed once; change it where something runs once a batch "
-                "(a callback), or let it add up by rows; said once",
+                f"{', '.join(new)} changed in each microbatch of a batch, but a whole batch "
+                "changes it once. Change it in code that runs once per batch (a callback), or let "
+                "it add up over rows. This warning appears once",
                 MetricWarning,
             )
 
@@ -741,9 +741,9 @@ class Recorded:
         if not is_sure:
             self.name_once(
                 note.what,
-                f"{note.what} is one number in each microbatch, and the {fold} of them is taken "
-                "for the batch's, which no check has shown. Let a metric count it, give a value "
-                "for each row, or keep batches whole with microbatch_size=None",
+                f"{note.what} is one number in each microbatch, and automicro takes their {fold} "
+                "as the value of the batch, which no check has confirmed. Let a metric count it, "
+                "return a value for each row, or keep batches whole with microbatch_size=None",
             )
         return fold
 
@@ -793,7 +793,7 @@ class Recorded:
             self.name_once(
                 what,
                 f"{what} got {lengths} entries from the microbatches of one batch, so they depend "
-                "on the microbatch size; append once a batch, in a hook that runs after it",
+                "on the microbatch size. Append once per batch, in a hook that runs after it",
             )
             return
         for nth, each in enumerate(zip(*pieces, strict=True)):
@@ -809,18 +809,18 @@ class Recorded:
     def _refuse_rows(self, what: str) -> None:
         if self._sorted_by is not None:
             raise LossError(
-                f"{what} has a value for each row, and microbatch_unit={self._sorted_by!r} sorts "
-                "rows: they would come in another order; let it have none (a mean, or a metric), "
-                "or count microbatch_unit='rows'"
+                f"{what} has a value for each row, but microbatch_unit={self._sorted_by!r} sorts "
+                "the rows, so the values would be in another order. Return one number (a mean, or "
+                "a metric), or use microbatch_unit='rows'"
             )
 
     def _as_they_are(self, what: str, values: Sequence[Any]) -> Any:
         self.name_once(
             what,
-            f"{what} is a {type(values[0]).__name__} in each microbatch, and nothing says how the "
-            f"{len(values)} of a batch become one: they are given as a list. Values with a row for "
-            "each of the batch, and numbers, are joined; or keep batches whole with "
-            "microbatch_size=None, eval_microbatch_size=None",
+            f"{what} is a {type(values[0]).__name__} in each microbatch, and the {len(values)} "
+            "values of a batch cannot be joined, so they are returned as a list. Return numbers "
+            "or one value per row, or keep batches whole with microbatch_size=None, "
+            "eval_microbatch_size=None",
         )
         return list(values)
 
@@ -958,7 +958,7 @@ def weakly(method: Callable[..., Any]) -> Callable[..., Any]:
     def call(*args: Any, **kwargs: Any) -> Any:
         found = reference()
         if found is None:
-            raise ReferenceError(f"the object of {name} is there no more")
+            raise ReferenceError(f"the object of {name} no longer exists")
         return found(*args, **kwargs)
 
     return call

@@ -47,8 +47,8 @@ except ModuleNotFoundError as error:
     if error.name != "tensorflow":
         raise
     raise ImportError(
-        "Keras looks for TensorFlow, its usual backend, and there is none; set the environment "
-        "variable KERAS_BACKEND=torch before Keras is imported",
+        "Keras imports TensorFlow, its default backend, which is not installed. Set the "
+        "environment variable KERAS_BACKEND=torch before Keras is imported",
         name="tensorflow",
     ) from error
 
@@ -60,7 +60,7 @@ _OWN = dict.fromkeys(
         *(*OURS, "modules"),
         *("batch_layout", "microbatch_unit", "padding", "cut_padding"),
     ),
-    "Keras' to say",
+    "Keras",
 )
 _HOSTS = ("keras",)
 _MEANS = ("sum_over_batch_size", "mean")
@@ -70,8 +70,8 @@ _WITHOUT_BATCHNORM = (
     "use GroupNormalization or LayerNormalization, freeze the layers (layer.trainable = False)"
 )
 _JIT = (
-    "jit_compile=True, which makes one program of forward, backward and step, so automicro cannot "
-    "stop between them; compile with jit_compile=False"
+    "jit_compile=True, which compiles forward, backward and step into one program, so automicro "
+    "cannot run code between them. Compile with jit_compile=False"
 )
 _COMPUTED = "what compute_metrics returns"
 
@@ -100,8 +100,8 @@ def enable(model: Any, **options: Any) -> Any:
     check_options("enable", options, _OWN)
     if not isinstance(model, keras.Model):
         raise TypeError(
-            f"enable takes a keras.Model, not a {type(model).__name__}; for a loop of your "
-            "own use automicro.Microbatcher"
+            f"enable takes a keras.Model, not a {type(model).__name__}. For your own loop use "
+            "automicro.Microbatcher"
         )
     seams = {
         "train_step": ["data"],
@@ -130,41 +130,41 @@ def _refuse(model: Any) -> None:
     why = ""
     if keras.backend.backend() != "torch":
         why = (
-            f"Keras runs on {keras.backend.backend()}; set the environment variable "
-            "KERAS_BACKEND=torch before Keras is imported"
+            f"Keras runs on {keras.backend.backend()}, but automicro needs torch. Set the "
+            "environment variable KERAS_BACKEND=torch before Keras is imported"
         )
     elif getattr(model, "automicro", None) is not None:
-        why = "automicro is enabled for this model already; call enable once"
+        why = "automicro is enabled for this model already. Call enable once"
     elif not model.compiled:
-        why = "it has no loss and no optimizer yet; call model.compile(…) before"
+        why = "it has no loss and no optimizer yet. Call model.compile(…) first"
     elif own:
         why = (
-            f"it has a {own[0]} of its own, whose backward cannot be found; override "
-            "compute_loss and compute_metrics in its place, or use automicro.Microbatcher"
+            f"it has its own {own[0]}, and automicro cannot find the backward in it. Override "
+            "compute_loss and compute_metrics instead, or use automicro.Microbatcher"
         )
     elif model.jit_compile:
         why = _JIT
     elif model.steps_per_execution > 1:
-        why = "steps_per_execution makes one step of several; leave it at 1"
+        why = "steps_per_execution combines several steps into one. Leave it at 1"
     # A distribution acts on variables at their creation, before any step.
     elif keras.distribution.distribution() is not None:
         why = (
-            "keras.distribution.set_distribution is on, and its effect on gradients is unknown "
-            "on torch; start a process for each device in its place, with an optimizer whose "
-            "apply() averages gradients over ranks, or use automicro.Microbatcher with "
-            "DistributedDataParallel in a loop of your own"
+            "keras.distribution.set_distribution is on, and its effect on gradients is unknown on "
+            "torch. Start a process for each device, with an optimizer whose apply() averages "
+            "gradients over ranks, or use automicro.Microbatcher with DistributedDataParallel in "
+            "your own loop"
         )
     elif shared := _shared_by_ranks(model):
         why = (
-            f"{shared} belongs to several ranks, which would not run out of memory together, "
-            "while Keras trains the rest on each alone; give Keras the plain module, with an "
+            f"{shared} belongs to several ranks, which would not run out of memory together, but "
+            "Keras trains the rest on each rank alone. Give Keras the plain module, with an "
             "optimizer whose apply() averages gradients over ranks, or use automicro.Microbatcher "
             "with DistributedDataParallel around the whole model"
         )
     elif with_activity:
         why = (
-            f"the activity_regularizer of {with_activity[0]!r} adds up over the rows of a batch, "
-            "and the loss is a mean over them; add it in call with "
+            f"the activity_regularizer of {with_activity[0]!r} is a sum over the rows of a batch, "
+            "but the loss is a mean over them. Add it in call with "
             "self.add_loss(keras.ops.mean(…)), which is a mean, too"
         )
     if why:
@@ -242,9 +242,9 @@ class Enabled(Results):
         if others and recorded.is_split:
             recorded.name_once(
                 _COMPUTED,
-                f"compute_metrics returns {', '.join(others)}, which no metric has: it is the mean "
-                "of what microbatches return, and wrong where it is made of a metric's result(); "
-                "let a keras.metrics.Mean count it",
+                f"compute_metrics returns {', '.join(others)}, which belongs to no metric, so "
+                "automicro averages the values of microbatches. The average is wrong if the value "
+                "comes from a metric's result(). Let a keras.metrics.Mean count it",
             )
         recorded.tell(result.loss)
         # Update once with the weight of all rows; updates per microbatch give a mean of means.
@@ -266,7 +266,7 @@ class Enabled(Results):
         key = (model._compile_loss, model.optimizer, *map(id, variables))
         if made is None or made.key != key:
             if model.jit_compile:
-                raise ValueError(f"the model was compiled anew with {_JIT}")
+                raise ValueError(f"the model was compiled again with {_JIT}")
             earlier, made = made, self._made_for(key, variables)
             if earlier is not None:
                 # A new loss hardly changes the memory per row.
@@ -345,8 +345,8 @@ class Enabled(Results):
         if self._average == "auto" and any(each is not None for each in masks):
             raise LossError(
                 "the outputs have a mask (mask_zero=True or a Masking layer), so the loss is "
-                "divided by how many steps are not masked, which is not known before the forward; "
-                "say it with enable(model, loss_average=lambda data: …), which gets (x, y, "
+                "divided by the number of unmasked steps, which is unknown before the forward. "
+                "Pass enable(model, loss_average=lambda data: …), which gets (x, y, "
                 "sample_weight), such as lambda data: (data[0] != 0).sum()"
             )
         loss = model._compute_loss(
@@ -355,8 +355,8 @@ class Enabled(Results):
         # Check after the forward, which adds these losses.
         if made.is_sum and model.losses:
             raise LossError(
-                "the loss is a sum over rows, and the model adds losses to it (regularizers, "
-                "add_loss) that would count once for each microbatch; compile with "
+                "the loss is a sum over rows, and losses that the model adds (regularizers, "
+                "add_loss) would count once for each microbatch. Compile with "
                 "reduction='sum_over_batch_size'"
             )
         return loss, outputs, masks
@@ -408,7 +408,7 @@ class Enabled(Results):
             return self._options
         if self._batchnorm == "error" and self._options.get("microbatch_size", "auto") is not None:
             raise UnsplittableModelError(
-                f"batchnorm='error', and layers average over the batch: {', '.join(names[:5])}; "
+                f"batchnorm='error', but layers average over the batch: {', '.join(names[:5])}; "
                 f"{_WITHOUT_BATCHNORM}, or set microbatch_size=None or batchnorm='disable'"
             )
         return {**self._options, "microbatch_size": None}
@@ -419,10 +419,10 @@ class Enabled(Results):
             self._batchnorm = "ignore"  # said once
             warn(
                 f"{len(names)} BatchNormalization layer(s) ({', '.join(names[:5])}) now average "
-                f"over {result.microbatch_size} rows at a time instead of {result.num_samples}, so "
-                "gradients and moving averages are not those of the whole batch; "
-                f"{_WITHOUT_BATCHNORM}, or set batchnorm='ignore' to accept it, 'disable' to train "
-                "on whole batches only",
+                f"over {result.microbatch_size} rows at a time instead of {result.num_samples}, "
+                "so gradients and moving averages differ from those of the whole batch; "
+                f"{_WITHOUT_BATCHNORM}, or set batchnorm='ignore' to accept it, 'disable' to "
+                "train on whole batches only",
                 BatchNormWarning,
             )
 
@@ -470,8 +470,8 @@ def read_average(model: Any, given: Any) -> Any:
         if callable(given) or given in ("samples", "none"):
             return given
         raise ValueError(
-            f"loss_average={given!r} is not known; use 'samples', 'none' (a sum), or a callable "
-            "from (x, y, sample_weight) to what the loss is divided by"
+            f"loss_average={given!r} is not known. Use 'samples', 'none' (a sum), or a callable "
+            "from (x, y, sample_weight) to the divisor of the loss"
         )
     losses = [each for each in keras.tree.flatten(model.loss) if each is not None]
     kinds = {getattr(each, "reduction", _MEANS[0]) for each in losses}
@@ -482,8 +482,8 @@ def read_average(model: Any, given: Any) -> Any:
     if len(losses) > 1:
         raise ValueError(
             f"the model has {len(losses)} losses with the reductions "
-            f"{', '.join(sorted(map(repr, kinds)))}, which do not add up over microbatches in the "
-            "same way; compile all of them with reduction='sum_over_batch_size'"
+            f"{', '.join(sorted(map(repr, kinds)))}, which add up over microbatches in different "
+            "ways. Compile all of them with reduction='sum_over_batch_size'"
         )
     [kind] = kinds
     if kind == "sum":
@@ -491,7 +491,7 @@ def read_average(model: Any, given: Any) -> Any:
     if kind == "mean_with_sample_weight":
         return _sum_of_weights
     raise ValueError(
-        f"the loss has reduction={kind!r}, and training needs one number; compile it with "
+        f"the loss has reduction={kind!r}, but training needs one number. Compile it with "
         "reduction='sum_over_batch_size'"
     )
 

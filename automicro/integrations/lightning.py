@@ -72,15 +72,15 @@ logger = logging.getLogger(__name__)
 _EVALUATIONS = ("validation_step", "test_step", "predict_step")
 _CLEARING = ("on_before_zero_grad", "optimizer_zero_grad")
 _AROUND_BACKWARD = ("on_before_backward", "on_after_backward")
-_OWN = dict.fromkeys(OURS, "the trainer's to say, or its module's")
+_OWN = dict.fromkeys(OURS, "the trainer or its module")
 _OF_EVERY_MODULE = OF_EVERY_MODULE | frozenset(vars(LightningModule()))
 _STRATEGIES = {
-    "DeepSpeedStrategy": "keeps gradients of its own, which cannot be rolled back; use "
+    "DeepSpeedStrategy": "keeps its own gradients, which cannot be rolled back. Use "
     "ModelParallelStrategy (FSDP2) or DDPStrategy",
-    "FSDPStrategy": "is FSDP1, whose flat parameters cannot be rolled back; use "
+    "FSDPStrategy": "is FSDP1, whose flat parameters cannot be rolled back. Use "
     "ModelParallelStrategy (FSDP2)",
-    "XLAStrategy": "runs on devices that do not say when memory runs out; use a GPU",
-    "SingleDeviceXLAStrategy": "runs on a device that does not say when memory runs out; use a GPU",
+    "XLAStrategy": "runs on devices that do not report when memory runs out. Use a GPU",
+    "SingleDeviceXLAStrategy": "runs on devices that do not report when memory runs out. Use a GPU",
 }
 
 
@@ -335,10 +335,10 @@ class _Run:
         zero_grad()
         if before != [seen_version(each) for each in tensors]:
             raise RollbackError(
-                "on_before_zero_grad or optimizer_zero_grad writes to parameters or buffers, which "
-                "the trainer has between the step of a batch and its backward: with microbatches "
-                "the step would see them too early; do that in on_train_batch_end, where averages "
-                "of weights come after the optimizer's step"
+                "on_before_zero_grad or optimizer_zero_grad writes to parameters or buffers. "
+                "Lightning runs it between the step of a batch and its backward, so with "
+                "microbatches the step would see the change too early. Write to them in "
+                "on_train_batch_end, after the optimizer's step"
             )
 
     def _hooked(self) -> list[Any]:
@@ -385,17 +385,16 @@ class _Run:
         """After the step returned None, run it once more for its logs and random numbers."""
         if skipped.rows < skipped.num_rows:
             raise LossError(
-                f"training_step returned None for {skipped.rows} of {skipped.num_rows} rows, and "
-                "what it would have returned for the whole batch cannot be known; return a loss "
-                "of zero for rows that do not count (0.0 * outputs.sum()), or skip batches in the "
-                "data loader"
+                f"training_step returned None for {skipped.rows} of {skipped.num_rows} rows, so "
+                "its result for the whole batch is unknown. Return a loss of zero for rows that "
+                "do not count (0.0 * outputs.sum()), or skip batches in the data loader"
             ) from None
         # The rolled-back attempt also discarded the values that the step had logged.
         result = self._loop._training_step(kwargs)
         if result.closure_loss is not None:
             raise LossError(
-                "training_step returned None, and then a loss for the same batch; let it decide by "
-                "the batch and by torch's random numbers alone"
+                "training_step returned None, and then a loss for the same batch. Let only the "
+                "batch and torch's random numbers decide whether it skips"
             ) from None
         self._clear()
         return result
@@ -442,7 +441,7 @@ class _Run:
             if any(isinstance(each, torch.optim.LBFGS) for each in optimizers):
                 raise ValueError(
                     "AutoMicrobatch: LBFGS runs a batch several times in one step and compares "
-                    "the losses, which must not differ by how it was cut; use another optimizer"
+                    "the losses, so all runs must be cut in the same way. Use another optimizer"
                 )
             # State that hooks inside an attempt change: counters, and attributes of callbacks.
             roots = dict(vars(self._loop.optim_progress.optimizer.zero_grad))
@@ -506,9 +505,9 @@ class _Run:
         if self._recorded.has_told and not self._is_in_hooks:
             self._recorded.name_once(
                 "trainer.callback_metrics",
-                "the step reads callback_metrics or logged_metrics of the trainer, and what it has "
-                "logged is in there only once the batch is certain, so it reads those of the batch "
-                "before; read them in on_train_batch_end",
+                "the step reads callback_metrics or logged_metrics of the trainer. They get the "
+                "values of this batch only after its last attempt, so the step reads those of the "
+                "previous batch. Read them in on_train_batch_end",
             )
         return own(*given, **named)
 
@@ -790,16 +789,16 @@ def _refuse(trainer: "Trainer", module: "LightningModule") -> None:
     for callback in _callbacks_of(trainer):
         if any(kind.__name__ == "BatchSizeFinder" for kind in type(callback).__mro__):
             raise ValueError(
-                "AutoMicrobatch: BatchSizeFinder looks for the largest batch that fits, and with "
-                "AutoMicrobatch every batch does; leave it out, and choose the batch size that "
+                "AutoMicrobatch: BatchSizeFinder searches the largest batch that fits, but with "
+                "AutoMicrobatch every batch fits. Leave it out, and choose the batch size that "
                 "trains best"
             )
     for name in ("training_step", *_EVALUATIONS):
         step = getattr(module, name, None)
         if callable(step) and "dataloader_iter" in inspect.signature(step).parameters:
             raise ValueError(
-                f"AutoMicrobatch: {name}(dataloader_iter) takes its batches itself, so they cannot "
-                f"be cut; let it be {name}(batch, batch_idx)"
+                f"AutoMicrobatch: {name}(dataloader_iter) takes its batches itself, so they "
+                f"cannot be cut. Change it to {name}(batch, batch_idx)"
             )
 
 
@@ -814,7 +813,7 @@ def _refuse_training(module: "LightningModule") -> None:
     if not module.automatic_optimization:
         raise ValueError(
             f"AutoMicrobatch: {type(module).__name__} optimizes manually and calls backward "
-            "itself; use automicro.Microbatcher in its training_step, with "
+            "itself. Use automicro.Microbatcher in its training_step, with "
             "backward=self.manual_backward, or automatic_optimization=True"
         )
 
@@ -855,7 +854,7 @@ def microbatcher(
     if "_FabricModule" not in [kind.__name__ for kind in type(model).__mro__]:
         raise ValueError(
             f"microbatcher(fabric, model, …) got a {type(model).__name__} that Fabric has not set "
-            "up; pass what fabric.setup(model, optimizer) returns"
+            "up. Pass what fabric.setup(model, optimizer) returns"
         )
     _refuse_strategy(fabric.strategy)
     return microbatcher_of(model, options, backward=fabric.backward, optimizer=optimizer)

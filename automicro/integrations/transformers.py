@@ -69,7 +69,7 @@ from transformers.trainer_pt_utils import nested_concat  # noqa: E402
 from automicro.integrations.accelerate import check_kind  # noqa: E402
 
 SUPPORTED = "transformers 5.0 or later"
-_OWN = dict.fromkeys((*OURS, "modules"), "the trainer's to say")
+_OWN = dict.fromkeys((*OURS, "modules"), "the trainer")
 _LossOf = Callable[[nn.Module, Any, Any], Tensor]
 _ITEMS = "num_items_in_batch"
 _MANY = 10**18  # items; a sum divided by this number vanishes
@@ -111,8 +111,8 @@ def enable(trainer: Any, **options: Any) -> Any:
         require_seam(Trainer, name, parameters, host="transformers", supported=SUPPORTED)
     if not isinstance(trainer, Trainer):
         raise TypeError(
-            f"enable takes a transformers.Trainer, not a {type(trainer).__name__}; for a "
-            "loop of your own use automicro.Microbatcher"
+            f"enable takes a transformers.Trainer, not a {type(trainer).__name__}. For your own "
+            "loop use automicro.Microbatcher"
         )
     splits = _splits(options, "train") or (_evaluates(trainer) and _splits(options, "eval"))
     _refuse(trainer, splits=splits)
@@ -138,36 +138,36 @@ def _refuse(trainer: Any, *, splits: bool = True) -> None:
     across = sorted({str(each) for each in losses} & set(_COMPARE_PAIRS))
     why = ""
     if getattr(trainer, "automicro", None) is not None:
-        why = "automicro is enabled for this trainer already; call enable once"
+        why = "automicro is enabled for this trainer already. Call enable once"
     elif args.auto_find_batch_size:
         why = (
-            "auto_find_batch_size=True starts the training again with a smaller batch when memory "
-            "runs out, and automicro keeps the batch; leave it out"
+            "auto_find_batch_size=True restarts the training with a smaller batch when memory "
+            "runs out, but automicro keeps the batch. Leave it out"
         )
     elif args.n_gpu > 1:
         why = (
-            f"{args.n_gpu} devices in one process (DataParallel) hand each its own rows; start a "
-            "process for each: torchrun --nproc-per-node …"
+            f"{args.n_gpu} devices in one process (DataParallel) each get their own rows. Start a "
+            "process for each device: torchrun --nproc-per-node …"
         )
     elif str(args.optim).rpartition(".")[2].lower() in ("lomo", "adalomo") or "layerwise" in str(
         args.optim
     ):
-        why = f"optim={args.optim} steps inside the backward, which cannot be undone; use another"
+        why = f"optim={args.optim} steps inside the backward, which cannot be undone. Use another"
     elif of_trl and not known:
         why = (
-            f"TRL's {of_trl[0].__name__} makes its batches inside the step, compares rows, or logs "
-            "what a whole batch alone has; take its own gradient_accumulation_steps and a smaller "
+            f"TRL's {of_trl[0].__name__} builds batches inside the step, compares rows, or logs "
+            "values of the whole batch. Use its gradient_accumulation_steps with a smaller "
             f"per_device_train_batch_size, or one of {', '.join(_FLAVOURS)}"
         )
     elif splits and of_trl and across and "DPOTrainer" in (each.__name__ for each in of_trl):
         why = (
             f"loss_type={', '.join(across)} compares the pairs of a batch with each other, or "
-            f"counts tokens among them, so it cannot be split; use another, {_KEEPS_WHOLE}"
+            f"counts tokens among them, so it cannot be split. Use another, {_KEEPS_WHOLE}"
         )
     elif splits and (comparing := _compares_rows(trainer)):
         why = (
-            f"{comparing} compares each row with the others of its batch, so it cannot be split; "
-            f"train it in a loop with automicro.Contrastive, {_KEEPS_WHOLE}"
+            f"{comparing} compares each row with the others of its batch, so it cannot be split. "
+            f"Train it in a loop with automicro.Contrastive, {_KEEPS_WHOLE}"
         )
     if why:
         raise ValueError(f"automicro cannot be enabled for this {name}: {why}")
@@ -275,8 +275,8 @@ class Enabled(Results):
             if ran:
                 return own(*args, **kwargs)
             raise LossError(
-                f"{trainer.__class__.__name__}.training_step computes its loss itself, and "
-                "automicro runs that of Trainer for each microbatch; let it call "
+                f"{trainer.__class__.__name__}.training_step computes its loss itself, so "
+                "automicro cannot run it for each microbatch. Let it call "
                 "super().training_step(model, inputs, num_items_in_batch), and override "
                 "compute_loss"
             )
@@ -415,8 +415,8 @@ class Enabled(Results):
             if len(self._caught) != 1:
                 raise LossError(
                     f"{trainer.__class__.__name__}.training_step called accelerator.backward "
-                    f"{len(self._caught)} times, and one batch needs one backward; add the losses "
-                    "up and call it once"
+                    f"{len(self._caught)} times, but a batch has one backward. Add up the losses "
+                    "and call it once"
                 )
             return self._caught[0]
         finally:
@@ -493,10 +493,10 @@ class Enabled(Results):
                 return False
             name = type(self._inner(model)).__name__
             raise ValueError(
-                f"the loss of {name} is divided by num_items_in_batch in part only: of one row it "
-                f"is {real:.6g}, and {rest:.3g} of it stays however many items there are (an "
-                "auxiliary loss is added?), so its parts average over different things; leave the "
-                f"auxiliary loss out, {_KEEPS_WHOLE}"
+                f"the loss of {name} is divided by num_items_in_batch only in part: one row has a "
+                f"loss of {real:.6g}, and {rest:.3g} of it does not depend on the number of items "
+                "(is an auxiliary loss added?). Its parts average over different things, so leave "
+                f"the auxiliary loss out, {_KEEPS_WHOLE}"
             )
         return None
 
@@ -513,14 +513,14 @@ class Enabled(Results):
         try:
             if failure is not None:
                 raise LossError(
-                    f"the loss of one row cannot be computed alone ({describe_error(failure)}), so "
-                    "the batch cannot be split; give each row all that it refers to, "
+                    f"the loss of one row cannot be computed alone ({describe_error(failure)}), "
+                    "so the batch cannot be split. Give each row everything that its loss needs, "
                     f"{_KEEPS_WHOLE}"
                 ) from failure
         finally:
             failure = None  # break the reference cycle with the traceback
         if not all(is_well for _, is_well in every):
-            raise PeerFailedError("another rank could not compute its rows; its error says why")
+            raise PeerFailedError("another rank could not compute its rows: see its error")
         return [each for each, _ in every]
 
     def _ask(self, model: nn.Module, row: Any, loss_of: _LossOf) -> list[float]:
@@ -678,7 +678,7 @@ def _undone(trainer: Callable[[], Any], model: nn.Module) -> Iterator[None]:
 
 
 def _no_backward(loss: Tensor, **options: Any) -> None:
-    raise LossError("a backward was asked for outside of a batch's step; call it inside of one")
+    raise LossError("a backward was called outside the step of a batch. Call it inside one")
 
 
 def _label_tokens(targets: Tensor) -> float:
@@ -824,8 +824,8 @@ class Pairs:
             if len(value) == half:
                 return value[start:stop]
             raise ValueError(
-                f"a batch of {half} pairs has a tensor of {len(value)} rows, and nothing says "
-                "which belong to which pair"
+                f"a batch of {half} pairs has a tensor of {len(value)} rows, and it is unknown "
+                "which row belongs to which pair"
             )
 
         return Pairs({name: part(value) for name, value in self.fields.items()})

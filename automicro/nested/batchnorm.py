@@ -55,8 +55,8 @@ PLAIN = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 """BatchNorms that normalise, scale and shift, and do nothing else."""
 
 _REMEDY = (
-    "use GroupNorm there, or freeze these layers with .eval(), or leave out this part's size (with "
-    "batchnorm='disable' batches stay whole)"
+    "use GroupNorm there, freeze these layers with .eval(), or leave out the size of this part "
+    "(with batchnorm='disable' batches stay whole)"
 )
 
 # Names in torch.fx for operations; all other nodes are inputs, attributes and outputs.
@@ -66,8 +66,8 @@ _CALLS = ("call_module", "call_function", "call_method")
 def refuse_exact(name: str, why: str) -> NoReturn:
     """Refuse a part whose BatchNorms cannot get the statistics of all rows in slices."""
     raise UnsplittableModelError(
-        f"{name} has BatchNorm, so that in slices all its rows have to arrive at each before any "
-        f"go on, and where they wait cannot be told: {why}; {_REMEDY}"
+        f"{name} has BatchNorm, so all rows must reach each BatchNorm before any slice continues, "
+        f"but automicro cannot find the points to wait at: {why}; {_REMEDY}"
     )
 
 
@@ -116,12 +116,12 @@ class Stages:
         inside = [each for each in self._module.named_modules() if each[0]]
         for name, module in inside:
             if call_hooks(module):
-                self.refuse(f"{name!r} has hooks, which a trace does not hold")
+                self.refuse(f"{name!r} has hooks, which a trace does not include")
             if self._is_part(module) and any(map(sees_the_batch, module.modules())):
                 self.refuse(
-                    f"{name!r} has a size of its own, and BatchNorm inside, which would see its "
-                    "slices alone; leave that size out, for what is around it is cut at each "
-                    "BatchNorm anyway"
+                    f"{name!r} has its own size and contains BatchNorm, which would see only its "
+                    "slices. Leave that size out: the part around it is cut at each BatchNorm "
+                    "anyway"
                 )
 
     def _refuse_read_statistics(self, nodes: Sequence[fx.Node]) -> None:
@@ -182,22 +182,22 @@ class Stages:
             self.refuse(f"its forward changes the buffer {replaced[0]!r}")
         if has_drawn:
             self.refuse(
-                "its forward draws random numbers that do not go by its input (of torch's, "
-                "Python's or NumPy's), as for layers that are left out at random; draw them "
-                "outside of it, and hand them in as a tensor"
+                "its forward draws random numbers that do not depend on its input (from torch, "
+                "Python or NumPy), such as to skip layers at random. Draw them outside it, and "
+                "pass them as a tensor"
             )
 
     def _norm(self, node: fx.Node) -> nn.Module | None:
         """Return the BatchNorm that a node calls, if it uses statistics of the batch."""
         if node.op == "call_function" and node.target in (F.batch_norm, torch.batch_norm):
-            self.refuse(f"{node.name} is BatchNorm as a function and no layer")
+            self.refuse(f"{node.name} calls BatchNorm as a function, not as a layer")
         if node.op != "call_module":
             return None
         layer = self.layer(node)
         if not sees_the_batch(layer):
             return None
         if isinstance(layer, nn.SyncBatchNorm):
-            self.refuse(f"{node.target} is a SyncBatchNorm, and each rank computes in its own time")
+            self.refuse(f"{node.target} is a SyncBatchNorm, but ranks do not run in step")
         if len(node.args) + len(node.kwargs) != 1 or len(node.all_input_nodes) != 1:
             self.refuse(f"{node.target}, a {type(layer).__name__}, takes more than one input")
         return layer
@@ -241,8 +241,8 @@ class Stages:
         """Refuse a write into a value that other nodes read, because stages reorder nodes."""
         others = [user.name for user in written.users if user is not node]
         if others or written.op not in _CALLS:
-            readers = ", ".join(others) or "the code that gave it"
-            self.refuse(f"{node.name} writes into {written.name}, which {readers} reads, too")
+            readers = ", ".join(others) or "the code that provided it"
+            self.refuse(f"{node.name} writes into {written.name}, which {readers} also reads")
 
     def run(
         self,
@@ -443,7 +443,7 @@ def _require_usual(name: str, layer: Any, x: Tensor) -> None:
     coarse = tolerance_of(x)
     if not torch.allclose(trained, found, rtol=coarse, atol=coarse):
         kind = type(layer).__name__
-        refuse_exact(name, f"{kind} does something else with the statistics than to normalise")
+        refuse_exact(name, f"{kind} does more with the statistics than normalise")
 
 
 def to_host(value: Tensor, *, waits: bool = False) -> Tensor:
@@ -552,7 +552,7 @@ def _combined(
     # Torch refuses this as well: the variance of one value is zero.
     if count == 1:
         raise ValueError(
-            f"Expected more than 1 value per channel when training, and {name} got one"
+            f"Expected more than 1 value per channel when training, but {name} got one"
         )
     shares = first.new_tensor(counts)[:, None] / count
     apart = means - first  # differences keep the precision of large means
@@ -576,7 +576,7 @@ def _stage(
             return apply(_ToHost, value)
         if tensor_leaves({"": value}):
             kind = type(value).__name__
-            stages.refuse(f"{node.name}, a {kind}, holds tensors, and would have to wait")
+            stages.refuse(f"{node.name} is a {kind} of tensors, but only a tensor can wait")
         return value
 
     def run(

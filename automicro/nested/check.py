@@ -84,8 +84,8 @@ class Checked:
                 now = _told(loss, rows, call.layout.num_rows(rows))
                 if now is None or not _is_like(now, average):
                     raise LossAverageError(
-                        f"the loss of a part was {average.describe()} and that of this slice is "
-                        f"not, so that slices do not add up; {REMEDY}"
+                        f"the loss of a part was {average.describe()} but that of this slice is "
+                        f"not, so slices do not add up; {REMEDY}"
                     )
             return loss
 
@@ -209,10 +209,10 @@ class _Part(Convention):
             whole = bench.read(together)
             if whole.written:
                 raise UnsplittableModelError(
-                    "a part with a size of its own writes into its input "
-                    f"{min(whole.written)!r}, so that a slice can neither be undone nor computed "
-                    "again; let it compute a new tensor: relu(x) and not relu_(x), nn.ReLU() and "
-                    "not nn.ReLU(inplace=True) as its first layer"
+                    f"a part with its own size writes into its input {min(whole.written)!r}, so a "
+                    "slice can neither be rolled back nor recomputed. Let it compute a new "
+                    "tensor: relu(x) and not relu_(x), nn.ReLU() and not nn.ReLU(inplace=True) as "
+                    "its first layer"
                 )
             if self._gives_loss:
                 bench.conditions = Conditions()
@@ -220,7 +220,7 @@ class _Part(Convention):
             if self._is_hidden(bench, together, whole):
                 warn(_HIDDEN, LossAverageWarning)
             elif found := bench.compare(together, whole, bench.read(apart))[0]:
-                refuse_outputs(next(iter(found)), "other values in slices than in the whole")
+                refuse_outputs(next(iter(found)), "other values in slices than as a whole")
             return Checked()
 
     def _compare_losses(self, bench: Bench, together: CutBatch, apart: CutBatch) -> Checked:
@@ -235,8 +235,8 @@ class _Part(Convention):
             warn(_HIDDEN, LossAverageWarning)
         elif not is_known:
             raise LossAverageError(
-                "the loss of a part does not end in a mean or sum of torch's over its rows or "
-                f"targets, so that it is not known how losses of slices add up; {REMEDY}"
+                "the loss of a part does not end in torch's mean or sum over its rows or targets, "
+                f"so it is unknown how the losses of slices add up; {REMEDY}"
             )
         elif is_finite and not self._fits(bench, together, apart, averages):
             named = f" with loss_average={self._declared!r}" * is_given
@@ -279,7 +279,7 @@ def _targets_of(batch: Mapping[str, Any]) -> Tensor:
     """
     leaves = tensor_leaves(batch)
     if not leaves:
-        raise LossAverageError(f"a tail was given no tensor that could be its targets; {REMEDY}")
+        raise LossAverageError(f"a tail got no tensor that could be its targets; {REMEDY}")
     for name in TARGET_KEYS:
         if isinstance(batch.get(name), Tensor):
             return cast(Tensor, batch[name])
@@ -353,15 +353,15 @@ def _holds_same(one: Tensor, other: Tensor) -> bool:
 
 
 _HINT = (
-    "automicro: this was a check of a few rows of a part with a size of its own; where an argument "
-    "holds no rows, say so, as in batch_layout={'mask': 'shared'}"
+    "automicro: this was a check of a few rows of a part with its own size. If an argument holds "
+    "no rows, declare it, as in batch_layout={'mask': 'shared'}"
 )
 _HIDDEN = (
-    "it could not be seen that slices of a part compute the same as the whole: the same rows give "
-    "other values each time"
+    "automicro could not check that slices of a part compute the same as the whole: the same rows "
+    "give different values each time"
 )
 _COLLECTIVE = (
-    "a part with a size of its own communicates with other ranks in its forward (SyncBatchNorm, or "
-    "sharded parameters), and ranks may cut it into different numbers of slices; let the part "
-    "begin behind such layers, or end before them"
+    "a part with its own size communicates with other ranks in its forward (SyncBatchNorm, or "
+    "sharded parameters), but ranks may cut it into different numbers of slices. Let the part "
+    "begin after such layers, or end before them"
 )

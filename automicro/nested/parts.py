@@ -25,9 +25,9 @@ from automicro.torch_private import FakeTensor, uncompiled
 NestedParts: TypeAlias = Mapping[str, Any] | Iterable[NestedSplit] | None
 
 UNITS = ("rows", "tokens")
-"""Of the slices of a language model's tail: tokens are rows × positions, in one dimension."""
+"""For slices of a language model's tail: tokens are rows × positions, in one dimension."""
 TAIL = "tail"
-"""Stands for head and loss of a language model, unless a module is called so."""
+"""Names the head and loss of a language model, unless a module has this name."""
 
 _LARGEST = 1000.0  # the size of logits when a check looks for operations on them
 
@@ -59,8 +59,8 @@ class Nested(Feature):
         given: Any = parts
         if isinstance(given, str | nn.Module) or not isinstance(given, Iterable | None):
             raise TypeError(
-                f"nested={parts!r} names no size; give sizes by the names of modules: "
-                "{'joint': 'auto'}, or what split() returned, in a list"
+                f"nested={parts!r} names no size. Give sizes by the names of modules: {{'joint': "
+                "'auto'}, or pass a list of what split() returned"
             )
         if isinstance(parts, Mapping):
             self._named = {name: check_options(name, each) for name, each in parts.items()}
@@ -68,8 +68,8 @@ class Nested(Feature):
         for each in parts or ():
             if not isinstance(each, NestedSplit):
                 raise TypeError(
-                    f"nested holds {each!r}, which is no NestedSplit; give what split() "
-                    "returned, or sizes by the names of modules: {'joint': 'auto'}"
+                    f"nested holds {each!r}, which is no NestedSplit. Pass what split() returned, "
+                    "or sizes by the names of modules: {'joint': 'auto'}"
                 )
             self._given.append(each)
 
@@ -109,8 +109,8 @@ def _attach(model: nn.Module, name: str, options: Mapping[str, Any], parts: Size
             parts.own(_attached(name, modules[name], options), is_named=True)
         elif not there.is_like(NestedSplit(_nothing, **options)):
             raise ValueError(
-                f"nested gives {name!r} {dict(options)}, and it has a size of its own already: "
-                f"{there!r}; give it once, or take the first one back with .remove()"
+                f"nested gives {name!r} the options {dict(options)}, but it already has its own "
+                f"size: {there!r}. Give the size once, or remove the first one with .remove()"
             )
         return
     language_model = find_language_model(model)
@@ -125,7 +125,7 @@ def _attach(model: nn.Module, name: str, options: Mapping[str, Any], parts: Size
     names = [TAIL, *filter(None, modules)] if language_model is not None else list(modules)[1:]
     hint = suggestion(name, names) or f"; there are {', '.join(names[:8])}"
     raise ValueError(
-        f"nested names {name!r}, and {type(model).__name__} has no module of that name{hint}"
+        f"nested names {name!r}, but {type(model).__name__} has no module of that name{hint}"
     )
 
 
@@ -145,8 +145,8 @@ def check_options(name: str, options: Any) -> dict[str, Any]:
     known = [each for each in inspect.signature(NestedSplit).parameters if each != "part"]
     known += ["microbatch_unit"] if name == TAIL else []
     for key in found.keys() - set(known):
-        hint = suggestion(key, known) or f"; for a module, {f'{name}.{key}'!r} is one key"
-        raise ValueError(f"nested[{name!r}] has {key!r}, and a part knows {', '.join(known)}{hint}")
+        hint = suggestion(key, known) or f"; for a module, use one key: {f'{name}.{key}'!r}"
+        raise ValueError(f"nested[{name!r}] has {key!r}, but a part takes {', '.join(known)}{hint}")
     given = {key: each for key, each in found.items() if key != "microbatch_unit"}
     try:
         check_choice("microbatch_unit", found.get("microbatch_unit", "rows"), UNITS)
@@ -177,9 +177,9 @@ class LanguageTail:
     def __init__(self, model: nn.Module, options: Mapping[str, Any]) -> None:
         if "loss_function" not in inspect.unwrap(type(model).forward).__code__.co_names:
             raise ValueError(
-                f"the tail of {type(model).__name__} is not known by name: its forward computes "
-                "its loss by itself; write head and loss as one function of hidden states and "
-                "targets, and give it a size with automicro.split"
+                f"{type(model).__name__} has no known tail: its forward computes its loss itself. "
+                "Write head and loss as one function of hidden states and targets, and give it a "
+                "size with automicro.split"
             )
         given = dict(options)
         self._model = cast(Any, model)
@@ -226,8 +226,8 @@ class LanguageTail:
         return vars(self._model).get("forward") is self
 
     @uncompiled(
-        "head and loss of a language model are cut while its forward runs (nested={'tail': …}); "
-        "compile what is inside of it, as in model.model.compile(), or leave out fullgraph=True"
+        "head and loss of a language model are cut while its forward runs (nested={'tail': …}). "
+        "Compile the inner model, as in model.model.compile(), or leave out fullgraph=True"
     )
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the model's forward, with head and loss in slices."""
@@ -335,9 +335,9 @@ class LanguageTail:
         one, other = map(float, losses)
         if abs(one - other) > tolerance_of(losses[0]) * abs(one):
             raise UnsplittableModelError(
-                f"{type(model).__name__} does something to its logits between its head and its "
-                f"loss (with large logits it is {one:.6g}, and by its tail alone {other:.6g}); "
-                "write head and loss as one function of hidden states and targets, and give it a "
+                f"{type(model).__name__} changes its logits between its head and its loss (with "
+                f"large logits the loss is {one:.6g}, but its tail alone gives {other:.6g}). "
+                "Write head and loss as one function of hidden states and targets, and give it a "
                 "size with automicro.split"
             )
 
@@ -359,9 +359,9 @@ class MissingLogits:
     @classmethod
     def _refuse(cls, *_: Any, **__: Any) -> NoReturn:
         raise MissingLogitsError(
-            "the logits of a training forward are not there as a whole, for the tail of the model "
-            f"has a size of its own (nested={{{TAIL!r}: …}}); compute what needs them in "
-            "evaluation, where they are, or leave that size out"
+            "a training forward has no complete logits, because the tail of the model has its own "
+            f"size (nested={{{TAIL!r}: …}}). Compute what needs them in evaluation, or leave that "
+            "size out"
         )
 
     def __getattr__(self, name: str) -> NoReturn:

@@ -252,8 +252,8 @@ class Call:
         for path in inside:
             if path not in rows and few.get(path) is not inputs[path]:
                 raise UnsplittableModelError(
-                    f"a part with a size of its own is given {path!r}, which needs a gradient, in "
-                    "a list of rows; give it one padded tensor, and the lengths"
+                    f"a part with its own size got {path!r}, which needs a gradient, in a list of "
+                    "rows. Pass one padded tensor and the lengths"
                 )
 
     def sizes(self) -> list[int]:
@@ -323,8 +323,8 @@ class Standing(AsItStood):
         for each in written:
             path, _ = self.before[0].names().get(id(each), ("?", ""))
             raise UnsplittableModelError(
-                f"{path.partition('.')[2]!r} of a part with a size of its own was written into "
-                "between its forward and its backward, which computes it again; call backward first"
+                f"{path.partition('.')[2]!r} of a part with its own size was changed between its "
+                "forward and its backward, which recomputes it. Call backward first"
             )
 
 
@@ -387,8 +387,8 @@ def rows_of(output: Any, num_rows: int) -> list[Tensor]:
     for path, leaf in leaves:
         if path == "0" and not leaf.dim():
             raise UnsplittableModelError(
-                f"a part with a size of its own returns a number beside other values, as {path!r}; "
-                "let it return the loss alone, and divide a sum by its count outside"
+                f"a part with its own size returns a number beside other values, as {path!r}. Let "
+                "it return the loss alone, and divide a sum by its count outside"
             )
         if leaf.shape[:1] != (num_rows,):
             refuse_outputs(path, f"a tensor of shape {tuple(leaf.shape)} for {num_rows} rows")
@@ -402,14 +402,14 @@ def joined(outputs: Sequence[Any], sizes: Sequence[int], num_rows: int) -> Any:
     # Tensors without data have no values to compare.
     has_data = not isinstance(slices[0][0], FakeTensor)
     if has_data and not all(same_values(shown[0], each) for each in shown[1:]):
-        what = "something that is another one for each slice (a number, a text, a None)"
+        what = "something that differs between slices (a number, a text, a None)"
         refuse_outputs("", f"beside tensors {what}")
     pairs = (pair for leaves in slices for pair in zip(slices[0], leaves, strict=True))
     for first, leaf in pairs:
         if first.shape[1:] != leaf.shape[1:]:
             raise BatchError(
-                f"slices of a part give shapes {tuple(first.shape[1:])} and "
-                f"{tuple(leaf.shape[1:])} behind the rows; pad to the whole batch's length"
+                f"slices of a part return shapes {tuple(first.shape[1:])} and "
+                f"{tuple(leaf.shape[1:])} after the rows. Pad to the length of the whole batch"
             )
     if missing := num_rows - sum(sizes):  # tensors without data: a few slices represent all
         slices.append([leaf.new_empty((missing, *leaf.shape[1:])) for leaf in slices[0]])
@@ -421,10 +421,10 @@ def refuse_outputs(path: str, what: str) -> NoReturn:
     """Refuse the outputs of a part."""
     named = f" {path!r}" if path else ""
     raise UnsplittableModelError(
-        f"a part with a size of its own gives{named} {what}, so it computes something over "
-        "rows and cannot be cut; give a size to a part that computes each row by itself and "
-        "gives rows in dimension 0 (not the states of an LSTM), and put layers that read what "
-        "they change, such as spectral norm, into evaluation mode (.eval())"
+        f"a part with its own size returns{named} {what}, so it computes something over rows and "
+        "cannot be cut. Give a size to a part that computes each row independently and returns "
+        "rows in dimension 0 (not the states of an LSTM). Put layers that read what they change, "
+        "such as spectral norm, into evaluation mode (.eval())"
     )
 
 
@@ -506,8 +506,8 @@ def refuse_twice() -> None:
     """Refuse a backward that must itself be differentiable."""
     if torch.is_grad_enabled():
         raise RuntimeError(
-            "a part with a size of its own has no second derivative (create_graph=True); take its "
-            "size away with .remove()"
+            "a part with its own size has no second derivative (create_graph=True). Remove its "
+            "size with .remove()"
         )
 
 
@@ -552,7 +552,7 @@ class _Tail(torch.autograd.Function):
         sums, ctx.sums = ctx.sums, None
         if sums is None:
             raise RuntimeError(
-                "an earlier backward has used the gradients of a part with a size of its own; call "
+                "an earlier backward has used the gradients of a part with its own size. Call "
                 "backward once, or compute the part again"
             )
         return None, None, None, None, *sums.all(gradient)

@@ -63,7 +63,7 @@ BATCHNORM = ("warn", "exact")
 _MOST_SIZES = 1024  # sizes kept until a backward
 
 _CONSTANTS = (type(None), bool, int, float, complex, str, bytes)
-_WITHOUT_BATCHNORM = "Or let the part begin behind these layers, or end before them."
+_WITHOUT_BATCHNORM = "Or let the part begin after these layers, or end before them."
 
 
 class NestedSplit:
@@ -130,22 +130,22 @@ class NestedSplit:
         modules: Iterable[nn.Module] = (),
     ) -> None:
         if isinstance(part, type) or not callable(part):
-            raise TypeError(f"{part!r} is no module and no function; give model.joint, say")
+            raise TypeError(f"{part!r} is not a module or function. Pass one, as in model.joint")
         own = forward_of_class(part) if isinstance(part, nn.Module) else part
         if own is None or (own is nn.Module.forward and "forward" not in vars(part)):
             raise TypeError(
                 f"{type(part).__name__} is scripted or traced, or has no forward that could be "
-                "cut; give a size to the module that it was made of, or to modules in it"
+                "cut. Give a size to the module that it was made of, or to modules in it"
             )
         if attached_to(part) is not None:
             raise ValueError(
-                f"{type(part).__name__} has a size already; take it back with .remove() first"
+                f"{type(part).__name__} already has a size. Remove it with .remove() first"
             )
         self._is_exact = check_choice("batchnorm", batchnorm, BATCHNORM) == "exact"
         if batch_split_factor is not None and microbatch_size != "auto":
             raise ValueError(
                 f"microbatch_size={microbatch_size!r} and batch_split_factor={batch_split_factor} "
-                "say the same; give one of them"
+                "set the same value. Pass one of them"
             )
         self._part = part
         size = None if batch_split_factor is not None else microbatch_size
@@ -154,8 +154,8 @@ class NestedSplit:
         self._factor = require_size(factor, name="batch_split_factor")
         if self._policy.explores:
             raise ValueError(
-                'microbatch_size="explore" is for the microbatches of a whole model; give a part '
-                '"auto" or an int'
+                'microbatch_size="explore" applies only to the microbatches of a whole model. '
+                'Give a part "auto" or an int'
             )
         self._layout = BatchLayout(batch_layout)
         self._modules = [part] if isinstance(part, nn.Module) else list(modules)
@@ -241,7 +241,7 @@ class NestedSplit:
         """
         part = self._part
         if not isinstance(part, nn.Module):
-            raise TypeError("only a module can be attached to; call what split() gave in its place")
+            raise TypeError("only a module can be attached to. Call what split() returned instead")
         if not self.is_attached:
             count_attachment()
             self._earlier = part.__dict__.get("forward")
@@ -305,8 +305,8 @@ class NestedSplit:
             return forward(*args, **kwargs)
         if is_transformed():
             raise UnsplittableModelError(
-                f"{self.name} has a size of its own, which torch.func's transforms cannot see "
-                "through; take it away with .remove(), or differentiate with .backward()"
+                f"{self.name} has its own size, which torch.func's transforms do not support. "
+                "Remove it with .remove(), or differentiate with .backward()"
             )
         self._in_backward = False
         names = _names_of(forward, len(args))
@@ -328,7 +328,7 @@ class NestedSplit:
             checked = self._check(call)
             if checked.averages is not None:
                 if stages is not None:
-                    refuse_exact(self.name, "it gives a loss, which is there before they have")
+                    refuse_exact(self.name, "its loss exists before rows reach BatchNorm")
                 # A gradient in fp16 might underflow before the loss scale is applied.
                 recompute = _is_half(call) or not checked.is_proportional
                 outputs = split_loss(checked.watch(call), checked.averages, recompute=recompute)
@@ -345,15 +345,15 @@ class NestedSplit:
         if not self._is_exact or not self.batchnorms():
             return None
         if not isinstance(self._part, nn.Module) or self._earlier is not None:
-            refuse_exact(self.name, "it is no module, or has another forward than its class")
+            refuse_exact(self.name, "it is not a module, or does not use its class's forward")
         return self._known.stages(self._part, batch)
 
     def _refuse_threads(self) -> None:
         """Refuse a call while another thread computes a slice, with replaced parameters."""
         if self._thread not in (None, threading.get_ident()) and torch.is_grad_enabled():
             raise UnsplittableModelError(
-                f"{self.name} has a size of its own, and two threads call it at a time, so that "
-                "one would have the gradients of the other; give each thread a copy"
+                f"{self.name} has its own size, but two threads call it at the same time, so one "
+                "would get the gradients of the other. Give each thread a copy"
             )
 
     def _call(
@@ -469,14 +469,14 @@ class NestedSplit:
         if hooked:
             warn(
                 f"forward hooks inside {self.name}, a part with its own size, run for each slice "
-                f"({', '.join(hooked[:4])}), and again in the backward; let the forward return "
+                f"({', '.join(hooked[:4])}), and again in the backward. Let the forward return "
                 "the values that they keep",
                 GradientWarning,
             )
         names = self.batchnorms()
         if names and not self._is_exact:
             message = batchnorm_message(names, max(sizes), sum(sizes), remedy=_WITHOUT_BATCHNORM)
-            warn(f"in {self.name}, a part with a size of its own, {message}", BatchNormWarning)
+            warn(f"in {self.name}, a part with its own size, {message}", BatchNormWarning)
 
 
 class _Sizer:
@@ -526,8 +526,8 @@ class _Sizer:
             return False
         nested.ooms += 1
         text = (
-            f"automicro: memory ran out in {nested.name}, a part with a size of its own, in a "
-            f"slice of {size} of {self.num_rows} rows; the next ones have {proposed}"
+            f"automicro: memory ran out in {nested.name} (a part with its own size), in a slice "
+            f"of {size} of {self.num_rows} rows; the next slices have {proposed}"
         )
         logger.warning("%s", text)
         if error is not None:
@@ -601,8 +601,8 @@ class Places:
         for _, name, each in self._found:
             if is_sharded(each):
                 raise UnsplittableModelError(
-                    f"the part's parameter {name!r} is sharded while it runs, so that every slice "
-                    "would communicate; apply fully_shard to the part itself"
+                    f"the part's parameter {name!r} is sharded while it runs, so every slice "
+                    "would communicate. Apply fully_shard to the part itself"
                 )
 
     @contextlib.contextmanager
@@ -636,7 +636,7 @@ class _Forward:
         self.nested = nested
 
     @uncompiled(
-        "a part with a size of its own (automicro.split) is cut while it runs; compile without "
+        "a part with its own size (automicro.split) is cut while it runs. Compile without "
         "fullgraph=True, or compile the parts of the model around it"
     )
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -678,8 +678,8 @@ def split(part: P, **options: Any) -> NestedSplit:
     """
     if "microbatch_unit" in options:
         raise TypeError(
-            "microbatch_unit is of the tail of a language model, and of no other part; let rows "
-            "and positions be one dimension before the part: tail(x.flatten(0, 1), y.flatten())"
+            "microbatch_unit applies only to the tail of a language model, not to other parts. "
+            "Flatten rows and positions before the part: tail(x.flatten(0, 1), y.flatten())"
         )
     nested = NestedSplit(part, **options)
     return nested.attach() if isinstance(part, nn.Module) else nested
@@ -705,7 +705,7 @@ def _refuse_strangers(output: Any, rows: Any, parameters: Sequence[Tensor]) -> N
             if id(found) not in known and storage_of(found) not in marked:
                 raise UnsplittableModelError(
                     f"the part computes with a tensor of shape {tuple(found.shape)} that needs a "
-                    "gradient and is neither an argument nor a parameter of its modules; give it "
+                    "gradient and is neither an argument nor a parameter of its modules. Pass it "
                     "as an argument, or name the module that holds it: split(part, modules=[…])"
                 )
 
@@ -722,9 +722,9 @@ def _refuse_left_behind(index: ModuleIndex) -> None:
                 continue
             if any(leaf.grad_fn is not None for _, leaf in tensor_leaves(value)):
                 raise UnsplittableModelError(
-                    f"a part with a size of its own leaves a tensor with a gradient behind, in the "
-                    f"attribute {key!r} of {name or 'itself'} ({type(module).__name__}), and that "
-                    "gradient would be lost; let the forward return it, or detach it"
+                    "a part with its own size keeps a tensor with a gradient in the attribute "
+                    f"{key!r} of {name or 'itself'} ({type(module).__name__}), and that gradient "
+                    "would be lost. Let the forward return it, or detach it"
                 )
 
 

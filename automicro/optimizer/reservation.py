@@ -145,7 +145,7 @@ class _StepCounter(CountingMode):
             isinstance(each, FakeTensor) for each in tensors_in((args, kwargs))
         ):
             raise _UnpredictableError(
-                f"its step uses ({func}) a tensor that is no parameter and no state"
+                f"its step uses ({func}) a tensor that is neither a parameter nor state"
             )
         return super().run(func, types, args, kwargs)
 
@@ -312,8 +312,8 @@ class OptimizerReservation:
 
 def _say_unknown(optimizer: torch.optim.Optimizer, why: str) -> None:
     logger.warning(
-        "automicro: cannot predict what %s will allocate in its first step (%s), so no memory "
-        "is reserved for it; the second batch may need a smaller microbatch than the first",
+        "automicro: cannot predict what %s will allocate in its first step (%s), so no memory is "
+        "reserved for it. The second batch may need a smaller microbatch than the first",
         type(optimizer).__name__,
         why,
     )

@@ -109,14 +109,14 @@ class GradientScaler:
                 self._device,
                 "dividing the gradient by the loss scale ran out of memory and may be half "
                 "applied: some gradients may be divided and others not. Parameters and optimizer "
-                "state are as before: clear the gradients and leave this batch out, or continue "
-                "from a checkpoint.",
+                "state are as before: clear the gradients and skip this batch, or resume from a "
+                "checkpoint.",
             )
         except ValueError as error:
             raise ValueError(
-                "precision='fp16' needs parameters in float32, and some gradients are in float16: "
-                "call model.float() before the optimizer is built; autocast computes in half "
-                "precision by itself"
+                "precision='fp16' needs parameters in float32, but some gradients are in float16. "
+                "Call model.float() before the optimizer is built: autocast computes in half "
+                "precision itself"
             ) from error
         self._unscaled.add(id(optimizer))
 
@@ -157,9 +157,8 @@ class GradientScaler:
         write_in_place(
             self._scaler.update,
             self._device,
-            "updating the loss scale ran out of memory and may be half applied: the optimizer is "
-            "done with this batch, but the scale may be the one before it. Continue from a "
-            "checkpoint.",
+            "updating the loss scale ran out of memory and may be half applied: the optimizer has "
+            "finished this batch, but the loss scale may be unchanged. Resume from a checkpoint.",
         )
         self._clear()
 
@@ -203,7 +202,7 @@ class GradientScaler:
         missing = sorted(self._scaler.state_dict().keys() - state.keys())
         if missing:
             raise ValueError(
-                f"the state of the gradient scaler lacks {missing}; pass what "
+                f"the state of the gradient scaler lacks {missing}. Pass what "
                 "GradientScaler.state_dict() returned"
             )
         self.forget()
@@ -216,8 +215,8 @@ def _has_gradient(optimizer: torch.optim.Optimizer) -> bool:
 
 _HALF_APPLIED = (
     "clipping the gradient ran out of memory and may be half applied: some gradients may be scaled "
-    "and others not. Parameters and optimizer state are as before: clear the gradients and leave "
-    "this batch out, or continue from a checkpoint."
+    "and others not. Parameters and optimizer state are as before: clear the gradients and skip "
+    "this batch, or resume from a checkpoint."
 )
 
 
@@ -287,7 +286,7 @@ def step_optimizer(
         functools.partial(_step, optimizer, scaler),
         device,
         f"{type(optimizer).__name__}.step() ran out of memory and may be half applied: some "
-        "parameters or states may have changed. Continue from a checkpoint, with foreach=False or "
+        "parameters or states may have changed. Resume from a checkpoint, with foreach=False or "
         "an optimizer with less state.",
     )
     if scaler is not None:

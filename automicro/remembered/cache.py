@@ -70,7 +70,7 @@ class RememberedSize:
         numbers = self.microbatch_size, self.cost_per_row or 1, self.peak_bytes or 1
         is_measured = all(0 < number < math.inf for number in (*numbers, self.written_at))
         if not is_measured or self.microbatch_size > self.key["rows"]:
-            raise ValueError(f"{self} cannot have been measured: give values of a batch that ran")
+            raise ValueError(f"{self} cannot have been measured. Use values of a batch that ran")
 
     @property
     def is_cut(self) -> bool:
@@ -96,9 +96,9 @@ class SizeCache:
     def __init__(self, folder: str | os.PathLike[str] | None = None) -> None:
         self._url = sizes_folder() if folder is None else os.fspath(folder)
         self.folder = _SECRET.sub("…@", self._url)
-        """Where sizes lie, for people: without a password."""
+        """The folder of the sizes, without a password."""
         self.has_failed = False
-        """Whether it could not be read or written; `find` and `remember` ask no more then."""
+        """Whether reading or writing failed; `find` and `remember` then do nothing."""
         self._has_warned = False
 
     def find(self, key: RunKey) -> RememberedSize | None:
@@ -135,11 +135,11 @@ class SizeCache:
             size = RememberedSize(**json.loads(text))
             # Ensures that no value of the key was changed or is missing.
             if size.file != name:
-                raise ValueError("its key is that of another file")
+                raise ValueError("its key belongs to another file")
         except (KeyError, TypeError, ValueError, RecursionError) as error:
             self._warn(
-                f"{self.folder}/{name} holds no remembered size ({describe_error(error)}): it is "
-                "ignored, and automicro cache --clear removes it"
+                f"{self.folder}/{name} holds no remembered size ({describe_error(error)}), so it "
+                "is ignored. Run automicro cache --clear to remove it"
             )
             return None
         return size
@@ -167,8 +167,8 @@ class SizeCache:
         if done == "written" or not isinstance(errors[-1], FileNotFoundError):
             self.has_failed = True
             self._warn(
-                f"{self.folder}/{name} cannot be {done} ({describe_error(errors[-1])}): "
-                f"sizes are not remembered; give access to it, or set {VARIABLE} to another folder"
+                f"{self.folder}/{name} cannot be {done} ({describe_error(errors[-1])}), so sizes "
+                f"are not remembered. Give access to it, or set {VARIABLE} to another folder"
             )
         return None
 

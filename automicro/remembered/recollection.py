@@ -132,8 +132,8 @@ class Recollection:
         except Exception as error:
             self._cache = None
             warn(
-                f"microbatch sizes are not remembered in this run ({describe_error(error)}); it "
-                "finds them by itself, and remember_sizes=False says nothing of it",
+                f"microbatch sizes are not remembered in this run ({describe_error(error)}), so "
+                "the run finds them itself. Pass remember_sizes=False to turn this off",
                 SizeCacheWarning,
             )
 

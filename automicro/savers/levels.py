@@ -72,7 +72,7 @@ class NestedTail:
 
 
 Saver: TypeAlias = Recompute | Offload | NestedTail
-"""One way to take less memory, by its name in ``when_too_large``."""
+"""One way to use less memory, by its name in ``when_too_large``."""
 
 
 @dataclass(frozen=True)
@@ -86,7 +86,7 @@ class Level:
         >>> with levels[1].applied():
         ...     pass  # forward and backward
         >>> levels[1].describe()
-        'what is saved for the backward waits in host memory'
+        'tensors saved for the backward wait in host memory'
     """
 
     savers: tuple[Saver, ...] = ()
@@ -132,7 +132,7 @@ class WhenTooLarge(Feature):
         ...     nn.Linear(8, 2), loss_fn=nn.MSELoss(), features=[WhenTooLarge("offload")]
         ... )
         >>> microbatcher.describe_level("offload")
-        'what is saved for the backward waits in host memory'
+        'tensors saved for the backward wait in host memory'
     """
 
     def __init__(self, savers: Savers) -> None:
@@ -176,7 +176,7 @@ def make_levels(
             # `auto` uses what the model has; blocks that were named must exist.
             if not is_auto or names is not None:
                 raise
-            logger.info("nothing is computed again in the backward: %s", error)
+            logger.info("nothing is recomputed in the backward: %s", error)
     if is_auto:
         further = [Level(tuple(savers))] if len(savers) > 1 else []
         return [Level(), *(Level((saver,)) for saver in savers), *further]
@@ -190,8 +190,8 @@ def _read(given: Any) -> tuple[dict[str, list[str] | None], bool]:
     for each in given if is_list else [given]:
         if not isinstance(each, str | Mapping):
             raise TypeError(
-                f"when_too_large={given!r}: {each!r} is of type {type(each).__name__}; use one of "
-                f"{', '.join(_CHOICES)}, a list of {_LISTED}, or {_EXAMPLE}"
+                f"when_too_large={given!r}: {each!r} is of type {type(each).__name__}. Use one of "
+                f"{', '.join(_CHOICES)}, a list of {_LISTED}, or a mapping, {_EXAMPLE}"
             )
         named |= {each: None} if isinstance(each, str) else each
     wanted = {
@@ -201,8 +201,8 @@ def _read(given: Any) -> tuple[dict[str, list[str] | None], bool]:
     is_alone = not wanted.keys().isdisjoint(_ALONE)
     if not wanted or (is_alone and (is_list or len(wanted) > 1)):
         raise ValueError(
-            f"when_too_large={given!r} is empty, or names what stands alone ({', '.join(_ALONE)}); "
-            f"give one of these by itself, or a list of {_LISTED}"
+            f"when_too_large={given!r} is empty, or combines a name that must stand alone "
+            f"({', '.join(_ALONE)}). Pass one of these alone, or a list of {_LISTED}"
         )
     if "auto" in wanted:
         return {**dict.fromkeys(_OF_AUTO), RECOMPUTE: wanted["auto"]}, True
@@ -217,8 +217,8 @@ def _read_names(given: Any, saver: str, value: Any) -> list[str] | None:
     is_list = isinstance(names, Sequence) and all(isinstance(each, str) for each in names)
     if saver in (OFFLOAD, NESTED) or not is_list or not names:
         raise TypeError(
-            f"when_too_large={given!r}: {value!r} of type {type(value).__name__} names no "
-            f"blocks for {saver!r}; {_EXAMPLE}"
+            f"when_too_large={given!r}: {value!r} of type {type(value).__name__} names no blocks "
+            f"for {saver!r}. Name blocks, {_EXAMPLE}"
         )
     return list(names)
 
@@ -233,8 +233,8 @@ def _made(
     model = find_language_model(modules[0])
     if model is None:
         raise ValueError(
-            f"{type(modules[0]).__name__} is no language model of transformers; leave 'nested' out "
-            "of when_too_large, and give the part that computes its loss a size with nested={…}"
+            f"{type(modules[0]).__name__} is not a language model of transformers. Leave out "
+            "'nested', and give the part that computes its loss a size with nested={…}"
         )
     return NestedTail(LanguageTail(model, {"microbatch_unit": "tokens"}))
 
@@ -247,8 +247,8 @@ def _blocks(modules: list[nn.Module], names: list[str] | None) -> list[Block]:
         found = found or find_blocks(modules)
         if not found:
             raise ValueError(
-                f"{type(modules[0]).__name__} has no repeated blocks that could be computed again "
-                f"in the backward (modules of one class in an nn.ModuleList or nn.Sequential); "
+                f"{type(modules[0]).__name__} has no repeated blocks that the backward could "
+                "recompute (modules of one class in an nn.ModuleList or nn.Sequential); "
                 f"{NAME_THEM}"
             )
     else:
@@ -257,7 +257,7 @@ def _blocks(modules: list[nn.Module], names: list[str] | None) -> list[Block]:
             if not is_called(block):
                 raise ValueError(
                     f"{name} is of type {type(block).__name__}, which holds modules and is never "
-                    f"called itself; name what is inside of it, as in {name + '.*'!r}"
+                    f"called itself. Name the modules in it, as in {name + '.*'!r}"
                 )
     every = [module for root in modules for module in root.modules()]
     done = [module for module in every if recomputes_already(module)]
@@ -270,9 +270,9 @@ def _blocks(modules: list[nn.Module], names: list[str] | None) -> list[Block]:
     }
     if not left:
         raise ValueError(
-            f"{shown_blocks(found)} compute again in the backward already (gradient checkpointing "
-            "is on), so 'recompute' has nothing to do; leave it out, or switch that off and let it "
-            "be switched on where it is needed"
+            f"{shown_blocks(found)} already recompute in the backward (gradient checkpointing is "
+            "on), so 'recompute' has no effect. Leave it out, or turn gradient checkpointing off, "
+            "so that 'recompute' runs only when it is needed"
         )
     _refuse_compiled(every, set(map(id, left.values())))
     # The forward of a scripted module cannot be replaced.
@@ -287,7 +287,7 @@ def _refuse_compiled(modules: Iterable[nn.Module], blocks: set[int]) -> None:
             if blocks.isdisjoint(map(id, module.modules())):
                 continue
             raise ValueError(
-                f"the model is compiled as a whole ({type(module).__name__}), and what is inside "
-                "of compiled code cannot be computed again block by block; compile each block "
-                "(block.compile()) in place of the model, or use when_too_large='offload'"
+                f"the model is compiled as a whole ({type(module).__name__}), so its blocks "
+                "cannot be recomputed one by one. Compile each block instead (block.compile()), "
+                "or use when_too_large='offload'"
             )

@@ -22,7 +22,7 @@ from automicro.torch_private_distributed import is_fsdp_module
 OFFLOAD = "offload"
 """Its name in ``when_too_large``."""
 SMALL_BYTES = 1 << 16
-"""Storages below it stay where they are: a copy costs more than they hold."""
+"""Smaller storages stay on the device, because a copy costs more than they hold."""
 
 _MOST_ON_THE_WAY = 2  # storages that a side stream is still reading
 
@@ -240,14 +240,14 @@ class Offload:
                 if not refuses_hooks(error):
                     raise
                 raise RuntimeError(
-                    "the model runs transforms of torch.func, under which nothing that is saved "
-                    "for the backward can go to the host; leave 'offload' out of when_too_large, "
-                    "as in when_too_large='recompute'"
+                    "the model runs transforms of torch.func, which do not let tensors saved for "
+                    "the backward go to the host. Leave 'offload' out of when_too_large, as in "
+                    "when_too_large='recompute'"
                 ) from error
 
     def describe(self) -> str:
         """Return a description in half a sentence."""
-        return "what is saved for the backward waits in host memory"
+        return "tensors saved for the backward wait in host memory"
 
 
 def _tensors_of(module: nn.Module) -> list[Tensor]:

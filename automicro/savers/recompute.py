@@ -141,8 +141,8 @@ def named_blocks(modules: Sequence[nn.Module], patterns: Iterable[str]) -> dict[
             rows = {re.sub(r"(^|\.)\d+(?=\.|$)", r"\1*", name) for name in names}
             raise ValueError(
                 f"no module of the model is named {pattern!r}"
-                f"{suggestion(pattern, sorted(rows | set(names)))}; name blocks as named_modules() "
-                f"does, with * for one part of a name; the first are {', '.join([*names][:5])}"
+                f"{suggestion(pattern, sorted(rows | set(names)))}. Name blocks as named_modules() "
+                f"does, with * for one part of a name. The first are {', '.join([*names][:5])}"
             )
         matched.update(fitting)
     inner = {
@@ -196,8 +196,8 @@ _COMPARED = frozenset((0, *(16**power for power in range(1, 9))))  # numbers of 
 _SAMPLES = 64  # elements of a tensor that are compared in addition to its sum
 _ROUNDING = 1e-3  # for devices on which the second run might round differently
 _OTHERWISE = (
-    "does something else when that is done: it goes by what changed since, such as an object among "
-    "its arguments; hand it arguments that stay as they are"
+    "computes something else the second time, because it depends on something that changed since, "
+    "such as an object among its arguments. Pass arguments that do not change"
 )
 _CACHES = ("transformers.Cache", "transformers.EncoderDecoderCache")
 
@@ -236,7 +236,7 @@ class Block:
     def leave_out(self, why: str) -> LeftOutError:
         """Stop recomputing it, and return the error to raise."""
         self.left_out = why
-        logger.warning("automicro: %s is not computed again in the backward: it %s", self.name, why)
+        logger.warning("automicro: %s is not recomputed in the backward: it %s", self.name, why)
         return LeftOutError(f"{self.name} {why}")
 
 
@@ -367,8 +367,8 @@ class _Run(AsItStood):
             raise block.leave_out(f"{_OTHERWISE} ({describe_error(error)})") from error
         add_note(
             error,
-            f"automicro: {block.name} was computed again in the backward; where it goes by what "
-            "changed since, name the other blocks: when_too_large={'recompute': ['layers.*']}",
+            f"automicro: {block.name} was recomputed in the backward. If it depends on something "
+            "that changed, name the other blocks: when_too_large={'recompute': ['layers.*']}",
         )
 
 
@@ -399,7 +399,7 @@ def _computed(
     except RuntimeError as error:
         if not refuses_hooks(error):
             raise
-        why = "runs transforms of torch.func, which know no checkpoints"
+        why = "runs transforms of torch.func, which do not support checkpointing"
         raise block.leave_out(why) from error
 
 
@@ -451,7 +451,7 @@ class Recompute:
                 undone = [block for block in blocks if block.is_undone and not block.left_out]
                 if not undone or not tells_of_writing(error):
                     raise
-                why = "is called with a tensor that is written to, by itself or afterwards"
+                why = "is called with a tensor that is changed in place, by the block or after it"
                 errors = [block.leave_out(why) for block in undone]
                 raise errors[0] from error
             finally:
@@ -462,8 +462,8 @@ class Recompute:
         """Return a description in half a sentence."""
         names = [block.name for block in self.blocks if not block.left_out]
         if not names:
-            return "no block can be computed again in the backward"
-        return f"{shown_blocks(names)} keep their input alone and compute again in the backward"
+            return "no block can be recomputed in the backward"
+        return f"{shown_blocks(names)} keep only their inputs and are recomputed in the backward"
 
 
 def _leave_out_last(repeated: Sequence[Block], error: CheckpointError) -> LeftOutError:
@@ -492,7 +492,7 @@ def _replaced(block: Block, random: Callable[[], RandomState]) -> Iterator[None]
             return forward(*args, **kwargs)
         # Results stay the same to the bit, so the attempt need not be repeated.
         if is_in_checkpoint():
-            block.leave_out("runs in a checkpoint of the model's own already")
+            block.leave_out("already runs in a checkpoint of the model")
             return forward(*args, **kwargs)
         return _computed(block, forward, random(), args, kwargs)
 

@@ -90,7 +90,7 @@ def capture(
     return Captured(roots, tuple(skip), large)
 
 
-_NOT_COPIED = "it was written to, but is too large to be copied; update it after the step"
+_NOT_COPIED = "it was changed, but is too large to be copied. Update it after the step"
 _NEW = vars(nn.Module())
 # Flags about hooks change only together with the tables of hooks.
 _TABLES = [name for name, value in _NEW.items() if hasattr(value, "clear") or "hook" in name]
@@ -514,7 +514,7 @@ class _Walk:
 
     def _hold_other(self, value: Any, kind: Kind) -> Iterable[Any]:
         if kind is UNREADABLE:
-            return self._leave_out(value, "its state can be neither read nor set")
+            return self._leave_out(value, "its state can be neither read nor restored")
         is_given, is_array = id(value) in self._given, isinstance(value, np.ndarray)
         if is_array and value.nbytes > MOST_ARRAY_BYTES and not is_given:
             return self._leave_out(value, f"it is an array of over {MOST_ARRAY_BYTES} bytes")

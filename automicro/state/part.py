@@ -112,8 +112,8 @@ class State:
         for why, new in found.items():
             more = f" and {len(new) - 3} more" if len(new) > 3 else ""
             warn(
-                f"{', '.join(new[:3])}{more}: left as a failed attempt changed it, because {why}. "
-                f"{_REMEDY}",
+                f"{', '.join(new[:3])}{more}: left as a failed attempt changed it, because "
+                f"{why}. {_REMEDY}",
                 StateWarning,
             )
 
@@ -148,7 +148,7 @@ def read_state(values: Iterable[Any]) -> tuple[list[Any], dict[str, Any]]:
         if is_fixed and (kinds or not hasattr(value, "__dict__")):
             raise TypeError(
                 f"state=[…] holds {value!r} (of type {type(value).__name__}), which cannot be "
-                "changed in place; pass the object that holds it"
+                "changed in place. Pass the object that holds it"
             )
         # An object with these methods restores itself.
         if all(callable(getattr(value, name, None)) for name in PART):

@@ -176,7 +176,7 @@ def is_freed(value: Any) -> bool:
 _kept = WeakTensorKeyDictionary()
 _FLAG = operator.attrgetter("requires_grad")
 _DENSE = (Tensor, nn.Parameter)
-_PAST_VERSION = "it was written to without a new version (such as through .data), unlike before"
+_PAST_VERSION = "it was changed without a new version (such as through .data), unlike before"
 
 
 def _in_a_line(alias: Tensor) -> Tensor:

@@ -202,8 +202,8 @@ class Features:
         for each in found:
             if missing := [name for name in PART if not hasattr(each, name)]:
                 raise TypeError(
-                    f"parts() of a feature gave {each!r}, which has no {' and no '.join(missing)}; "
-                    f"give objects that have {', '.join(PART)}"
+                    f"parts() of a feature returned {each!r}, which lacks "
+                    f"{' and no '.join(missing)}. Return objects that have {', '.join(PART)}"
                 )
         return found
 

@@ -64,9 +64,9 @@ class SpareRows:
             return pickle.dumps(self._kept)
         except Exception as error:
             raise BatchError(
-                f"another rank has no rows, and those of rank {self._ranks.rank}, a "
-                f"{type(self._kept).__name__}, cannot be sent to it ({describe_error(error)}); "
-                "use batches that can be pickled, or give every rank a row in the first batch"
+                f"another rank has no rows, and a batch of rank {self._ranks.rank} "
+                f"({type(self._kept).__name__}) cannot be sent to it ({describe_error(error)}). "
+                "Use batches that can be pickled, or give every rank a row in the first batch"
             ) from error
 
     def filler(self, batches: Sequence[Any], num_rows: int) -> Any:

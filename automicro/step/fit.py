@@ -200,7 +200,7 @@ def _roll_back(transaction: Transaction, cause: BaseException, ranks: Ranks | No
         if transaction.is_open:
             # Nothing can be restored on a lost device, whose loss is the error that users need.
             if classify(cause) is Failure.CONTEXT_LOST:
-                lost = f"the device is lost; nothing could be restored ({text_of(failure)})"
+                lost = f"the device is lost, so nothing could be restored ({text_of(failure)})"
                 add_note(cause, f"automicro: {lost}")
                 return
             _refuse_to_go_on(failure, cause)
@@ -220,6 +220,6 @@ def _refuse_to_go_on(failure: BaseException, cause: BaseException) -> NoReturn:
         add_note(failure, "automicro: the state before the batch could not be restored")
         raise failure
     raise RollbackError(
-        f"an attempt failed ({describe_error(cause)}), and the state before it could not "
-        f"be restored ({describe_error(failure)}); continue from a checkpoint"
+        f"an attempt failed ({describe_error(cause)}), and the state before it could not be "
+        f"restored ({describe_error(failure)}). Resume from a checkpoint"
     ) from cause

@@ -146,7 +146,7 @@ def flatten_metrics(metrics: Any) -> list[Any]:
     if isinstance(metrics, list | tuple):
         return [each for value in metrics for each in flatten_metrics(value)]
     if inspect.isfunction(getattr(metrics, "update", None)) and isinstance(metrics, type):
-        raise TypeError(f"metrics holds the class {metrics.__name__}; pass an instance of it")
+        raise TypeError(f"metrics holds the class {metrics.__name__}. Pass an instance of it")
     return [metrics] if hasattr(metrics, "update") else _refuse(metrics)
 
 
@@ -177,12 +177,12 @@ def _inside(root: nn.Module) -> list[Any]:
 def _refuse(value: Any) -> list[Any]:
     if isinstance(value, Tensor):
         raise TypeError(
-            f"a tensor of shape {tuple(value.shape)} was given in place of a metric; pass inputs "
-            "and targets as one batch: backward((inputs, targets))"
+            f"a tensor of shape {tuple(value.shape)} is not a metric. Pass inputs and targets as "
+            "one batch: backward((inputs, targets))"
         )
     raise TypeError(
-        f"{value!r} (of type {type(value).__name__}) is not a metric: it has no update method; "
-        "pass a torchmetrics.Metric, a MetricCollection, or a mapping from names to metrics"
+        f"{value!r} (of type {type(value).__name__}) is not a metric: it has no update method. "
+        "Pass a torchmetrics.Metric, a MetricCollection, or a mapping from names to metrics"
     )
 
 
@@ -304,7 +304,7 @@ class MetricGuard:
         found = tried(differing)  # a metric may fail on so few rows
         if isinstance(found, tuple):
             one, two = found
-            reason = f"counts {len(indices)} rows as {one:.4g} in one update, and {two:.4g} in two"
+            reason = f"counts {len(indices)} rows as {one:.4g} in one update, but {two:.4g} in two"
             self._warn(metric, reason)
 
     def _warn(self, metric: Any, reason: str) -> None:
@@ -313,10 +313,10 @@ class MetricGuard:
             return
         self._warned.add(name)
         warn(
-            f"the metric {name} {reason}, and a split batch updates it once per microbatch, so its "
-            "value depends on the microbatch size. Let it count rows, update it yourself with the "
-            "outputs of whole batches (evaluate(batch, return_outputs=True)), or keep batches "
-            "whole with microbatch_size=None",
+            f"the metric {name} {reason}. A split batch updates it once per microbatch, so its "
+            "value depends on the microbatch size. Let it count rows, update it with the outputs "
+            "of whole batches (evaluate(batch, return_outputs=True)), or keep batches whole with "
+            "microbatch_size=None",
             MetricWarning,
         )
 
@@ -390,8 +390,8 @@ def _is_unknown(metric: Any) -> bool:
 
 
 _TAKES_EITHER = (
-    "treats its numbers as probabilities if all of an update lie between 0 and 1, and as logits "
-    "otherwise (give it probabilities: sigmoid or softmax)"
+    "treats its numbers as probabilities if all numbers of an update lie between 0 and 1, and as "
+    "logits otherwise (give it probabilities: sigmoid or softmax)"
 )
 
 

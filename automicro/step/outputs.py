@@ -34,7 +34,7 @@ class Kept(Feature):
         self._known = known  # shared by all steps
         if where not in (True, False, "host", "device"):
             raise ValueError(
-                f"return_outputs={where!r} is invalid; give True (the device of the batch), "
+                f"return_outputs={where!r} is invalid. Pass True (the device of the batch), "
                 "'host', 'device', or False"
             )
         self._where = where
@@ -120,10 +120,10 @@ class Kept(Feature):
                 name = f"output {path!r}" if path else "the output"
                 rows = f"{most} rows each" if is_alike else f"{least} and of {most} rows"
                 warn(
-                    f"{name} has {length} entries for microbatches of {rows}, so it does not have "
-                    "one per row (a confusion matrix, a histogram, attention by layers?) and "
-                    "cannot be joined. Return tensors with rows in the first dimension, leave it "
-                    "out of the outputs, or let a metric count it",
+                    f"{name} has {length} entries for microbatches of {rows}. It does not have "
+                    "one entry per row (a confusion matrix, a histogram, attention by layers?), "
+                    "so it cannot be joined. Return tensors with rows in the first dimension, "
+                    "leave it out of the outputs, or let a metric count it",
                     MetricWarning,
                 )
 
@@ -143,8 +143,8 @@ class Kept(Feature):
             ) from error
         if found != num_rows:
             raise LossError(
-                f"forward returned a carry of {found} rows for a microbatch of {num_rows}; return "
-                "the state of exactly its rows, and name their dimension in Carry(…)"
+                f"forward returned a carry of {found} rows for a microbatch of {num_rows}. Return "
+                "the state of exactly these rows, and name their dimension in Carry(…)"
             )
         self._row_dims = layout.row_dims(carry)
 

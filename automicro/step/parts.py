@@ -132,10 +132,10 @@ class SizedParts:
             self._unseen_steps = None
             names = ", ".join(repr(each.name) for each in self._unseen)
             warn(
-                f"nested gives sizes to {names}, but {_PATIENCE} steps have not called it: the "
-                "size has no effect. Name a module that is called (a list of modules, or a layer "
-                "of which only the weight is used, is not; the tail of a language model runs only "
-                "if the model receives labels)",
+                f"nested gives sizes to {names}, but {_PATIENCE} steps have not called it, so the "
+                "size has no effect. Name a module that the forward calls: it does not call a "
+                "list of modules, or a layer of which only the weight is used. The tail of a "
+                "language model runs only if the model receives labels",
                 AutomicroWarning,
             )
 

@@ -81,9 +81,9 @@ class Passes:
         # the batches were read.
         if self._convention.needs_pairs and self.layout.holds_rows:
             raise BatchError(
-                f"with loss_fn a batch is a pair (inputs, targets), but this "
-                f"{type(batches[-1].batch).__name__} is read as {batches[-1].num_rows} rows, one "
-                "in each element; collate the rows into a pair, declare batch_layout={'': "
+                "loss_fn needs a pair (inputs, targets), but this batch "
+                f"({type(batches[-1].batch).__name__}) is read as {batches[-1].num_rows} rows, "
+                "one in each element. Collate the rows into a pair, declare batch_layout={'': "
                 "'fields'} if it is one, or pass forward=… that takes (model, microbatch)"
             )
 
@@ -142,8 +142,8 @@ class Passes:
             if not math.isclose(total, whole[name], rel_tol=1e-6):
                 raise LossError(
                     f"loss_average counts {whole[name]} in a whole batch, but {total} in its "
-                    "microbatches together; several ranks agree on the divisor of the loss before "
-                    "they cut, so both must be equal: let the count of a row not depend on the "
+                    "microbatches together. Several ranks agree on the divisor of the loss before "
+                    "they cut, so both numbers must be equal. Count each row independently of the "
                     "other rows of the batch"
                 )
 
@@ -153,9 +153,9 @@ class Passes:
             return
         if weights.all_are_nothing:
             warn(
-                "no target of this batch counts: all are ignored or weigh nothing, so its loss "
-                "and its gradient are zero. Check the labels (and the collate function, and "
-                "ignore_index), and skip these batches if they are intended; said once",
+                "no target of this batch counts: all are ignored or have a weight of zero, so the "
+                "loss and its gradient are zero. Check the labels, the collate function and "
+                "ignore_index, and skip such batches if they are intended; said once",
                 LossAverageWarning,
             )
             self._has_warned_of_nothing = True
@@ -250,8 +250,8 @@ class Passes:
             return
         listed = ", ".join(map(repr, names))
         warn(
-            f"the forward returned {', '.join(map(repr, losses))} as losses, which are added up, "
-            f"but {listed} needs no gradient: it changes the reported loss and trains nothing. If "
+            f"the forward returned {', '.join(map(repr, losses))} as losses, which are added up. "
+            f"But {listed} needs no gradient: it changes the reported loss and trains nothing. If "
             "it is not a loss, name the total yourself, {'loss': total, " + f"{names[0]!r}: …"
             "}; StepResult.losses has both",
             MetricWarning,

@@ -112,8 +112,8 @@ class CutRule:
         unit = state.get("unit", ROWS)
         if unit != self.unit:
             raise ValueError(
-                f"the sizes of this state are in {unit}, but those of this run in {self.unit}; "
-                "give the microbatch_unit that it was saved with, or do not load the state"
+                f"the sizes of this state are in {unit}, but those of this run in {self.unit}. "
+                "Pass the microbatch_unit that it was saved with, or do not load the state"
             )
         self.min_rows = state["min_rows"]
 
@@ -127,9 +127,9 @@ class CutRule:
         if num_rows % size:
             raise BatchError(
                 f"strict_divisible=True: a batch of {num_rows} rows is not a multiple of "
-                f"microbatch_size={size} (remainder {num_rows % size}); make the batch a multiple "
-                "of it (drop_last=True in the data loader), or leave strict_divisible out: a "
-                "smaller last slice is exact, too"
+                f"microbatch_size={size} (remainder {num_rows % size}). Use a multiple of it "
+                "(drop_last=True in the data loader), or leave strict_divisible out: a smaller "
+                "last slice is exact, too"
             )
         return [size] * (num_rows // size)
 
@@ -381,7 +381,7 @@ def plan_together(step: Step, rule: CutRule, agreement: Agreement, ranks: Ranks)
     if rule.strict_divisible and agreement.min_rows != agreement.num_batches * agreement.max_extent:
         raise BatchError(
             f"strict_divisible=True: ranks have from {agreement.min_rows} to "
-            f"{agreement.max_extent} rows, so their microbatches cannot all be equal; give every "
+            f"{agreement.max_extent} rows, so their microbatches cannot all be equal. Give every "
             "rank the same number of rows (drop_last=True in the data loader), or leave "
             "strict_divisible out: uneven rows are exact, too"
         )

@@ -55,7 +55,7 @@ class _Result:
         if self.ooms:
             words.append(f"out of memory with {', '.join(map(str, self.failed_sizes))}")
         if self.nested_ooms:
-            words.append(f"out of memory {self.nested_ooms} times inside of parts")
+            words.append(f"out of memory {self.nested_ooms} times inside parts")
         if self.is_measuring:
             words.append("measuring")
         if isinstance(self, StepResult) and not self.is_committed:

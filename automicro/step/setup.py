@@ -23,7 +23,7 @@ from automicro.step.plan import ROWS, CutRule, Finished, ReadBatch
 from automicro.transaction.rng import devices_of
 
 Sort = Callable[[Sequence[ReadBatch], Mode], Sequence[ReadBatch]]
-"""Returns the batches that were read, with their rows in another order."""
+"""Returns the batches with their rows in another order."""
 
 
 class Level(Protocol):
@@ -93,8 +93,8 @@ class Carrying:
         """Return a batch with its state; None if a rank has no batch."""
         if carry is not None:
             raise ValueError(
-                "carry=… was given to a Microbatcher without Carry(…); name the dimension of "
-                "the state that holds the rows: features=[Carry(1)] for nn.LSTM"
+                "carry=… was passed to a Microbatcher without Carry(…). Name the dimension of the "
+                "state that holds the rows: features=[Carry(1)] for nn.LSTM"
             )
         return batch
 

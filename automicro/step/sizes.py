@@ -4,7 +4,6 @@ import logging
 from collections.abc import Callable
 from typing import Any, NoReturn, TypeVar
 
-from automicro.batch.layout import describe_cut
 from automicro.errors import SampleTooLargeError, bystander
 from automicro.memory.meter import Measured
 from automicro.memory.oom import empty_cache, first_line
@@ -68,15 +67,13 @@ class Sizes:
             elif not self._policy.climb(failed.row_cost):
                 self._give_up(plan, residents())
         if self._failure is not None:
-            cut = sum(self._step.rows), plan.size, plan.num_microbatches
             logger.log(
                 self._loudness,
-                "automicro: out of memory, microbatch size %d → %d %s%s (%s)",
+                "automicro: out of memory at microbatch size %d: retrying with %d%s (%s)",
                 self._tried[-1],
                 plan.most,
-                plan.unit.removesuffix("s") if plan.most == 1 else plan.unit,
-                f", {self._policy.levels[plan.level]}" if plan.level else "",
-                describe_cut(*cut, unit=plan.unit),
+                f" and {self._policy.levels[plan.level]}" if plan.level else "",
+                _describe(plan, sum(self._step.rows)),
             )
             self._failure = None  # if the next attempt raised, its frames would stay alive
         if self._last_size is not None and plan.size > self._last_size:
@@ -106,8 +103,8 @@ class Sizes:
         if self._phase.ranks.drop_whole_gradients():
             logger.log(
                 self._loudness,
-                "automicro: out of memory, microbatch size %d again, gradients reduced with each "
-                "microbatch",
+                "automicro: out of memory at microbatch size %d: retrying with gradients reduced "
+                "after each microbatch",
                 plan.size,
             )
             return
@@ -148,7 +145,7 @@ class Sizes:
         self._phase.end(finished)
         if finished.grown_from is not None and self._phase.ranks.rank == 0:
             logger.info(
-                "automicro: more fits, microbatch size %d → %d", finished.grown_from, plan.size
+                "automicro: more rows fit: size %d instead of %d", plan.size, finished.grown_from
             )
         return finished
 
@@ -221,6 +218,13 @@ def _plan(step: Step, phase: Phase) -> Plan:
         spare.pass_on(agreement.donor)
     with announcing_failure(ranks):
         return plan_together(step, rule, agreement, ranks)
+
+
+def _describe(plan: Plan, num_rows: int) -> str:
+    number, most = plan.num_microbatches, plan.most
+    up_to = "" if plan.unit == ROWS and number * most == num_rows else "up to "
+    unit = plan.unit.removesuffix("s") if most == 1 else plan.unit
+    return f"{number} microbatch{'es' * (number > 1)} of {up_to}{most} {unit}"
 
 
 def _outcome(

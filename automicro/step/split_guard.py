@@ -140,15 +140,14 @@ def _state_message(
 ) -> str:
     listed = ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
     # Attributes that add up by rows were already left out.
-    unless = " unless each row writes to a place of its own" if kind == "buffers" else ""
+    unless = " unless each row writes to its own place" if kind == "buffers" else ""
     what, argument = "training forward", "microbatch_size"
     update = "Update them once per step outside the forward"
     if evaluates:
         what, argument = "forward in evaluation", "eval_microbatch_size"
-        update = "Let it leave them alone, or update them once per batch outside the forward"
+        update = "Leave them unchanged, or update them once per batch outside the forward"
     return (
-        f"the {what} changes {kind}: {listed}. It now does so {num_microbatches} times for a "
-        f"batch, once per microbatch, so they depend on the microbatch size{unless}. "
-        f"{update}, or keep batches whole with {argument}=None; "
-        "batchnorm='ignore' accepts this, too"
+        f"the {what} changes {kind}: {listed}. A split batch changes them {num_microbatches} "
+        f"times, once per microbatch, so they depend on the microbatch size{unless}. {update}, or "
+        f"keep batches whole with {argument}=None; batchnorm='ignore' accepts this, too"
     )

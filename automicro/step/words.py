@@ -22,19 +22,19 @@ from automicro.step.plan import ROWS, Plan
 from automicro.units import format_bytes
 
 _LESS_BESIDE = (
-    "let it compute and keep less on the device (detach what it keeps and move it to the host)",
+    "let it compute and keep less on the device (detach kept tensors and move them to the host)",
     "remove it",
     "a larger device",
 )
 
 
-_WOULD_BE_SMALLER = 'microbatch_size="auto" would try smaller ones'
+_WOULD_BE_SMALLER = 'microbatch_size="auto" tries smaller ones'
 _STATISTICS_WOULD = (
-    "batchnorm keeps batches whole, and batchnorm='warn' would split them, with statistics over "
-    "fewer rows"
+    "batchnorm keeps batches whole, and batchnorm='warn' splits them, with statistics over fewer "
+    "rows"
 )
 _ENCODERS_WOULD = (
-    "a loss that compares rows needs all of them, but its encoders can run in smaller slices "
+    "the loss compares rows, so it needs all of them, but its encoders can run in smaller slices "
     '(microbatch_size="auto" in Contrastive), and the batch can have fewer rows'
 )
 
@@ -108,19 +108,19 @@ def why_nothing_fits(
     state = "\nThe state is as before the step. What helps:"
     if who is not None:
         return (
-            f"memory ran out in {who} with every size {listed} of {extent} {unit}, so fewer rows "
-            f"do not help.{state}{_listed(_LESS_BESIDE)}"
+            f"memory ran out in {who} at every size {listed} of {extent} {unit}, so fewer rows do "
+            f"not help.{state}{_listed(_LESS_BESIDE)}"
         )
     at_last = f", not even with {levels[plan.level]}" if plan.level else ""
     text = f"a microbatch of {tried[-1]} of {extent} {unit} does not fit{at_last}, and "
     held = residents or ResidentMemory(parameters=0)
     limit = None if held.limit is None else format_bytes(held.limit)
     # Gradients that are accumulated by hand take the memory of a second model.
-    remedies = ["no gradients of earlier batches: optimizer.zero_grad()"] * bool(
+    remedies = ["optimizer.zero_grad(), which frees the gradients of earlier batches"] * bool(
         held.earlier_gradients
     )
     if held.shared_inputs:
-        remedies.append("less in the parts of the batch that are shared by all rows")
+        remedies.append("smaller tensors in the parts of the batch that all rows share")
     less_state = ["an optimizer with less state"] * bool(held.optimizer_state)
     # If the limit is exceeded without any row, advice about rows would mislead.
     if held.leaves_nothing:
@@ -192,15 +192,15 @@ def _contributions(error: BaseException, plan: Plan) -> Iterator[str]:
     is_of_shapes = isinstance(error, RuntimeError | IndexError | ValueError | TypeError)
     if needs_two_rows(error) and num_rows == 1:
         rows = plan.num_global_rows
-        who = "the batch has" if rows == 1 else f"of {rows} rows of all ranks this one has"
+        who = "the batch has no other row" if rows == 1 else f"this rank has one of {rows} rows"
         yield (
-            f"BatchNorm cannot train on one row, and {who} no more; use drop_last=True in the data "
+            f"BatchNorm cannot train on one row, and {who}. Use drop_last=True in the data "
             "loader, which drops this last batch, or another batch size"
         )
     elif needs_two_rows(error) and plan.leaves_one_alone:
         yield (
-            f"BatchNorm cannot train on one row, and slices of at most {plan.size} of {num_rows} "
-            'rows leave a single row; use another microbatch_size, or "auto", which avoids single '
+            f"BatchNorm cannot train on one row, but slices of at most {plan.size} of {num_rows} "
+            'rows leave a single row. Use another microbatch_size, or "auto", which avoids single '
             "rows"
         )
     elif split and is_of_shapes and _SHAPES.search(text_of(error)):
@@ -208,20 +208,20 @@ def _contributions(error: BaseException, plan: Plan) -> Iterator[str]:
         if alone is not None:
             which = "each microbatch has" if alone.largest == 1 else "the last microbatch has"
             yield (
-                f"{which} one of {alone.num_rows} rows; if more rows do not fail, a .squeeze() "
+                f"{which} one of {alone.num_rows} rows. If more rows succeed, a .squeeze() "
                 "without a dimension may have removed the dimension of the rows: name the "
                 "dimension to squeeze, as in .squeeze(-1)"
             )
         else:
             yield (
-                f"microbatches have at most {split[0].largest} of {split[0].num_rows} rows; if the "
-                "whole batch does not fail, the forward may take its rows in groups: use sizes "
-                "that hold whole groups, as in microbatch_size=Halving(multiple_of=4); a tensor as "
-                "long as the batch that holds no rows (a table, positions) needs batch_layout="
-                "{'its name': 'shared'}; or keep batches whole with microbatch_size=None"
+                f"microbatches have at most {split[0].largest} of {split[0].num_rows} rows. If "
+                "the whole batch succeeds, the forward may process its rows in groups: use sizes "
+                "that hold whole groups, as in microbatch_size=Halving(multiple_of=4). If a tensor "
+                "as long as the batch holds no rows (a table, positions), pass batch_layout="
+                "{'its name': 'shared'}. Or keep batches whole with microbatch_size=None"
             )
     if split and _USED_TWICE in text_of(error):
         yield (
-            "each microbatch has its own backward, and the first one frees any graph that was "
+            "each microbatch has its own backward. The first backward frees any graph that was "
             f"built before the forward and is used in it; {ONE_GRAPH_EACH}"
         )

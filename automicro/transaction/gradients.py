@@ -112,19 +112,19 @@ class GradientHistory:
         found = [leaf for leaf in leaves if leaf.requires_grad and node_hooks(leaf)]
         self._tell(
             found,
-            "hooks on the AccumulateGrad node of {} see the gradient of every microbatch and not "
-            "that of the whole batch; register them on the parameter itself (register_hook, "
-            "register_post_accumulate_grad_hook), whose hooks run once, or keep batches whole "
-            "with microbatch_size=None",
+            "hooks on the AccumulateGrad node of {} get the gradient of every microbatch, not "
+            "that of the whole batch. Register them on the parameter (register_hook, "
+            "register_post_accumulate_grad_hook), where they run once, or keep batches whole with "
+            "microbatch_size=None",
         )
 
     def warn_of_hooks(self, leaves: Iterable[Tensor]) -> None:
         """Warn once of hooks on several ranks, where they see parts of the gradient."""
         self._tell(
             with_hooks(leaves),
-            "hooks on {} see the gradient of every microbatch and not that of the whole batch, "
-            "because on several ranks the wrapper of the model adds them up; clip or change "
-            "gradients between backward() and the optimizer's step",
+            "hooks on {} get the gradient of every microbatch, not that of the whole batch, "
+            "because on several ranks the wrapper of the model adds up the gradients. Clip or "
+            "change gradients between backward() and the optimizer's step",
         )
 
     def warn_of_late_hooks(self, leaves: Iterable[Tensor], held: Iterable[Tensor]) -> None:
@@ -132,8 +132,8 @@ class GradientHistory:
         known = set(map(id, held))
         self._tell(
             [leaf for leaf in with_hooks(leaves) if id(leaf) not in known],
-            "the forward registers hooks on {}: one for every microbatch, so they see parts of the "
-            "gradient; register them once, before training",
+            "the forward registers hooks on {}: one for every microbatch, so they get parts of "
+            "the gradient. Register them once, before training",
         )
 
     def _tell(self, found: Sequence[Tensor], text: str) -> None:
@@ -146,13 +146,13 @@ class GradientHistory:
         raise LossError(
             f"the forward (or backward=) changes .grad of {self._names(leaves)} itself, where "
             "microbatches add up: it calls backward or clears gradients. Remove loss.backward() "
-            "and return the sum of all losses that it was called on; compute gradients that the "
-            "forward needs with torch.autograd.grad, and clear gradients after the optimizer's step"
+            "and return the sum of all losses on which it was called. Compute gradients that the "
+            "forward needs with torch.autograd.grad, and clear gradients after the step"
         )
 
     def _names(self, leaves: Iterable[Tensor]) -> str:
         named = {id(p): name for module in self._modules for name, p in module.named_parameters()}
-        names = [repr(named.get(id(leaf), "a tensor outside of the model")) for leaf in leaves]
+        names = [repr(named.get(id(leaf), "a tensor outside the model")) for leaf in leaves]
         more = f" and {len(names) - 3} more" if len(names) > 3 else ""
         return ", ".join(dict.fromkeys(names[:3])) + more
 
@@ -366,7 +366,7 @@ class Gradients:
                 # A backward may have others inside it, which add more often. The next attempt
                 # finds out, by comparing before and after each forward.
                 self._memory.is_watched = True
-                raise TouchedGradientsError("gradients have changed otherwise than by backwards")
+                raise TouchedGradientsError("gradients were changed outside of backwards")
 
     def _require_kept(self) -> None:
         """Check that nothing has changed since the last backward."""
@@ -466,8 +466,8 @@ class Gradients:
         if self._splits and _has_gone_backward(leaves, known):
             raise LossError(
                 "the loss reaches no parameter, but a number with a hook: the forward has called "
-                "backward itself, as cached losses do, for the rows of one microbatch. Give it the "
-                "whole batch, which it cuts itself: microbatch_size=None"
+                "backward itself, as cached losses do, for the rows of one microbatch. It cuts "
+                "batches itself, so pass whole ones: microbatch_size=None"
             )
         if self._outside is None:
             self._outside = OutsideLeaves()
@@ -482,7 +482,7 @@ class Gradients:
     def _restart(self) -> None:
         # Once per step: a forward that creates new leaves each time would be repeated forever.
         self._has_restarted = True
-        raise TouchedGradientsError("the forward reaches leaves that no module lists")
+        raise TouchedGradientsError("the forward uses leaves that are in no module")
 
     def _take_in(self) -> None:
         """Add leaves that outlived their microbatch, for this attempt and later ones."""
@@ -645,8 +645,8 @@ def _is_lost(sum_of_earlier: Tensor, now: Tensor | None) -> bool:
 def _cannot_undo() -> RollbackError:
     return RollbackError(
         "the forward wrote into .grad tensors of earlier batches, but not in earlier steps, so "
-        "this batch cannot be tried again; clear gradients with zero_grad(set_to_none=True), after "
-        "the optimizer's step"
+        "this batch cannot be retried. Clear gradients with zero_grad(set_to_none=True) after the "
+        "optimizer's step"
     )
 
 

@@ -187,7 +187,7 @@ class OutsideLeaves:
 def refuse_unknown_part() -> None:
     """Raise because a gradient is mixed with that of a failed attempt."""
     raise RollbackError(
-        "the forward first reached a tensor that requires a gradient and is in no module during a "
-        "failed attempt, so its .grad now includes a part of that attempt; clear it "
-        "(tensor.grad = None), and let a module own the tensor and pass it in modules=(…)"
+        "in a failed attempt the forward used a tensor for the first time that requires a "
+        "gradient and is in no module, so its .grad includes a part of that attempt. Clear it "
+        "(tensor.grad = None), let a module own the tensor, and pass the module in modules=(…)"
     )

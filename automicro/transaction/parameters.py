@@ -62,7 +62,7 @@ def refused_writes(names: Sequence[str]) -> RollbackError:
         "rolled back. Call optimizer.step() after backward() returns (in a single process also in "
         "a post-accumulate hook that cannot fail). Update moving averages (a teacher, a key "
         "encoder) and constrain parameters after the step (an embedding with max_norm constrains "
-        "itself in the forward). Run a whole batch through layers that initialize themselves "
+        "itself in the forward). If layers initialize themselves, run a whole batch through them "
         "first, under torch.no_grad()"
     )
 

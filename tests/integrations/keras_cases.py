@@ -487,13 +487,13 @@ def fitted(model: Any, **options: Any) -> Any:
     ("wrong", "kind", "says"),
     [
         (lambda: enable(torch.nn.Linear(1, 1)), TypeError, "takes a keras.Model"),
-        (lambda: enable(classifier(), forward=print), TypeError, "that is Keras' to say"),
+        (lambda: enable(classifier(), forward=print), TypeError, "is set by Keras"),
         (lambda: enable(classifier(), micro=3), TypeError, "micro.* is not known"),
         (lambda: enable(classifier(), batchnorm="exact"), ValueError, "'exact' is not known"),
         (lambda: enable(enabled()), ValueError, "enabled for this model already"),
-        (lambda: enable(keras.Sequential([layers.Dense(1)])), ValueError, "call model.compile"),
-        (lambda: enable(of_own_step()), ValueError, "a train_step of its own"),
-        (lambda: enable(of_own_step_on_the_instance()), ValueError, "a train_step of its own"),
+        (lambda: enable(keras.Sequential([layers.Dense(1)])), ValueError, "Call model.compile"),
+        (lambda: enable(of_own_step()), ValueError, "has its own train_step"),
+        (lambda: enable(of_own_step_on_the_instance()), ValueError, "has its own train_step"),
         (lambda: enable(compiled(jit_compile=True)), ValueError, "jit_compile=False"),
         (lambda: enable(compiled(steps_per_execution=2)), ValueError, "steps_per_execution"),
         (lambda: enable(with_activity()), ValueError, "activity_regularizer of 'dense"),
@@ -519,7 +519,7 @@ def test_what_would_be_wrong_without_a_word_is_refused(wrong: Any, kind: Any, sa
 def test_a_model_that_is_compiled_anew_with_a_compiler_is_refused() -> None:
     model = enabled()
     model.compile("sgd", "sparse_categorical_crossentropy", jit_compile=True)
-    with pytest.raises(ValueError, match="compiled anew with jit_compile=True"):
+    with pytest.raises(ValueError, match="compiled again with jit_compile=True"):
         model.train_on_batch(INPUTS, LABELS)
 
 

@@ -68,5 +68,5 @@ def test_without_a_backend_it_is_said_which_to_choose(tmp_path: Path) -> None:
         timeout=120,
     )
     assert ended.returncode == 1
-    assert "ImportError: Keras looks for TensorFlow" in ended.stderr
+    assert "ImportError: Keras imports TensorFlow" in ended.stderr
     assert "KERAS_BACKEND=torch" in ended.stderr.splitlines()[-1]

@@ -822,11 +822,16 @@ def searching(trainer: Any) -> None:
     [
         (Manual, None, ValueError, "backward=self.manual_backward"),
         (Lbfgs, None, ValueError, "LBFGS runs a batch several times"),
-        (Iterating, None, ValueError, r"let it be training_step\(batch, batch_idx\)"),
+        (Iterating, None, ValueError, r"Change it to training_step\(batch, batch_idx\)"),
         (Two, None, RuntimeError, "multiple optimizers"),  # by the host
-        (runs.Module, of_strategy("DeepSpeedStrategy"), ValueError, "DeepSpeedS.* keeps gradients"),
+        (
+            runs.Module,
+            of_strategy("DeepSpeedStrategy"),
+            ValueError,
+            "DeepSpeedS.* its own gradients",
+        ),
         (runs.Module, of_strategy("FSDPStrategy"), ValueError, "FSDPStrategy is FSDP1"),
-        (runs.Module, searching, ValueError, "BatchSizeFinder looks for the largest batch"),
+        (runs.Module, searching, ValueError, "BatchSizeFinder searches the largest batch"),
     ],
 )
 def test_what_cannot_be_right_is_refused_by_name(
@@ -846,7 +851,7 @@ def test_given_twice_it_is_refused(tmp_path: Path) -> None:
 
 
 def test_options_are_read_early() -> None:
-    with pytest.raises(TypeError, match="that is the trainer's to say"):
+    with pytest.raises(TypeError, match="is set by the trainer"):
         AutoMicrobatch(optimizer=None)
     with pytest.raises(TypeError, match=r"microbatchsize=….* is not known.*microbatch_size"):
         AutoMicrobatch(microbatchsize=3)
@@ -855,7 +860,7 @@ def test_options_are_read_early() -> None:
 def test_a_host_without_the_seam_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     kind = pl.loops.optimization.automatic._AutomaticOptimization
     monkeypatch.delattr(kind, "_make_closure")
-    with pytest.raises(ImportError, match=r"lightning \d.*lacks .*_make_closure.*use lightning 2"):
+    with pytest.raises(ImportError, match=r"lightning \d.*lacks .*_make_closure.*Use lightning 2"):
         fit(tmp_path, [AutoMicrobatch()])
 
 

@@ -176,9 +176,9 @@ def another_mean() -> Any:
 @pytest.mark.parametrize(
     ("wrong", "kind", "says"),
     [
-        (of_kind("DEEPSPEED"), ValueError, "DeepSpeed keeps gradients"),
-        (of_kind("MEGATRON_LM"), ValueError, "Megatron-LM keeps gradients"),
-        (of_kind("XLA"), ValueError, "torch_xla keeps gradients"),
+        (of_kind("DEEPSPEED"), ValueError, "DeepSpeed keeps its own gradients"),
+        (of_kind("MEGATRON_LM"), ValueError, "Megatron-LM keeps its own gradients"),
+        (of_kind("XLA"), ValueError, "torch_xla keeps its own gradients"),
         (of_kind("FSDP"), ValueError, "fsdp_version=2"),
         (changed(_mixed_precision="fp8"), ValueError, "mixed_precision='bf16'"),
         (changed("", has_lomo_optimizer=True), ValueError, "LOMO changes parameters"),
@@ -189,12 +189,20 @@ def another_mean() -> Any:
         ),
         (changed(num_processes=2), ValueError, "its gradients would not be averaged"),
         (of_another_model, ValueError, "parameters are not in the model"),
-        (not_prepared_model, ValueError, "the Linear did not come out of accelerator.prepare"),
-        (not_prepared_optimizer, ValueError, "the SGD did not come out of accelerator.prepare"),
-        (several_batches_in_accumulation, ValueError, "gradient_accumulation_steps=2 once more"),
+        (not_prepared_model, ValueError, "prepare did not return this Linear"),
+        (not_prepared_optimizer, ValueError, "prepare did not return this SGD"),
+        (
+            several_batches_in_accumulation,
+            ValueError,
+            "also divides by gradient_accumulation_steps=2",
+        ),
         (another_mean, LossAverageError, "splitting changes this batch"),
         (lambda: microbatcher(nn.Linear(2, 2), nn.Linear(2, 2)), TypeError, "not an accelerate"),
-        (lambda: microbatcher(*prepared(), backward=print), TypeError, "that is accelerator.back"),
+        (
+            lambda: microbatcher(*prepared(), backward=print),
+            TypeError,
+            "is set by accelerator.back",
+        ),
         (lambda: microbatcher(*prepared(), precision="bf16"), TypeError, "Accelerator.mixed"),
     ],
 )
@@ -414,7 +422,7 @@ def test_joining_uneven_inputs_is_refused_and_nobody_waits(world: World) -> None
 def test_a_model_that_fabric_has_not_set_up_is_refused() -> None:
     fabric, plain, loss_fn = Fabric(accelerator="cpu"), nn.Linear(6, 3), nn.CrossEntropyLoss()
     model, optimizer = fabric.setup(plain, torch.optim.Adam(plain.parameters()))
-    with pytest.raises(ValueError, match=r"pass what fabric\.setup"):
+    with pytest.raises(ValueError, match=r"Pass what fabric\.setup"):
         in_fabric(fabric, plain, optimizer, loss_fn=loss_fn)
-    with pytest.raises(TypeError, match=r"that is Fabric\(precision=…\); leave it out"):
+    with pytest.raises(TypeError, match=r"is set by Fabric\(precision=…\)\. Leave it out"):
         in_fabric(fabric, model, optimizer, loss_fn=loss_fn, precision="bf16")

@@ -357,7 +357,7 @@ def test_a_loss_that_is_divided_in_part_is_refused_and_trains_as_the_remedy_says
     tmp_path: Path,
 ) -> None:
     case = Case(model=runs.TwoLosses, data=runs.classes, arguments={"eval_strategy": "epoch"})
-    refusal = r"in part only: of one row it is .* auxiliary.* eval_microbatch_size=None"
+    refusal = r"only in part: one row has .* auxiliary.* eval_microbatch_size=None"
     # Where nothing but evaluation is cut, at the first one.
     for options, steps in (({}, 0), ({"microbatch_size": 3}, 0), ({"microbatch_size": None}, 6)):
         ours = make(case, tmp_path, with_us=True, options=options)
@@ -562,11 +562,11 @@ def test_what_would_be_wrong_is_refused_by_name(tmp_path: Path) -> None:
     ours = make(CASES["causal"], tmp_path, with_us=True)
     with pytest.raises(ValueError, match="enabled for this trainer already"):
         enable(ours)
-    with pytest.raises(ValueError, match="auto_find_batch_size=True starts the training again"):
+    with pytest.raises(ValueError, match="auto_find_batch_size=True restarts the training"):
         make(CASES["causal"], tmp_path, with_us=True, auto_find_batch_size=True)
-    with pytest.raises(TypeError, match="that is the trainer's to say"):
+    with pytest.raises(TypeError, match="is set by the trainer"):
         make(CASES["causal"], tmp_path, with_us=True, options={"precision": "bf16"})
-    with pytest.raises(TypeError, match=r"microbatch=….* is not known; give options of Micro"):
+    with pytest.raises(TypeError, match=r"microbatch=….* is not known\. Pass options of Micro"):
         make(CASES["causal"], tmp_path, with_us=True, options={"microbatch": 3})
     with pytest.raises(TypeError, match=r"takes a transformers.Trainer, not a Linear"):
         enable(nn.Linear(2, 2))
@@ -792,7 +792,7 @@ class Copied(Trainer):
 @pytest.mark.parametrize("kind", [Alone, Copied])
 def test_a_step_with_a_backward_of_its_own_is_refused(kind: Any, tmp_path: Path) -> None:
     ours = make(CASES["classifier"], tmp_path, with_us=True, kind=kind)
-    with pytest.raises(LossError, match=r"training_step computes its loss itself, .* let it call"):
+    with pytest.raises(LossError, match=r"training_step computes its loss itself, .* Let it call"):
         ours.train()
     assert all(each.grad is None for each in ours.model.parameters())
 
@@ -993,7 +993,7 @@ def test_fsdp2_that_keeps_gradients_back_is_refused(tmp_path: Path) -> None:
     trainer = make(CASES["accumulation 4"], tmp_path)
     trainer.accelerator.state.distributed_type = DistributedType.FSDP
     trainer.accelerator.state.fsdp_plugin = SimpleNamespace(fsdp_version=2)
-    with pytest.raises(ValueError, match=r"gradients of FSDP2 are kept.*'sync_each_batch': True"):
+    with pytest.raises(ValueError, match=r"FSDP2 holds back .*'sync_each_batch': True"):
         enable(trainer)
     trainer.accelerator.gradient_state.plugin_kwargs["sync_each_batch"] = True
     enable(trainer)

@@ -53,7 +53,7 @@ def test_trainers_that_make_their_batches_are_refused_by_name(tmp_path: Path) ->
     trainer = make("SFT", tmp_path)
     kind = type("KTOTrainer", (type(trainer).__mro__[2],), {"__module__": "trl.trainer.kto"})
     trainer.__class__ = kind
-    with pytest.raises(ValueError, match="TRL's KTOTrainer makes its batches inside the step"):
+    with pytest.raises(ValueError, match="TRL's KTOTrainer builds batches inside the step"):
         enable(trainer)
 
 

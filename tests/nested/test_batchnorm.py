@@ -475,14 +475,14 @@ def hooked() -> nn.Module:
     [
         (Jumps, r"torch\.fx cannot trace it"),
         (lambda: nn.Sequential(Functional(), nn.BatchNorm2d(CHANNELS)), "as a function"),
-        (WritesWhatOthersRead, "writes into conv, which bn reads, too"),
-        (lambda: nn.Sequential(HalfAsWide(CHANNELS)), "something else with the statistics"),
+        (WritesWhatOthersRead, "writes into conv, which bn also reads"),
+        (lambda: nn.Sequential(HalfAsWide(CHANNELS)), "does more with the statistics"),
         (lambda: nn.Sequential(nn.SyncBatchNorm(CHANNELS)), "is a SyncBatchNorm"),
         (Counts, "changes the buffer 'seen'"),
-        (Noisy, "draws random numbers that do not go by its input"),
-        (LeftOutAtRandom, "draws random numbers that do not go by its input"),
+        (Noisy, "draws random numbers that do not depend on its input"),
+        (LeftOutAtRandom, "draws random numbers that do not depend on its input"),
         (ReadsStatistics, "reads 'bn.running_mean', which BatchNorm changes"),
-        (WithLoss, "it gives a loss"),
+        (WithLoss, "its loss exists before"),
         (hooked, "'0' has hooks"),
     ],
 )
@@ -501,7 +501,7 @@ def test_what_cannot_be_cut_is_refused_by_name(make: Callable[[], nn.Module], wh
 def test_a_function_with_batchnorm_is_refused() -> None:
     norm = nn.BatchNorm2d(CHANNELS).double()
     part = split(lambda x: norm(x), microbatch_size=2, batchnorm="exact", modules=[norm])
-    with pytest.raises(UnsplittableModelError, match="it is no module"):
+    with pytest.raises(UnsplittableModelError, match="it is not a module"):
         part(images())
 
 
@@ -662,7 +662,9 @@ def test_a_part_with_batchnorm_inside_of_such_a_model_is_refused(options: Any) -
         batchnorm="exact",
         features=[Nested({"1": options})],
     )
-    with pytest.raises(UnsplittableModelError, match=r"'1' has a size of its own, and BatchNorm"):
+    with pytest.raises(
+        UnsplittableModelError, match=r"'1' has its own size and contains BatchNorm"
+    ):
         microbatcher.backward(some_rows(13))
 
 

@@ -52,6 +52,6 @@ def test_the_trainer_names_gradients_that_may_be_half_clipped(
         grad_clip_norm=1.0,
         progress=False,
     )
-    with pytest.raises(OptimizerStepError, match="clear the gradients and leave this batch out"):
+    with pytest.raises(OptimizerStepError, match="clear the gradients and skip this batch"):
         trainer.fit()
     assert model.weight.equal(before)

@@ -388,9 +388,9 @@ def test_training_is_as_in_a_plain_loop(name: str, late: bool) -> None:
 
 
 UNKNOWN = {
-    "closure of a tensor": "its step uses (aten.mul_.Tensor) a tensor that is no parameter",
-    "list": "its step uses (aten.lerp_.Scalar) a tensor that is no parameter and no state",
-    "holds the model": "its step uses (aten.mul_.Tensor) a tensor that is no parameter",
+    "closure of a tensor": "its step uses (aten.mul_.Tensor) a tensor that is neither a parameter",
+    "list": "its step uses (aten.lerp_.Scalar) a tensor that is neither a parameter nor state",
+    "holds the model": "its step uses (aten.mul_.Tensor) a tensor that is neither a parameter",
     "adafactor": "_local_scalar_dense",
     "adafactor of torch": "_local_scalar_dense",
     "half built, alone": "its step calls no hooks",

@@ -295,7 +295,7 @@ def test_no_rank_gets_a_single_row_for_batchnorm(world2: World, rows: int) -> No
 def test_a_single_row_of_a_rank_is_explained_with_its_remedy(world2: World) -> None:
     (kind, _), (own_kind, own) = world2.ends(train_on_one_row)
     assert (kind, own_kind) == ("PeerFailedError", "ValueError")
-    assert "of 5 rows of all ranks this one has no more; use drop_last=True" in own
+    assert "this rank has one of 5 rows. Use drop_last=True" in own
 
 
 BETWEEN = "rolled nothing back, so ranks may be one step apart"

@@ -429,5 +429,5 @@ def test_rows_that_cannot_be_sent_end_all_ranks_with_the_reason() -> None:
     assert isinstance(other, RaisedError)
     assert isinstance(owner, RaisedError)
     assert (other.kind, owner.kind) == ("PeerFailedError", "BatchError")
-    assert "another rank has no rows, and those of rank 1" in owner.text
+    assert "another rank has no rows, and a batch of rank 1" in owner.text
     assert "stays here" in other.text

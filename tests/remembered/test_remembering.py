@@ -245,7 +245,7 @@ def test_a_file_is_small_and_says_what_it_is_for(cache: SizeCache) -> None:
     ids=str,
 )
 def test_a_size_that_cannot_have_been_measured_is_refused(wrong: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match="cannot have been measured: give values of a batch"):
+    with pytest.raises(ValueError, match=r"cannot have been measured\. Use values of a batch"):
         RememberedSize(key=KEY, **wrong)
 
 
@@ -286,7 +286,7 @@ def test_a_damaged_file_is_ignored_with_one_warning(
     assert [each.category for each in caught] == [SizeCacheWarning]
     message = str(caught[0].message)
     assert message.startswith(f"{path} holds no remembered size (")
-    assert message.endswith("): it is ignored, and automicro cache --clear removes it")
+    assert message.endswith("), so it is ignored. Run automicro cache --clear to remove it")
     cache.remember(SIZE)  # the next run puts it right
     assert cache.find(KEY) == SIZE
 
@@ -313,7 +313,8 @@ def test_a_folder_that_cannot_be_made_is_one_warning_with_a_remedy(tmp_path: Pat
     message = str(warning.message)
     assert message.startswith(f"{path_of(cache)} cannot be written (")
     assert message.endswith(
-        "): sizes are not remembered; give access to it, or set AUTOMICRO_CACHE to another folder"
+        "), so sizes are not remembered. Give access to it, or set AUTOMICRO_CACHE to another "
+        "folder"
     )
 
 

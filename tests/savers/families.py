@@ -192,7 +192,7 @@ def _contrasted(model: nn.Module, batch: Any) -> Any:
     return model(**batch, return_loss=True).loss
 
 
-_CAPPED = "does something to its logits"
+_CAPPED = "changes its logits"
 
 LANGUAGE = {
     **{

@@ -261,7 +261,9 @@ def checkpointed(model: Any) -> Any:
 @pytest.mark.parametrize("name", ["bart", "gpt2", "mistral"])
 def test_gradient_checkpointing_that_is_on_is_named(name: str) -> None:
     family = then(name, checkpointed)
-    with pytest.raises(ValueError, match=r"\(gradient checkpointing is on\).*switch that off"):
+    with pytest.raises(
+        ValueError, match=r"\(gradient checkpointing is on\).*turn gradient checkpointing off"
+    ):
         trained(family, "recompute", 1)
     plain, found = trained(family, "error", 0), trained(family, "offload", 1)
     assert differing(plain, found) == []

@@ -44,15 +44,15 @@ def test_levels_by_name(given: Any, names: list[str]) -> None:
     [
         ("recmpute", ValueError, r"'recmpute' is not known \(did you mean 'recompute'\?\)"),
         (["offlod"], ValueError, r"did you mean 'offload'\?"),
-        (["error"], ValueError, "names what stands alone .*, or a list of recompute"),
+        (["error"], ValueError, "combines a name that must stand alone .*, or a list of recompute"),
         ([], ValueError, "is empty"),
         ({}, ValueError, "is empty"),
-        (3, TypeError, "of type int; use one of error, recompute, offload, nested, auto"),
+        (3, TypeError, "of type int. Use one of error, recompute, offload, nested, auto"),
         (True, TypeError, "of type bool"),
         ([3], TypeError, "3 is of type int"),
         ({"recompute": 3}, TypeError, "3 of type int names no blocks"),
         ({"offload": ["head"]}, TypeError, "names no blocks for 'offload'"),
-        ({"auto": None, "offload": True}, ValueError, "names what stands alone"),
+        ({"auto": None, "offload": True}, ValueError, "combines a name that must stand alone"),
         ({"recompute": ["encoder.layer.*"]}, ValueError, r"did you mean 'encoder.layers.\*'\?"),
         ({"auto": ["haed"]}, ValueError, r"did you mean 'head'\?"),
         (
@@ -77,7 +77,7 @@ def test_where_no_block_is_found() -> None:
 
 def test_what_is_compiled_as_a_whole_is_refused() -> None:
     compiled = torch.compile(model(), backend="eager")
-    with pytest.raises(ValueError, match=r"compile each block \(block.compile\(\)\)"):
+    with pytest.raises(ValueError, match=r"Compile each block instead \(block.compile\(\)\)"):
         make_levels("recompute", [compiled], CPU)  # type: ignore[list-item]
     assert len(make_levels("auto", [compiled], CPU)) == 2  # type: ignore[list-item]
 
@@ -85,8 +85,8 @@ def test_what_is_compiled_as_a_whole_is_refused() -> None:
 def test_levels_say_what_they_do() -> None:
     level = make_levels("auto", [model()], CPU)[3]
     assert level.describe() == (
-        "encoder.layers.* (2) keep their input alone and compute again in the backward, and what "
-        "is saved for the backward waits in host memory"
+        "encoder.layers.* (2) keep only their inputs and are recomputed in the backward, and "
+        "tensors saved for the backward wait in host memory"
     )
 
 

@@ -151,8 +151,8 @@ def test_where_not_even_one_row_fits_the_next_level_is_tried(
     assert tried == [(0, 8), (0, 4), (0, 2), (0, 1), (1, 8), (1, 4)]
     assert (finished.level, finished.attempts, finished.microbatch_size) == (1, 6, 4)
     said = [record.getMessage().split(" (")[0] for record in caplog.records]
-    assert said[2] == "automicro: out of memory, microbatch size 2 → 1 row"
-    assert said[3] == "automicro: out of memory, microbatch size 1 → 8 rows, recompute"
+    assert said[2] == "automicro: out of memory at microbatch size 2: retrying with 1"
+    assert said[3] == "automicro: out of memory at microbatch size 1: retrying with 8 and recompute"
     del tried[:]
     assert run(climbing(policy, [0, 4], tried), 8, policy).level == 1
     assert tried == [(1, 4)]
@@ -312,8 +312,10 @@ def test_each_retry_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
         run(fits(3, []), 10, Halving())
     assert [record.getMessage() for record in caplog.records] == [
-        "automicro: out of memory, microbatch size 10 → 5 rows (2 × 5 of 10)",
-        "automicro: out of memory, microbatch size 5 → 3 rows (4 × up to 3 of 10)",
+        "automicro: out of memory at microbatch size 10: retrying with 5 (2 microbatches of 5 "
+        "rows)",
+        "automicro: out of memory at microbatch size 5: retrying with 3 (4 microbatches of up to 3 "
+        "rows)",
     ]
 
 
@@ -340,7 +342,7 @@ def test_a_device_that_is_full_without_any_row_is_said_with_its_parts_and_its_re
 
 def test_no_smaller_samples_are_advised_where_they_are_not_what_is_large() -> None:
     table = refusal(ResidentMemory(parameters=512, shared_inputs=3072, limit=4096))
-    assert "- less in the parts of the batch that are shared by all rows\n- act" in table
+    assert "- smaller tensors in the parts of the batch that all rows share\n- act" in table
     model = refusal(ResidentMemory(parameters=2048, gradients=1024, limit=4096))
     assert "What helps:\n- a smaller model\n- activation checkpointing" in model
     rows = refusal(ResidentMemory(parameters=1024, limit=4096))

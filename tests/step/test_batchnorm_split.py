@@ -75,7 +75,7 @@ def test_disable_trains_on_whole_batches_and_explains_an_oom(size: Any) -> None:
         on(tight, microbatch_size=size, batchnorm="disable").backward(pair())
     assert tight.seen == [ROWS]
     notes = " ".join(raised.value.__notes__)
-    assert "batchnorm keeps batches whole, and batchnorm='warn' would split" in notes
+    assert "batchnorm keeps batches whole, and batchnorm='warn' splits" in notes
     assert not isinstance(raised.value, SampleTooLargeError)
 
 
@@ -160,7 +160,10 @@ def test_buffers_that_count_microbatches_in_evaluation_are_named_once(run: str) 
         return [str(each.message) for each in found if each.category is BufferWarning]
 
     (message,) = told(eval_microbatch_size=4)
-    assert "the forward in evaluation changes buffers: largest. It now does so 3 times" in message
+    assert (
+        "the forward in evaluation changes buffers: largest. A split batch changes them 3 times"
+        in message
+    )
     assert "eval_microbatch_size=None" in message
     assert told(eval_microbatch_size=None) == []
     assert told(eval_microbatch_size=4, batchnorm="ignore") == []

@@ -60,7 +60,7 @@ def test_what_is_no_part_of_a_transaction_is_refused() -> None:
         begin = commit = roll_back = print
 
     microbatcher = Microbatcher(nn.Linear(3, 2), loss_fn=nn.MSELoss(), features=[Holds()])
-    with pytest.raises(TypeError, match=r"Lacking.*has no prepare; give objects that have begin"):
+    with pytest.raises(TypeError, match=r"Lacking.*lacks prepare. Return objects that have begin"):
         microbatcher.backward((torch.ones(2, 3), torch.ones(2, 2)))
 
 
@@ -78,7 +78,7 @@ def test_metrics_in_a_list_are_named_by_their_classes_and_classes_are_refused() 
     assert [each.compute().item() for each in metrics] == [
         pytest.approx(float(result.loss or 0))
     ] * 2
-    with pytest.raises(TypeError, match="holds the class MeanSquaredError; pass an instance"):
+    with pytest.raises(TypeError, match=r"holds the class MeanSquaredError\. Pass an instance"):
         mb.evaluate(batch(), MeanSquaredError)
 
 

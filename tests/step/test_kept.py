@@ -83,7 +83,7 @@ def test_outputs_on_the_device_take_its_memory() -> None:
 def test_outputs_that_no_size_leaves_room_for_are_named() -> None:
     batch = torch.randn(256, 4), torch.zeros(256, 1024)
     microbatcher = Microbatcher(nn.Linear(4, 1024), loss_fn=nn.MSELoss(), probe=False)
-    named = r"the joining of outputs of all rows \(return_outputs='host'\) with every size"
+    named = r"the joining of outputs of all rows \(return_outputs='host'\) at every size"
     with MemoryBudget("1700KiB"), pytest.raises(SampleTooLargeError, match=named):
         microbatcher.backward(batch, return_outputs="device")
 
@@ -138,7 +138,7 @@ def test_what_is_as_long_for_every_number_of_rows_is_named(is_training: bool) ->
     microbatcher = Microbatcher(
         classifier(), forward=with_matrix, microbatch_size=4, eval_microbatch_size=4
     )
-    named = "'confusion' has 2 entries for microbatches of 3 and of 4 rows.*, so it does not"
+    named = "'confusion' has 2 entries for microbatches of 3 and of 4 rows.*It does not"
     if not is_training:
         named = r"'confusion' has the shape \(2, 2\) for 7 rows, and \(4, 2\) joined from two parts"
     run = microbatcher.backward if is_training else microbatcher.evaluate
@@ -178,7 +178,7 @@ def test_what_a_look_has_found_right_is_not_named_for_its_length() -> None:
 
 def test_a_place_that_there_is_not_is_refused() -> None:
     microbatcher = Microbatcher(classifier(), loss_fn=nn.CrossEntropyLoss())
-    with pytest.raises(ValueError, match=r"return_outputs='cpu' is invalid; .* 'host', 'device'"):
+    with pytest.raises(ValueError, match=r"return_outputs='cpu' is invalid. .* 'host', 'device'"):
         microbatcher.backward(pair(), return_outputs="cpu")  # type: ignore[arg-type]
 
 
@@ -341,7 +341,7 @@ def test_rows_in_another_dimension_are_refused(layout: Any) -> None:
     microbatcher = Microbatcher(
         model, forward=step, loss_average="samples", features=[Carry(layout)]
     )
-    with pytest.raises(LossError, match=r"a carry of \d rows for a microbatch of 6; .*dimension"):
+    with pytest.raises(LossError, match=r"a carry of \d rows for a microbatch of 6\. .*dimension"):
         microbatcher.backward(windows()[0])
 
 

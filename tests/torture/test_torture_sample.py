@@ -197,4 +197,4 @@ def test_a_slice_that_fails_in_a_second_forward_leaves_no_block_out(
         ]
     assert any(each.outcome == "recovered: the part is smaller" for each in verdicts)
     assert not any(each.faults for each in verdicts)
-    assert "is not computed again" not in caplog.text
+    assert "is not recomputed" not in caplog.text

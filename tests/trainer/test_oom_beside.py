@@ -285,7 +285,7 @@ def test_a_shared_part_that_fills_the_device_is_named_and_no_smaller_samples_adv
     text = run_shared("64KiB", 20_000)
     assert "shared parts of the batch 78.50 KiB" in text
     assert "no size can" in text
-    assert "less in the parts of the batch that are shared by all rows" in text
+    assert "smaller tensors in the parts of the batch that all rows share" in text
     assert "samples" not in text
 
 

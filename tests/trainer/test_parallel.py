@@ -248,7 +248,7 @@ def test_an_environment_that_makes_no_sense_is_refused(
     [
         ({"parallel": None}, "each process would train its own model"),
         ({"parallel": "fsdp", "compiles": True}, "Use parallel='ddp', or compile each block"),
-        ({"parallel": "ddp", "model": nn.LazyLinear(2)}, "run the model once first"),
+        ({"parallel": "ddp", "model": nn.LazyLinear(2)}, "Run the model once first"),
         ({"parallel": "ddp", "more": [nn.Linear(2, 2)]}, "Make it a part of the model"),
     ],
 )

@@ -349,10 +349,10 @@ def test_an_optimizer_whose_first_step_nobody_can_predict_is_named() -> None:
     trainer = make_trainer(Model(), loader_of([5] * 16), optimizer=Counted)
     rehearsed = trainer.fit().rehearsed or ""
     assert "the optimizer's first step needs unknown memory" in rehearsed
-    assert "a tensor that is no parameter and no state" in rehearsed
+    assert "a tensor that is neither a parameter nor state" in rehearsed
     assert steps_of_all == 2
     known = make_trainer(Model(), loader_of([5] * 16)).fit().rehearsed or ""
-    assert "not known" not in known
+    assert "unknown" not in known
 
 
 class Named(nn.Module):

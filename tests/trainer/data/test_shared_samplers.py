@@ -57,4 +57,4 @@ def test_batchnorm_on_a_batch_of_one_row_is_explained_with_its_remedy() -> None:
     microbatcher = Microbatcher(model, loss_fn=nn.MSELoss(), probe=False)
     with pytest.raises(ValueError, match="Expected more than 1 value") as caught:
         microbatcher.backward((torch.randn(1, 4), torch.randn(1, 4)))
-    assert "the batch has no more; use drop_last=True" in caught.value.__notes__[0]
+    assert "the batch has no other row. Use drop_last=True" in caught.value.__notes__[0]
