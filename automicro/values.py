@@ -36,8 +36,8 @@ _OPAQUE_KINDS: tuple[type, ...] = (
     BaseException, enum.Enum, logging.Handler, threading.Thread, weakref.ref,
     np.memmap, np.generic, np.dtype, random.SystemRandom, torch.Size,
     types.GenericAlias, types.UnionType,
-    torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler, torch.utils.data.Dataset,
-    torch.utils.data.DataLoader, torch.utils.data.Sampler,
+    torch.optim.lr_scheduler.LRScheduler, torch.utils.data.Dataset, torch.utils.data.DataLoader,
+    torch.utils.data.Sampler,
 )  # fmt: skip
 # Objects of these packages manage their own state, or refer to almost everything: trainers,
 # loggers, tokenizers, tables of data. Classes created at run time belong to "types".
@@ -223,6 +223,8 @@ _KINDS: tuple[tuple[Any, Kind], ...] = (
     (torch.jit.ScriptModule, _named(_read_script, set_scripted, lambda v, key: None)),
     ((nn.Module, types.SimpleNamespace), OBJECT),
     (_GENERATORS, Kind(state_of, set_state, is_leaf=True)),
+    # The options of an optimizer, but not the state of its parameters.
+    (torch.optim.Optimizer, _named(lambda v: _attributes(v, ["param_groups"]))),
     (OrderedDict, DICT._replace(read=lambda v: {k: dict.__getitem__(v, k) for k in _in_order(v)})),
     (dict, DICT),
     (list, LIST),

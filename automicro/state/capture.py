@@ -15,26 +15,22 @@ import operator
 import types
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from functools import partial
 from itertools import chain, compress, starmap, zip_longest
 from typing import Any, NamedTuple
 
 import numpy as np
-import torch
 from torch import Tensor, nn
 
 from automicro.errors import RollbackError
 from automicro.memory.oom import surely
+from automicro.state.settings import put_settings_back, read_settings
 from automicro.state.tensors import SMALL_BYTES, Copies, Leaves, is_freed
 from automicro.torch_private import (
-    BACKENDS,
     BUFFERS,
     GLOBAL_HOOKS,
     REGISTERED,
-    function_modes,
     gradient_hooks,
     is_uninitialized,
-    pop_function_modes,
 )
 from automicro.values import (
     CELL,
@@ -284,59 +280,6 @@ def _changes(value: Any, kind: Kind, held: Any, names: Mapping[int, _Name]) -> I
         yield path
 
 
-def _nesting() -> int:
-    # Torch has no getter, and returns the nesting only when it changes.
-    nesting = torch.autocast_increment_nesting() - 1
-    torch.autocast_decrement_nesting()
-    return nesting
-
-
-def _set_nesting(nesting: int) -> None:
-    for _ in range(_nesting() - nesting):
-        torch.autocast_decrement_nesting()
-
-
-_CUDA, _ATTENTION = torch.backends.cuda, ("flash", "mem_efficient", "math", "cudnn")
-_OWN: list[tuple[Any, Any]] = [  # one per device type
-    (torch.is_autocast_enabled, torch.set_autocast_enabled),
-    (torch.get_autocast_dtype, torch.set_autocast_dtype),
-]
-_SETTINGS: list[tuple[Any, Any]] = [
-    (function_modes, pop_function_modes),
-    (torch.is_grad_enabled, torch.set_grad_enabled),
-    (torch.get_default_dtype, torch.set_default_dtype),
-    (torch.is_autocast_cache_enabled, torch.set_autocast_cache_enabled),
-    (_nesting, _set_nesting),
-    (torch.get_deterministic_debug_mode, torch.set_deterministic_debug_mode),
-    (torch.get_num_threads, torch.set_num_threads),
-    *BACKENDS,
-    *((getattr(_CUDA, f"{e}_sdp_enabled"), getattr(_CUDA, f"enable_{e}_sdp")) for e in _ATTENTION),
-]
-
-
-@functools.cache
-def _settings() -> list[tuple[Any, Any]]:
-    """Return the getters and setters of the settings of the whole thread or process."""
-    types = ["cpu"]
-    if torch.accelerator.is_available():
-        types.append(torch.accelerator.current_accelerator().type)  # type: ignore[union-attr]
-    own = [(partial(read, each), partial(write, each)) for each in types for read, write in _OWN]
-    return [*_SETTINGS, *own]
-
-
-def _read_modes() -> list[Any]:
-    return [read() for read, _ in _settings()]
-
-
-def _put_modes_back(saved: list[Any]) -> None:
-    if _read_modes() != saved:
-        for (read, write), value in zip(_settings(), saved, strict=True):
-            if read() != value:
-                write(value)
-        # It may hold casts of the failed attempt, whose graph was freed.
-        torch.clear_autocast_cache()
-
-
 class _Standing:
     """A placeholder for a tensor with a graph, which does not extend its lifetime."""
 
@@ -574,7 +517,7 @@ class Captured:
             self._change_content(lambda value: stands.get(id(value), value))
         tensors = [*(e for key, e in content.items() if key not in stands), *self._leaves.small]
         self._copies = Copies(tensors, self._copied, watches_others=self._large is not None)
-        self._global = _read_modes()
+        self._global = read_settings()
 
     def _change_content(self, change: Callable[[Any], Any]) -> None:
         for each in self._held:
@@ -648,7 +591,7 @@ class Captured:
             failures += ((each, _NOT_COPIED) for each in self.written())
             # Last, because contexts that were entered manually end here when they are released, and
             # set modes.
-            _put_modes_back(self._global)
+            put_settings_back(self._global)
         if failures:
             names = self.names()
             told = [f"{names.get(id(value), '?')[0]}: {why}" for value, why in failures]
@@ -677,7 +620,7 @@ class Captured:
         for each in chain(tensors, filter(None, self._empty), others):
             if id(each) in names:
                 yield names[id(each)][0]
-        if _read_modes() != self._global:
+        if read_settings() != self._global:
             yield "torch"
 
     def changed_tensors(self, *, by_content: bool) -> set[int]:

@@ -264,7 +264,7 @@ class Leaves:
         self._versions = all_versions(self._frozen)
         addresses, self._addresses = self._addresses, list(map(Tensor.data_ptr, self._dense))
         if self._addresses != addresses:
-            self._forms = [(e.storage_offset(), e.shape, e.stride()) for e in self._dense]
+            self._forms = [(e.dtype, e.storage_offset(), e.shape, e.stride()) for e in self._dense]
         # Kept alive, so that their addresses are not reused.
         self._memory = list(map(Tensor.untyped_storage, self._dense))
         return True
@@ -275,8 +275,8 @@ class Leaves:
 
     def put_back(self) -> None:
         """Restore everything except values."""
-        for leaf, memory, form in self._moved():
-            leaf.data = torch.empty(0, dtype=leaf.dtype, device=memory.device).set_(memory, *form)
+        for leaf, memory, (dtype, *form) in self._moved():
+            leaf.data = torch.empty(0, dtype=dtype, device=memory.device).set_(memory, *form)
         for leaf in self._switched():
             leaf.requires_grad_(not leaf.requires_grad)
         for _, hooks in self._hooked():

@@ -429,3 +429,11 @@ def test_capturing_again_costs_a_fraction_of_a_walk(kind):
     MOVES[kind](model)
     settled = calls(captured.again)
     assert settled < walk / 3, (settled, walk)
+
+
+def test_a_parameter_gets_its_dtype_back():
+    model = nn.Linear(2, 2)
+    before, captured = model.weight.detach().clone(), capture({"model": model})
+    model.double()
+    captured.put_back()
+    assert torch.equal(model.weight, before)

@@ -8,8 +8,10 @@ must be equal to the bit, or a warning or an error names the place.
 
 import collections
 import contextlib
+import contextvars
 import dataclasses
 import itertools
+import os
 import random
 import re
 import sys
@@ -113,6 +115,14 @@ def put(at, value):
     at.v = value
 
 
+def add_to_environment(number):
+    os.environ["OF_A_FORWARD"] = str(int(os.environ["OF_A_FORWARD"]) + number)
+
+
+def scale_rate(optimizer, factor):
+    optimizer.param_groups[0]["lr"] *= factor
+
+
 def weight(at):
     named = at.module.named_parameters()
     return next(each for name, each in named if "flag" not in name)
@@ -135,6 +145,8 @@ DRAWN = ("before", "after", "backward")  # phases in which the program itself ca
 AROUND = ("around", "turn", "pulse", "first")
 PULSE = ("pulse",)
 LATE: int
+VARIABLE = contextvars.ContextVar[int]("VARIABLE")
+DEFAULTED = contextvars.ContextVar[int]("DEFAULTED", default=0)
 
 
 def enter(held, context):
@@ -235,6 +247,12 @@ KINDS: dict[str, tuple[Any, ...]] = {
     "autocast_to_another_dtype": (lambda a: a, lambda a: torch.set_autocast_dtype("cpu", torch.float16), lambda a: torch.set_autocast_dtype("cpu", torch.bfloat16), modes, ("turn",)),
     "cache_of_autocast": (lambda a: a, lambda a: torch.set_autocast_cache_enabled(False), lambda a: torch.set_autocast_cache_enabled(True), modes, ("turn",)),
     "nesting_of_autocast": (lambda a: a, lambda a: torch.autocast_increment_nesting(), lambda a: torch.autocast_decrement_nesting(), modes, PULSE),
+    "context_variable": (lambda a: VARIABLE.set(0), lambda a: VARIABLE.set(VARIABLE.get() + 1), lambda a: VARIABLE.set(VARIABLE.get() - 1), lambda a: VARIABLE.get()),
+    "context_variable_with_a_default": (lambda a: a, lambda a: put(a, DEFAULTED.set(1)), lambda a: DEFAULTED.reset(a.v), lambda a: DEFAULTED.get(), PULSE),
+    "errors_of_numpy": (lambda a: np.seterr(over="warn"), lambda a: np.seterr(over="ignore"), lambda a: np.seterr(over="warn"), lambda a: np.geterr()["over"], PULSE),
+    "environment": (lambda a: os.environ.update(OF_A_FORWARD="0"), lambda a: add_to_environment(1), lambda a: add_to_environment(-1), lambda a: os.environ["OF_A_FORWARD"]),
+    "directory": (lambda a: os.getcwd(), lambda a: os.chdir("/"), lambda a: os.chdir(a.v), lambda a: os.getcwd() == a.v, PULSE),
+    "learning_rate": (lambda a: torch.optim.SGD([torch.ones(1)], 1.0), lambda a: scale_rate(a.v, 2), lambda a: scale_rate(a.v, 0.5), lambda a: a.v.param_groups[0]["lr"]),
     "function_of_numpy": (lambda a: a.of(np, "einsum", lambda: np.einsum), lambda a: put(a, len), lambda a: put(a, EINSUM), lambda a: a.v is EINSUM, AROUND),
     "matmul_precision": (lambda a: a, lambda a: torch.set_float32_matmul_precision("medium"), lambda a: torch.set_float32_matmul_precision("highest"), modes, PULSE),
     "choices_of_cudnn": (lambda a: a, lambda a: setattr(torch.backends.cudnn, "benchmark", True), lambda a: setattr(torch.backends.cudnn, "benchmark", False), modes, PULSE),
@@ -406,6 +424,8 @@ def everything_global():
         while modes()[-1]:
             torch.autocast_decrement_nesting()
         sys.modules.pop(USERS, None)
+        os.environ.pop("OF_A_FORWARD", None)
+        np.seterr(over="warn")
         globals().pop("LATE", None)
 
 
