@@ -488,7 +488,10 @@ class EvaluationWork(_Work[Evaluated]):
         self._has_checked = predicts  # a prediction has no loss to check
 
     def parts(self) -> list[Part]:
+        index = self._engine.index
+        counted = [each for each in index.parameters if not each.is_inference()]
         return [
+            Parameters(counted, index.names_of, is_training=False),
             self._watch,
             self._phase.random,
             self._state,
