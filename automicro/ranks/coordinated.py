@@ -80,19 +80,7 @@ logger = logging.getLogger(__name__)
 
 
 class CoordinatedRanks(Ranks):
-    """Implementation for several processes.
-
-    >>> from automicro.ranks.simulated import SimulatedWorld
-    >>> world = SimulatedWorld(2)
-    >>> def step(rank: int) -> int:
-    ...     ranks = CoordinatedRanks(Votes(world.exchange(rank)))
-    ...     agreement = ranks.agree(Proposal(num_rows=6 - rank, microbatch_size=4 - rank))
-    ...     ranks.begin(agreement.num_microbatches)
-    ...     _ = ranks.vote()
-    ...     return agreement.num_microbatches
-    >>> world.run(step)
-    [2, 2]
-    """
+    """Implementation for several processes."""
 
     def __init__(
         self,
