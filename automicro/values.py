@@ -140,6 +140,17 @@ def _attributes(value: Any, names: Iterable[str]) -> dict[str, Any]:
     return found
 
 
+def attributes_of(value: Any) -> dict[str, Any]:
+    """Return the attributes of an object that are set, in its dictionary and in slots.
+
+    >>> attributes_of(types.SimpleNamespace(a=1))
+    {'a': 1}
+    """
+    # Both, because a subclass without slots has a dictionary, too.
+    slots = _slots(type(value))  # type: ignore[arg-type]
+    return dict(getattr(value, "__dict__", ())) | _attributes(value, slots)
+
+
 @functools.cache
 def _slots(kind: Any) -> list[str]:
     tables = [vars(base) for base in kind.__mro__ if "__slots__" in vars(base)]
