@@ -2,8 +2,9 @@
 
 from typing import Any
 
-import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from transformers import BatchEncoding
 
 from automicro.batch.layout import BatchLayout, balanced_sizes, split_batch
@@ -68,24 +69,22 @@ def test_rows_that_do_not_exist_cannot_be_taken(indices):
         BatchLayout().take_rows(x(), indices)
 
 
+@settings(max_examples=300, deadline=None)
+@given(rows=st.integers(1, 500), size=st.integers(1, 600), floor=st.integers(1, 4))
+def test_sizes_are_balanced_the_fewest_and_not_under_the_floor(
+    rows: int, size: int, floor: int
+) -> None:
+    sizes = balanced_sizes(rows, size, min_rows=floor)
+    assert sum(sizes) == rows
+    assert min(sizes) >= min(floor, rows)
+    assert max(sizes) - min(sizes) <= 1
+    assert sizes == sorted(sizes, reverse=True)
+    assert (len(sizes) - 1) * size < rows
+    if size >= 2 * floor - 1:
+        assert max(sizes) <= size
+
+
 class TestSizes:
     def test_nothing_cannot_be_cut(self):
         with pytest.raises(BatchError, match="at least one row"):
             balanced_sizes(0, 4)
-
-    @pytest.mark.parametrize(
-        ("size", "error"),
-        [
-            (0, ValueError),
-            (-1, ValueError),
-            (1.5, TypeError),
-            (2.0, TypeError),
-            (True, TypeError),
-            (np.bool_(True), TypeError),
-            ("many", TypeError),
-            (None, TypeError),
-        ],
-    )
-    def test_senseless_sizes_are_refused_with_the_remedy(self, size, error):
-        with pytest.raises(error, match=r"^microbatch_size is .* at least 1$"):
-            split_batch(x(), size)
