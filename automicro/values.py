@@ -147,8 +147,7 @@ def attributes_of(value: Any) -> dict[str, Any]:
     {'a': 1}
     """
     # Both, because a subclass without slots has a dictionary, too.
-    slots = _slots(type(value))  # type: ignore[arg-type]
-    return dict(getattr(value, "__dict__", ())) | _attributes(value, slots)
+    return dict(getattr(value, "__dict__", ())) | dict(_SLOTS.read(value))
 
 
 @functools.cache
@@ -528,7 +527,9 @@ def _same_bits(one: Tensor, other: Tensor) -> bool:
     # Compare as integers, because float NaN differs from itself, and 0.0 equals -0.0.
     bits = _BITS[min(one.itemsize, 8)]
     # Conjugate and negative views share the bits of the original and only have a flag.
-    lines = [each.resolve_conj().resolve_neg().reshape(-1) for each in (one, other)]
+    plain = (each.resolve_conj().resolve_neg() for each in (one, other))
+    # Contiguous, because complex numbers with gaps between them cannot be viewed as integers.
+    lines = [each.contiguous().view(-1) for each in plain]
     return torch.equal(*(each.view(bits) for each in lines))
 
 

@@ -1,23 +1,15 @@
 """Hold random draws constant during checks, and record the draws that cannot be held."""
 
-import collections
 import functools
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, Self
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from automicro.state.tensors import Copies
-from automicro.torch_private import (
-    DIRICHLET_DRAW,
-    GAMMA_DRAW,
-    OperationMode,
-    is_collective,
-    schema_of,
-)
-from automicro.values import same_content
+from automicro.torch_private import DIRICHLET_DRAW, GAMMA_DRAW, is_collective, schema_of
+from automicro.transaction.writes import ParameterWrites
 
 
 class CollectiveError(Exception):
@@ -32,11 +24,11 @@ def needs_other_ranks(how: str = "sharded parameters, say") -> str:
     )
 
 
-class HeldDraws(OperationMode):
+class HeldDraws(ParameterWrites):
     """Mode that makes torch's random draws constant, and records precision and own seeds.
 
     It works on operations, so it covers fused modules, scripted code and recomputed checkpoints.
-    Writes to parameters are recorded, and undone by `put_back`.
+    Writes to parameters are recorded and undone, as in the base class.
 
     Example:
         >>> with HeldDraws() as draws:
@@ -44,18 +36,10 @@ class HeldDraws(OperationMode):
         tensor([1., 1., 1.])
         >>> draws.drawn
         {'dropout'}
-    >>> linear = nn.Linear(2, 2)
-    >>> before, draws = linear.weight.clone(), HeldDraws(linear.parameters())
-    >>> for _ in range(2):
-    ...     with draws:
-    ...         _ = linear.weight.data.mul_(0.9)
-    >>> draws.put_back()
-    >>> [each is linear.weight for each in draws.moving], torch.equal(linear.weight, before)
-    ([True], True)
     """
 
     def __init__(self, parameters: Iterable[Tensor] = (), *, is_alone: bool = False) -> None:
-        super().__init__()
+        super().__init__(parameters)
         self._is_alone = is_alone
         self.number = 0  # number of the current pass, set by the caller
         self.drawn: set[str] = set()  # names of the operations whose draws were replaced
@@ -63,42 +47,6 @@ class HeldDraws(OperationMode):
         self.lowest = torch.float64  # lowest floating point dtype of any result
         # Keyed by generator state before a draw: the draws that each pass made from it.
         self._seeds: dict[bytes, dict[int, list[Any]]] = {}
-        # Autograd counts no writes to `parameter.data`, with which many encoders of moving averages
-        # are updated. Writes to the memory of plain parameters and replaced memory are detected.
-        self._parameters = {
-            id(each): each
-            for each in parameters
-            if type(each) in (Tensor, nn.Parameter) and each.layout is torch.strided
-            if each.device.type != "meta" and each.numel()
-        }
-        # An alias keeps the memory, even if a forward replaces it (`.data = …`).
-        self._memory = {key: each.detach() for key, each in self._parameters.items()}
-        self._in: dict[int, list[int]] = collections.defaultdict(list)
-        for key, memory in self._memory.items():
-            # By storage, so that a write to any view of a parameter is found.
-            self._in[memory.untyped_storage().data_ptr()].append(key)
-        self._copies: dict[int, Copies] = {}
-        self._before: dict[int, Tensor] = {}  # values before the current forward
-        self._lay: dict[int, Tensor] = {}  # memory at its beginning
-        # Forwards that changed each parameter: of the current pass, and the most of any pass.
-        self._calls: collections.Counter[int] = collections.Counter()
-        self._most: collections.Counter[int] = collections.Counter()
-
-    def __enter__(self) -> Self:
-        self._before = {}
-        self._lay = {key: each.detach() for key, each in self._parameters.items()}
-        super().__enter__()  # type: ignore[no-untyped-call]
-        return self
-
-    def __exit__(self, *error: Any) -> None:
-        super().__exit__(*error)  # type: ignore[no-untyped-call]
-        for key, parameter in self._parameters.items():
-            if parameter.data_ptr() != self._lay[key].data_ptr():
-                self._before.setdefault(key, self._lay[key])
-        for key, before in self._before.items():
-            # A write that changes no value, such as a satisfied constraint, does not count.
-            self._calls[key] += not same_content(before, self._parameters[key])
-        self._before, self._lay = {}, {}
 
     def run(self, func: Any, types: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Run one operation with a constant in place of its random draw."""
@@ -106,13 +54,7 @@ class HeldDraws(OperationMode):
         if self._is_alone and is_collective(func):
             raise CollectiveError(f"{func.namespace}.{func.overloadpacket.__name__}")
         # Before a draw, too, because it can be into a parameter.
-        for tensor in _written(schema_of(func), args, kwargs):
-            for key in self._in.get(tensor.untyped_storage().data_ptr(), ()):
-                parameter = self._parameters[key]
-                if key not in self._copies:
-                    self._copies[key] = Copies([parameter], self._parameters)
-                if key not in self._before:
-                    self._before[key] = parameter.detach().clone()
+        self.keep_written(func, args, kwargs)
         name, draws, shares = _told(func)
         for at, given in shares:
             args, kwargs = self._without_dropout(at, given, args, kwargs)
@@ -173,51 +115,6 @@ class HeldDraws(OperationMode):
             for shapes in self._seeds.values()
             for one, other in itertools.pairwise(shapes.values())
         )
-
-    def begin_again(self) -> None:
-        """Restore parameters and count the writes of the next pass as first writes."""
-        self._most |= self._calls
-        self._calls.clear()
-        self.put_back()
-
-    @property
-    def moving(self) -> list[Tensor]:
-        """Parameters that several passes changed, which rules out one-time initialization."""
-        counts = self._most | self._calls
-        return [self._parameters[key] for key, count in counts.items() if count > 1]
-
-    @property
-    def set_once(self) -> list[Tensor]:
-        """Parameters that only the first pass changed."""
-        counts = self._most | self._calls
-        return [self._parameters[key] for key, count in counts.items() if count == 1]
-
-    def put_back(self) -> None:
-        """Restore the original memory and values of the parameters."""
-        for key, parameter in self._parameters.items():
-            if parameter.data_ptr() != self._memory[key].data_ptr():
-                parameter.data = self._memory[key]
-        for copies in self._copies.values():
-            list(copies.put_back())  # all are copied, because they count as buffers
-
-    @property
-    def written(self) -> set[int]:
-        """Ids of the parameters that were copied before a write."""
-        return set(self._copies)
-
-    def forget_but(self, keys: set[int]) -> None:
-        """Drop the copies of all other parameters, so that their current values are kept."""
-        self._copies = {key: each for key, each in self._copies.items() if key in keys}
-
-
-def _written(schema: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[Tensor]:
-    """Yield the plain tensors that an operation is about to write to."""
-    for index, argument in enumerate(schema.arguments if schema and schema.is_mutable else ()):
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            given = args[index] if index < len(args) else kwargs.get(argument.name)
-            for each in given if isinstance(given, list | tuple) else (given,):
-                if isinstance(each, Tensor) and each.layout is torch.strided:
-                    yield each
 
 
 def _state(given: Mapping[str, Any], args: Any) -> bytes:
