@@ -22,7 +22,7 @@ class ParameterWrites(OperationMode):
         >>> for _ in range(2):
         ...     with writes:
         ...         _ = linear.weight.data.mul_(0.9)
-        >>> [each is linear.weight for each in writes.moving]
+        >>> [each is linear.weight for each in writes.changed(once=False)]
         [True]
         >>> writes.put_back()
         >>> torch.equal(linear.weight, before)
@@ -89,17 +89,12 @@ class ParameterWrites(OperationMode):
         self._calls.clear()
         self.put_back()
 
-    @property
-    def moving(self) -> list[Tensor]:
-        """Parameters that several passes changed, which rules out one-time initialization."""
+    def changed(self, *, once: bool) -> list[Tensor]:
+        """Return the parameters that only the first forward of a pass changed, or several did."""
+        # If several did, it was no one-time initialization.
         counts = self._most | self._calls
-        return [self._parameters[key] for key, count in counts.items() if count > 1]
-
-    @property
-    def set_once(self) -> list[Tensor]:
-        """Parameters that only the first pass changed."""
-        counts = self._most | self._calls
-        return [self._parameters[key] for key, count in counts.items() if count == 1]
+        keys = (key for key, count in counts.items() if count and (count == 1) is once)
+        return [self._parameters[key] for key in keys]
 
     def put_back(self) -> None:
         """Restore the original memory and values of the parameters."""
