@@ -88,24 +88,23 @@ def test_a_forward_without_a_usable_loss_is_an_error_at_every_size(
     assert all(parameter.grad is None for parameter in model.parameters())
 
 
-@pytest.mark.parametrize("size", [None, 3])
-def test_several_losses_in_a_tuple_are_refused_and_none_is_dropped(size: int | None) -> None:
-    def loss_fn(outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        return F.cross_entropy(outputs, targets), outputs.square().mean()
-
-    microbatcher = Microbatcher(Mlp(), loss_fn=loss_fn, microbatch_size=size)
-    with pytest.raises(LossError, match="a tuple of length 2 instead of a tensor to differentiate"):
-        microbatcher.backward((x(), y()))
+def two_losses(outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    return F.cross_entropy(outputs, targets), outputs.square().mean()
 
 
 @pytest.mark.parametrize("size", ["auto", None, 3])
-def test_two_losses_in_a_tuple_of_a_forward_are_refused(size: Any) -> None:
-    def forward(model: nn.Module, batch: Any) -> Any:
-        logits = model(batch[0])
-        return F.cross_entropy(logits, batch[1]), logits.square().mean()
-
-    with pytest.raises(LossError, match="For two losses, return a mapping from names to losses"):
-        Microbatcher(Mlp(), forward=forward, microbatch_size=size).backward((x(), y()))
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"loss_fn": two_losses}, "a tuple of length 2 instead of a tensor to differentiate"),
+        ({"forward": lambda m, b: two_losses(m(b[0]), b[1])}, "For two losses, return a mapping"),
+    ],
+)
+def test_several_losses_in_a_tuple_are_refused_and_none_is_dropped(
+    options: Any, message: str, size: Any
+) -> None:
+    with pytest.raises(LossError, match=message):
+        Microbatcher(Mlp(), **options, microbatch_size=size).backward((x(), y()))
 
 
 @pytest.mark.parametrize("work", ["backward", "evaluate"])
