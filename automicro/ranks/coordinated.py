@@ -259,7 +259,7 @@ class CoordinatedRanks(Ranks):
         # vote, and no peer waits in a collective.
         is_first_to_know = self._votes.stopped is None
         if is_first_to_know:
-            if self._votes.messages.are_under_way and status is not Status.FATAL:
+            if self._votes.has_messages_under_way and status is not Status.FATAL:
                 failure.add_note(_CANNOT_TAKE_BACK)
                 status = Status.FATAL
             self._play_rest()
