@@ -289,9 +289,25 @@ def versions_of(tensors: Iterable[Tensor | None]) -> list[int]:
     return [0 if tensor is None else tensor._version for tensor in tensors]
 
 
-def sparse_parts(tensor: Tensor) -> list[Tensor]:
-    """Return indices and values of a sparse COO tensor, coalesced or not."""
-    return [tensor._indices(), tensor._values()]
+def plain_parts(tensor: Any) -> list[Tensor]:
+    """Return the tensors with a tensor's data: itself, unless it is sparse, sharded or a wrapper.
+
+    >>> len(plain_parts(torch.eye(2).to_sparse()))
+    2
+    """
+    if is_uninitialized(tensor):
+        return []
+    if is_wrapper(type(tensor)):
+        # A DTensor also lists its mesh.
+        inner = (getattr(tensor, name) for name in tensor.__tensor_flatten__()[0])
+        return [part for each in inner if isinstance(each, Tensor) for part in plain_parts(each)]
+    if tensor.layout is torch.sparse_coo:  # coalesced or not
+        return [tensor._indices(), tensor._values()]
+    if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
+        return [tensor.crow_indices(), tensor.col_indices(), tensor.values()]
+    if tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
+        return [tensor.ccol_indices(), tensor.row_indices(), tensor.values()]
+    return [tensor]
 
 
 def buffer_table(module: nn.Module) -> MutableMapping[str, Tensor | None]:

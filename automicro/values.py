@@ -25,9 +25,9 @@ from torch import Tensor, nn
 from automicro.torch_private import (
     REGISTERED,
     gradient_hooks,
+    plain_parts,
     scripted_attributes,
     set_scripted,
-    sparse_parts,
 )
 from automicro.units import Duration
 
@@ -138,6 +138,16 @@ def _attributes(value: Any, names: Iterable[str]) -> dict[str, Any]:
         with contextlib.suppress(AttributeError):
             found[name] = object.__getattribute__(value, name)
     return found
+
+
+def attributes_of(value: Any) -> dict[str, Any]:
+    """Return the attributes of an object that are set, in its dictionary and in slots.
+
+    >>> attributes_of(types.SimpleNamespace(a=1))
+    {'a': 1}
+    """
+    # Both, because a subclass without slots has a dictionary, too.
+    return dict(getattr(value, "__dict__", ())) | dict(_SLOTS.read(value))
 
 
 @functools.cache
@@ -499,33 +509,18 @@ def same_content(one: Tensor, other: Tensor) -> bool:
     # Meta tensors have no data to compare.
     if one.is_meta or other.is_meta:
         return one.is_meta and other.is_meta
-    parts = _dense_parts(one.detach())
-    others = _dense_parts(other.detach().to(one.device))
+    parts = list(_dense_parts(one.detach()))
+    others = list(_dense_parts(other.detach().to(one.device)))
     return len(parts) == len(others) and all(map(_same_bits, parts, others))
 
 
-def _dense_parts(value: Tensor) -> list[Tensor]:
-    """Return the dense tensors that make up a sparse, quantized, nested or sharded tensor.
-
-    >>> import torch
-    >>> len(_dense_parts(torch.eye(2).to_sparse()))
-    2
-    """
-    if hasattr(value, "__tensor_flatten__"):
-        inner = (getattr(value, name) for name in value.__tensor_flatten__()[0])
-        tensors = (each for each in inner if isinstance(each, Tensor))  # without device meshes
-        return [part for each in tensors for part in _dense_parts(each)]
-    if value.is_nested:
-        return list(value.unbind())
-    if value.is_quantized:
-        return [value.int_repr()]
-    if value.layout is torch.sparse_coo:
-        return sparse_parts(value)
-    if value.layout in (torch.sparse_csr, torch.sparse_bsr):
-        return [value.crow_indices(), value.col_indices(), value.values()]
-    if value.layout in (torch.sparse_csc, torch.sparse_bsc):
-        return [value.ccol_indices(), value.row_indices(), value.values()]
-    return [value]
+def _dense_parts(value: Tensor) -> Iterator[Tensor]:
+    """Yield the dense tensors that hold a tensor's data."""
+    for part in plain_parts(value):
+        if part.is_nested:
+            yield from part.unbind()
+        else:
+            yield part.int_repr() if part.is_quantized else part
 
 
 def _same_bits(one: Tensor, other: Tensor) -> bool:
@@ -534,7 +529,9 @@ def _same_bits(one: Tensor, other: Tensor) -> bool:
     # Compare as integers, because float NaN differs from itself, and 0.0 equals -0.0.
     bits = _BITS[min(one.itemsize, 8)]
     # Conjugate and negative views share the bits of the original and only have a flag.
-    lines = [each.resolve_conj().resolve_neg().reshape(-1) for each in (one, other)]
+    plain = (each.resolve_conj().resolve_neg() for each in (one, other))
+    # Contiguous, because complex numbers with gaps between them cannot be viewed as integers.
+    lines = [each.contiguous().view(-1) for each in plain]
     return torch.equal(*(each.view(bits) for each in lines))
 
 

@@ -96,15 +96,6 @@ class BatchLayout:
         # Whether the last batch is itself a list of rows, and not of parts.
         self.holds_rows = False
 
-    def sharing(self, path: str) -> dict[str, int | str]:
-        """Return the declaration of this layout with one more shared path.
-
-        >>> BatchLayout(1).sharing("mask")
-        {'': 1, 'mask': 'shared'}
-        """
-        dim: dict[str, int | str] = {"": self._dim} if self._dim else {}
-        return {**dim, **self._declared, path: "shared"}
-
     def num_rows(self, batch: Any) -> int:
         """Return the number of rows of `batch`.
 

@@ -19,10 +19,10 @@ from automicro.batch.types import (
     join_path,
     kind_of,
     row_type_of,
-    state_of,
 )
 from automicro.errors import BatchError
 from automicro.memory.oom import Failure, classify
+from automicro.values import attributes_of
 
 Builder = Callable[[Sequence[Any]], Any]
 
@@ -193,7 +193,7 @@ def copy_object(value: Any) -> Any:
         new = copy.copy(value)
     except TypeError:  # the class does not allow copies
         return value
-    for name, part in state_of(value).items():
+    for name, part in attributes_of(value).items():
         if isinstance(part, torch.Tensor):
             # Bypass the class, which may refuse or check assignments.
             object.__setattr__(new, name, part.clone())
@@ -284,7 +284,7 @@ def _map_rows(value: Any, fn: TensorFunction, isolate: bool) -> Any:
     if new is not None:
         return new
     new = copy.copy(value)
-    for name, attribute in state_of(value).items():
+    for name, attribute in attributes_of(value).items():
         mapped = map_tensors(attribute, fn, isolate=isolate)
         # Attributes of other kinds stay shared, as they do in any copy.
         if mapped is not attribute:
@@ -305,7 +305,7 @@ def tensor_leaves(batch: Any, path: str = "") -> list[tuple[str, torch.Tensor]]:
         own = row_type_of(type(batch)).leaves(batch)  # type: ignore[union-attr]
         if own is not None:
             return [(join_path(path, key) if key else path, leaf) for key, leaf in own]
-        attributes = state_of(batch)
+        attributes = attributes_of(batch)
         keys, parts = list(attributes), list(attributes.values())
     elif kind in STRUCTURES or kind is Kind.SEQUENCE:
         keys, parts = (list(opened) for opened in open_container(batch))
@@ -389,7 +389,7 @@ class Contents:
         while waiting and len(seen) <= _MOST_VALUES:
             held = waiting.pop()
             if not isinstance(held, list | tuple):
-                held = (held if isinstance(held, dict) else state_of(held)).values()
+                held = (held if isinstance(held, dict) else attributes_of(held)).values()
             for part in itertools.islice(held, _MOST_VALUES):
                 if id(part) in seen or isinstance(part, type | torch.nn.Module | types.ModuleType):
                     continue

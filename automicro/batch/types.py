@@ -423,19 +423,3 @@ def where(path: str) -> str:
     ('the batch', "'1.boxes'")
     """
     return repr(path) if path else "the batch"
-
-
-def state_of(value: Any) -> dict[str, Any]:
-    """Return the attributes of an object, in its dictionary and in slots.
-
-    >>> state_of(types.SimpleNamespace(a=1))
-    {'a': 1}
-    """
-    # Both, because a subclass without slots has a dictionary, too.
-    state = dict(getattr(value, "__dict__", ()))
-    for base in type(value).__mro__:
-        slots = vars(base).get("__slots__", ())
-        for name in (slots,) if isinstance(slots, str) else slots:
-            if not name.startswith("__") and hasattr(value, name):
-                state[name] = getattr(value, name)
-    return state

@@ -518,9 +518,9 @@ class Bench:
 
     def check_writes(self) -> list[str]:
         """Return names of parameters set by the first forward only, as data-dependent layers do."""
-        if self.draws.moving:
-            raise refused_writes(self._index.names_of(self.draws.moving))
-        return self._index.names_of(self.draws.set_once)
+        if moving := self.draws.changed(once=False):
+            raise refused_writes(self._index.names_of(moving))
+        return self._index.names_of(self.draws.changed(once=True))
 
     def _foreign(self) -> dict[str, Any]:
         """Return the states of random generators outside torch."""

@@ -9,9 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from automicro.batch.types import Kind, kind_of, state_of
+from automicro.batch.types import Kind, kind_of
 from automicro.loss.conventions import IGNORED, TARGET_KEYS, Carried, Convention
 from automicro.memory.oom import ignoring_errors
+from automicro.values import attributes_of
 
 _OTHER_IGNORED = (-1, 0, 255)
 _ADDED = (1e-12, 1e-10, 1e-9, 1e-8, 1e-7, 1e-6, 1e-5, 1e-4, 1e-3)  # added to the divisor of a loss
@@ -93,7 +94,7 @@ def _places(value: Any, code: str) -> Iterator[tuple[str, Any]]:
         steps = {f"[{index}]": part for index, part in enumerate(value)}
     elif kind in (Kind.RECORD, Kind.ROWS) and not isinstance(value, Tensor):
         # Generated code must not name hidden attributes.
-        parts = state_of(value).items()
+        parts = attributes_of(value).items()
         steps = {f".{name}": part for name, part in parts if not name.startswith("_")}
     for step, part in steps.items():
         yield from _places(part, code + step)

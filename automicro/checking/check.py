@@ -403,7 +403,7 @@ class Checks:
         with Bench(self._computation, Conditions(mode=mode, wants=wants)) as bench:
             whole, parts = bench.read(together), bench.read(apart)
             found, _ = bench.compare(together, whole, parts)
-            if bench.draws.set_once and self._train.looks < 2:
+            if bench.draws.changed(once=True) and self._train.looks < 2:
                 return "", {}  # later batches start from these values
             finite = {name for name, value in whole.numbers.items() if math.isfinite(value)}
             if LOSS in whole.numbers and LOSS not in finite:
@@ -503,22 +503,19 @@ class Checks:
             def after(calls: int) -> Reading:
                 return bench.read(CutBatch.whole(rows, num_rows, times=calls))
 
-            one, two = after(1), after(2)
+            two = after(2)
             if all(place.is_buffer for place, _ in two.state.values()):
                 return []
-            one_again, two_again = after(1), after(2)
+            one, one_again, again = after(1).state, after(1).state, after(2).state
         is_used = not math.isclose(two.each[0], two.each[-1], rel_tol=1e-5, abs_tol=1e-5)
-        found = []
-        for key, (place, second) in two.state.items():
-            first = None if place.is_buffer else one.state.get(key)
-            repeat = two_again.state.get(key)
-            if first is None or repeat is None or key not in one_again.state:
-                continue
-            repeats = second.repeats(repeat[1]) and first[1].repeats(one_again.state[key][1])
-            is_number = isinstance(place.read(), int | float)
-            if (is_used or is_number) and repeats and not second.is_like(first[1]):
-                found.append(place)
-        return found
+        return [
+            place
+            for key, (place, value) in two.state.items()
+            if not place.is_buffer and key in one and not value.is_like(one[key][1])
+            if key in again and value.repeats(again[key][1])
+            if key in one_again and one[key][1].repeats(one_again[key][1])
+            if is_used or isinstance(place.read(), int | float)
+        ]
 
     # Reports
 

@@ -1,6 +1,5 @@
 """Hold random draws constant during checks, and record the draws that cannot be held."""
 
-import collections
 import functools
 import itertools
 from collections.abc import Callable, Iterable, Mapping
@@ -10,7 +9,7 @@ import torch
 from torch import Tensor
 
 from automicro.torch_private import DIRICHLET_DRAW, GAMMA_DRAW, is_collective, schema_of
-from automicro.transaction.parameters import ParameterWrites
+from automicro.transaction.writes import ParameterWrites
 
 
 class CollectiveError(Exception):
@@ -29,7 +28,7 @@ class HeldDraws(ParameterWrites):
     """Mode that makes torch's random draws constant, and records precision and own seeds.
 
     It works on operations, so it covers fused modules, scripted code and recomputed checkpoints.
-    Writes to parameters are undone, as in the base class.
+    Writes to parameters are recorded and undone, as in the base class.
 
     Example:
         >>> with HeldDraws() as draws:
@@ -48,13 +47,14 @@ class HeldDraws(ParameterWrites):
         self.lowest = torch.float64  # lowest floating point dtype of any result
         # Keyed by generator state before a draw: the draws that each pass made from it.
         self._seeds: dict[bytes, dict[int, list[Any]]] = {}
-        self._most: collections.Counter[int] = collections.Counter()
 
     def run(self, func: Any, types: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Run one operation with a constant in place of its random draw."""
         # Raised before the operation runs, because no other rank would join it.
         if self._is_alone and is_collective(func):
             raise CollectiveError(f"{func.namespace}.{func.overloadpacket.__name__}")
+        # Before a draw, too, because it can be into a parameter.
+        self.keep_written(func, args, kwargs)
         name, draws, shares = _told(func)
         for at, given in shares:
             args, kwargs = self._without_dropout(at, given, args, kwargs)
@@ -62,7 +62,7 @@ class HeldDraws(ParameterWrites):
             return args[0] * args[1]  # by the mask only, as in the forward
         if draws and not shares:
             return self._draw(func, name, args, dict(kwargs))
-        result = super().run(func, types, args, kwargs)
+        result = func(*args, **kwargs)
         if type(result) is Tensor and (result.is_floating_point() or result.is_complex()):
             self.lowest = min(self.lowest, result.dtype.to_real(), key=lambda each: each.itemsize)
         return result
@@ -115,33 +115,6 @@ class HeldDraws(ParameterWrites):
             for shapes in self._seeds.values()
             for one, other in itertools.pairwise(shapes.values())
         )
-
-    def begin_again(self) -> None:
-        """Restore parameters and count the writes of the next pass as first writes."""
-        self._most |= self._calls
-        self._calls.clear()
-        self.put_back()
-
-    @property
-    def moving(self) -> list[Tensor]:
-        """Parameters that several passes changed, which rules out one-time initialization."""
-        counts = self._most | self._calls
-        return [self._parameters[key] for key, count in counts.items() if count > 1]
-
-    @property
-    def set_once(self) -> list[Tensor]:
-        """Parameters that only the first pass changed."""
-        counts = self._most | self._calls
-        return [self._parameters[key] for key, count in counts.items() if count == 1]
-
-    @property
-    def written(self) -> set[int]:
-        """Ids of the parameters that were copied before a write."""
-        return set(self._copies)
-
-    def forget_but(self, keys: set[int]) -> None:
-        """Drop the copies of all other parameters, so that their current values are kept."""
-        self._copies = {key: each for key, each in self._copies.items() if key in keys}
 
 
 def _state(given: Mapping[str, Any], args: Any) -> bytes:

@@ -20,10 +20,8 @@ from torch.nn import Parameter
 from automicro.memory.budget import rounded
 from automicro.torch_private import (
     OperationMode,
-    is_uninitialized,
-    is_wrapper,
+    plain_parts,
     schema_of,
-    sparse_parts,
 )
 from automicro.units import format_bytes
 
@@ -104,7 +102,7 @@ class StorageLedger:
             elif kind is dict:
                 self.see(value.values(), changes)  # type: ignore[attr-defined]
             elif isinstance(value, torch.Tensor):
-                for part in _plain_parts(value):
+                for part in plain_parts(value):
                     self._see_tensor(part, changes)
             elif isinstance(value, list | tuple):
                 self.see(value, changes)
@@ -116,7 +114,7 @@ class StorageLedger:
             storage = tensor.untyped_storage()
         except NotImplementedError:
             # Sparse tensors and wrappers have no storage.
-            for part in _plain_parts(tensor):
+            for part in plain_parts(tensor):
                 if part is not tensor:
                     self._see_tensor(part, changes)
             return
@@ -172,7 +170,7 @@ class StorageLedger:
         """Set whether a tensor's storage is on the host, overriding earlier information."""
         with self.placing(on_host=on_host):
             self.see((tensor,), changes)
-        for part in _plain_parts(tensor):
+        for part in plain_parts(tensor):
             with contextlib.suppress(NotImplementedError):
                 entry = self._live.get(id(part.untyped_storage()))
                 if entry is not None and entry.on_host != on_host:
@@ -187,25 +185,6 @@ class StorageLedger:
             yield
         finally:
             self._new_on_host = before
-
-
-def _plain_parts(tensor: Any) -> list[torch.Tensor]:
-    """Return the tensors with a tensor's data: itself, unless it is sparse or a wrapper."""
-    if is_uninitialized(tensor):
-        return []
-    if is_wrapper(type(tensor)):
-        names, _ = tensor.__tensor_flatten__()
-        inner = [getattr(tensor, name) for name in names]
-        # A DTensor also lists its mesh.
-        tensors = [each for each in inner if isinstance(each, torch.Tensor)]
-        return [part for each in tensors for part in _plain_parts(each)]
-    if tensor.layout is torch.sparse_coo:
-        return sparse_parts(tensor)
-    if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
-        return [tensor.crow_indices(), tensor.col_indices(), tensor.values()]
-    if tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
-        return [tensor.ccol_indices(), tensor.row_indices(), tensor.values()]
-    return [tensor]
 
 
 # It changes the running statistics (arguments 3 and 4) without declaring it.

@@ -80,19 +80,7 @@ logger = logging.getLogger(__name__)
 
 
 class CoordinatedRanks(Ranks):
-    """Implementation for several processes.
-
-    >>> from automicro.ranks.simulated import SimulatedWorld
-    >>> world = SimulatedWorld(2)
-    >>> def step(rank: int) -> int:
-    ...     ranks = CoordinatedRanks(Votes(world.exchange(rank)))
-    ...     agreement = ranks.agree(Proposal(num_rows=6 - rank, microbatch_size=4 - rank))
-    ...     ranks.begin(agreement.num_microbatches)
-    ...     _ = ranks.vote()
-    ...     return agreement.num_microbatches
-    >>> world.run(step)
-    [2, 2]
-    """
+    """Implementation for several processes."""
 
     def __init__(
         self,
@@ -271,7 +259,7 @@ class CoordinatedRanks(Ranks):
         # vote, and no peer waits in a collective.
         is_first_to_know = self._votes.stopped is None
         if is_first_to_know:
-            if self._votes.messages.are_under_way and status is not Status.FATAL:
+            if self._votes.has_messages_under_way and status is not Status.FATAL:
                 failure.add_note(_CANNOT_TAKE_BACK)
                 status = Status.FATAL
             self._play_rest()

@@ -7,11 +7,13 @@ be paired. State of a rank changes only after an exchange succeeded.
 Sums detect whether all members of a group reached a collective: each member contributes numbers
 derived from the collective it is about to run. The first member contributes them negated, times the
 number of other members, so they sum to zero if all arrived, for any number of groups. Senders and
-receivers of messages cancel in the same way.
+receivers of messages cancel in the same way, over several votes: senders contribute negative
+numbers, so a sum above zero means that a rank waits for a message that was not sent.
 """
 
 import hashlib
 import math
+import operator
 import struct
 from collections.abc import Sequence
 from typing import NoReturn
@@ -23,6 +25,7 @@ from automicro.ranks.heartbeat import Watch
 from automicro.ranks.interface import Agreement, Proposal, Report, Status, Sync
 
 COUNT = 4
+_NO_MESSAGES = (0.0,) * SLOTS
 _LARGEST = 1 << 24  # exact in float64 when multiplied by the ranks of any world
 
 
@@ -30,8 +33,8 @@ def brought(call: Call, rank: int) -> tuple[float, ...]:
     """Return the numbers that one rank contributes for a collective.
 
     >>> both = [Call(name="all_reduce", members=(0, 1), shape="3 float32")] * 2
-    >>> [sum(each) for each in zip(*(brought(call, rank) for rank, call in enumerate(both)))]
-    [0.0, 0.0, 0.0, 0.0]
+    >>> {sum(each) for each in zip(*(brought(call, rank) for rank, call in enumerate(both)))}
+    {0.0}
     """
     if call.peer is not None:
         pair = (rank, call.peer) if call.sends else (call.peer, rank)
@@ -43,48 +46,9 @@ def brought(call: Call, rank: int) -> tuple[float, ...]:
     # A digest, because hash() of a string differs between processes. Never 0, which would look as
     # if no member had arrived.
     drawn = struct.unpack(f"{COUNT}I", hashlib.sha256(text.encode()).digest()[: 4 * COUNT])
-    return tuple(float(factor * (1 + each % (_LARGEST - 1))) for each in drawn)
-
-
-class Messages:
-    """Messages between two ranks, of all ranks together, that are not yet received."""
-
-    # A message still under way when an attempt fails would be taken for one of the next attempt.
-
-    def __init__(self) -> None:
-        self._under_way: list[tuple[float, ...]] = []
-
-    @property
-    def are_under_way(self) -> bool:
-        """Whether any have not been received."""
-        return bool(self._under_way)
-
-    def note(self, together: Sequence[float], *, any_receives: bool) -> bool:
-        """Record the sums of one vote and return whether everything received had been sent.
-
-        >>> messages = Messages()
-        >>> messages.note([-3.0], any_receives=False), messages.are_under_way
-        (True, True)
-        >>> messages.note([3.0], any_receives=True), messages.are_under_way
-        (True, False)
-        >>> messages.note([3.0], any_receives=True)
-        False
-        """
-        numbers = tuple(together)
-        if not any(numbers):
-            return True
-        if not any_receives:
-            self._under_way.append(numbers)
-            return True
-        sent = tuple(-each for each in numbers)
-        if sent in self._under_way:
-            self._under_way.remove(sent)
-            return True
-        return False
-
-    def clear(self) -> None:
-        """Forget all messages."""
-        self._under_way.clear()
+    numbers = [1 + each % (_LARGEST - 1) for each in drawn]
+    # With the complements, two different messages never sum to less than zero everywhere.
+    return tuple(float(factor * each) for each in (*numbers, *(_LARGEST - n for n in numbers)))
 
 
 _SAME_CALLS = (
@@ -120,8 +84,15 @@ class Votes:
         # Whether an attempt has begun and was not voted on; set by the caller.
         self.is_in_attempt = False
         self.told: tuple[float, ...] = ()  # highs of the exchange that ended the last attempt
-        self.messages = Messages()  # messages from one rank to one other
+        # Sums of all votes on messages of this attempt. Messages under way when it fails would be
+        # taken for those of the next one.
+        self._under_way = _NO_MESSAGES
         self._broken: RankError | None = None
+
+    @property
+    def has_messages_under_way(self) -> bool:
+        """Whether ranks have sent messages in this attempt that were not received yet."""
+        return any(self._under_way)
 
     @property
     def stopped(self) -> Status | None:
@@ -138,20 +109,20 @@ class Votes:
         self._raise_stopped()
         is_message = call.peer is not None
         point = f"{'sending or receiving' if is_message else call.name} {where}"
-        own = healthy(point, self._agreements, flag=is_message and not call.sends)
+        own = healthy(point, self._agreements)
         own = own._replace(sums=_slots(list(brought(call, self.rank))))
         together = self._require_well(self._send(own, point, _ALL_COME, said=f"{call} {where}"))
+        is_met = not any(together.sums)
         if is_message:
-            is_met = self.messages.note(together.sums, any_receives=together.flag > 0)
-        else:
-            is_met = not any(together.sums)
+            self._under_way = tuple(map(operator.add, self._under_way, together.sums))
+            is_met = max(self._under_way) <= 0
         if not is_met:
             self._report_desync(f"{call} {where}", _ALL_COME)
 
     def agree(self, proposal: Proposal, *, asker: str = "") -> Agreement:
         """Combine the proposals of all ranks for an attempt."""
         self.clear()
-        self.messages.clear()
+        self._under_way = _NO_MESSAGES
         names = list(proposal.denominators)
         point = f"beginning to {'train on' if proposal.training else 'evaluate'} a batch"
         if names != [""]:

@@ -1,5 +1,6 @@
 """Batches of eight rows in every structure, and the expected contents of their microbatches."""
 
+import argparse
 import collections
 import dataclasses
 import enum
@@ -14,7 +15,7 @@ import numpy as np
 import torch
 from tensordict import LazyStackedTensorDict, TensorDict, TensorDictBase
 from torch.nn.utils.rnn import PackedSequence, pack_sequence, unpack_sequence
-from transformers import BatchEncoding
+from transformers import BatchEncoding, BatchFeature
 from transformers.modeling_outputs import SequenceClassifierOutput
 
 ROWS = 8
@@ -123,6 +124,16 @@ class Text:
         self.text = text
 
 
+class Picture:
+    """An image like those of PIL, which a copy of its attributes does not replace."""
+
+    def __init__(self, value: float) -> None:
+        self.value = value
+
+    def __getstate__(self) -> Any:
+        return self.value
+
+
 class Both(tuple):
     """A tuple whose constructor takes no sequence."""
 
@@ -195,6 +206,7 @@ STRUCTURES: dict[str, Callable[[], Any]] = {
     "proxy": lambda: types.MappingProxyType({"x": x(), "y": y()}),
     "own mapping": lambda: Store({"x": x(), "y": y()}),
     "own read-only mapping": lambda: Unwritable({"x": x(), "y": y()}),
+    "batch feature": lambda: BatchFeature({"x": x(), "y": y().numpy()}),
     "batch encoding": lambda: BatchEncoding({"input_ids": x(), "labels": y()}),
     "model output": lambda: SequenceClassifierOutput(logits=x(), hidden_states=(x(), x(ROWS, 2))),
     "named tuple": lambda: Pair(x(), {"a": y(), "b": None}),
@@ -238,12 +250,16 @@ STRUCTURES: dict[str, Callable[[], Any]] = {
     "texts and a tensor": lambda: (list("abcdefgh"), y()),
     "samples as dicts of texts": lambda: [{"text": t, "label": 1} for t in "abcdefgh"],
     "samples as objects": lambda: [Text(letter) for letter in "abcdefgh"],
+    "samples as images": lambda: [Picture(n / 7) for n in range(ROWS)],
+    "samples as pairs": lambda: list(zip("abcdefgh", range(ROWS), strict=True)),
+    "lists of numbers": lambda: {"x": [[n / 7, 1.0] for n in range(ROWS)], "y": list(range(ROWS))},
     "arrays alone": lambda: {"x": x().numpy(), "y": y().numpy()},
     "records": lambda: {"records": records(), "x": x()},
     "array of objects": lambda: {"x": x(), "o": np.array(list("abcdefgh"), dtype=object)},
     "read-only array": lambda: (np.broadcast_to(np.arange(3.0), (ROWS, 3)), y()),
     "masked array": lambda: {"m": np.ma.masked_less(x().numpy(), 3), "y": y()},
     "no elements": lambda: {"x": x(), "nothing": x(ROWS, 0)},
+    "arguments": lambda: argparse.Namespace(x=x(), y=y()),
     "namespace": lambda: types.SimpleNamespace(x=x(), y=y()),
     "attrs": lambda: Attrs(x(), y()),
     "tensor subclass": lambda: {"image": image(), "y": y()},
@@ -281,7 +297,7 @@ def assert_partition(batch: Any, pieces: list[Any], sizes: list[int]) -> None:
     elif isinstance(batch, TensorDictBase):
         for key in batch.keys():  # noqa: SIM118, a TensorDict iterates over rows
             assert_partition(batch[key], [piece[key] for piece in pieces], sizes)
-    elif isinstance(batch, types.SimpleNamespace | Attrs):
+    elif isinstance(batch, types.SimpleNamespace | argparse.Namespace | Attrs):
         for name in ("x", "y"):
             parts = [getattr(piece, name) for piece in pieces]
             assert_partition(getattr(batch, name), parts, sizes)

@@ -5,18 +5,21 @@ twice or changed shows in the gradient.
 """
 
 import copy
+import types
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from automicro import BatchError, Microbatcher, RollbackError
 from automicro.batch.tensors import tensor_leaves
 from automicro.values import same_content
-from tests.batch.structures import STRUCTURES, Text, numbers_of
+from tests.batch.structures import STRUCTURES, Pair, Text, numbers_of, x
 from tests.batch.training import Waves, forward, gradient, spoiling
 
 
@@ -33,6 +36,39 @@ def test_every_structure_gives_the_gradient_of_the_whole_batch(structure: str) -
     for size in (1, 3, 5, "auto"):
         found = gradient(Waves(), size, STRUCTURES[structure]())
         assert torch.allclose(found, wanted, rtol=0, atol=1e-9), size
+
+
+# Ways to put a structure beside a tensor.
+BESIDE: list[Callable[[Any], Any]] = [
+    lambda part: {"x": x(), "part": part},
+    lambda part: (x(), part),
+    lambda part: [x(), part],
+    lambda part: Pair(x(), part),
+    lambda part: types.SimpleNamespace(x=x(), part=part),
+]
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    structures=st.lists(st.sampled_from([*STRUCTURES]), min_size=1, max_size=3),
+    beside=st.sampled_from(BESIDE),
+    around=st.sampled_from(BESIDE),
+    size=st.sampled_from([1, 3, "auto"]),
+)
+def test_structures_inside_others_are_exact_and_stay_as_they_were(
+    structures: list[str], beside: Any, around: Any, size: Any
+) -> None:
+    def make() -> Any:
+        return around(beside({str(at): STRUCTURES[each]() for at, each in enumerate(structures)}))
+
+    whole, model, batch = Waves(), Waves(), make()
+    forward(whole, make()).backward()
+    assert whole.scale.grad is not None
+    if size == "auto":
+        model.most = sum(map(len, numbers_of(batch))) - 1
+    found = gradient(model, size, batch, spoiling)
+    assert torch.allclose(found, whole.scale.grad, rtol=1e-12, atol=1e-9)
+    assert torch.equal(torch.cat(numbers_of(batch)), torch.cat(numbers_of(make())))
 
 
 @pytest.mark.parametrize("structure", STRUCTURES)

@@ -7,7 +7,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import tensordict
 import torch
@@ -20,7 +19,6 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 from transformers import (
     DataCollatorForLanguageModeling,
-    DataCollatorWithPadding,
     GPT2Config,
     GPT2LMHeadModel,
     PreTrainedTokenizerFast,
@@ -36,7 +34,7 @@ from tests.outside import Outside
 with warnings.catch_warnings():
     warnings.simplefilter("ignore", DeprecationWarning)  # raised by torch.jit on import
     import torch_geometric
-    from torch_geometric.data import Batch, Data
+    from torch_geometric.data import Data
     from torch_geometric.loader import DataLoader as GraphLoader
 
 Loss = Callable[[Any, Any], Any]
@@ -97,20 +95,6 @@ def language_model() -> nn.Module:
     return GPT2LMHeadModel(config).double()
 
 
-def mean_logit(model: Any, batch: Any) -> Any:
-    known = {key: batch[key] for key in ("input_ids", "attention_mask")}
-    return model(**known).logits.mean((1, 2)).pow(2).mean()
-
-
-def test_what_a_padding_collator_gives(tokenizer: Any) -> None:
-    collate = DataCollatorWithPadding(tokenizer)
-    compare(language_model, lambda: collate([tokenizer(t) for t in TEXTS]), mean_logit)
-
-
-def test_what_a_tokenizer_gives(tokenizer: Any) -> None:
-    compare(language_model, lambda: tokenizer(TEXTS, padding=True, return_tensors="pt"), mean_logit)
-
-
 def test_what_a_collator_of_a_language_model_gives_although_its_labels_are_popped(
     tokenizer: Any,
 ) -> None:
@@ -140,15 +124,7 @@ class Odd(Dataset):
         return self.make(index)
 
 
-Point = collections.namedtuple("Point", "x y")
-
 ODD: dict[str, tuple[Callable[[int], Any], Loss]] = {
-    "pairs": (lambda i: (torch.ones(4) * i, i), lambda m, b: m(b[0].double()).mul(b[1][:, None])),
-    "dicts in dicts": (
-        lambda i: {"a": {"x": np.ones(4) * i, "n": float(i)}, "name": str(i)},
-        lambda m, b: m(b["a"]["x"]) * b["a"]["n"][:, None],
-    ),
-    "named tuples": (lambda i: Point(torch.ones(4) * i, i), lambda m, b: m(b.x.double())),
     "nested pairs": (
         lambda i: ((torch.ones(4) * i, [torch.ones(4), torch.zeros(4)]), str(i)),
         lambda m, b: m(b[0][0].double() + b[0][1][0]),
@@ -186,32 +162,6 @@ def test_a_list_of_anchors_positives_and_negatives_is_refused_until_it_is_declar
     compare(lambda: nn.Linear(6, 4).double(), triplets, triplet_loss, batch_layout={"": "fields"})
 
 
-def test_detection_targets_of_own_sizes() -> None:
-    class Samples(Dataset):
-        def __len__(self) -> int:
-            return 8
-
-        def __getitem__(self, index: int) -> Any:
-            boxes = torch.arange(index % 3 * 4.0, dtype=torch.float64).reshape(-1, 4)
-            image = torch.ones(3, 4 + index, 5, dtype=torch.float64) * index
-            return image, {"boxes": boxes, "labels": torch.arange(len(boxes)), "id": index}
-
-    def loss(model: Any, batch: Any) -> Any:
-        images, targets = batch
-        rows = [
-            model(image.mean((1, 2))).sum() * (1 + target.pop("boxes").sum()) + target["id"]
-            for image, target in zip(images, targets, strict=True)
-        ]
-        return torch.stack(rows).mean()
-
-    for collate in (
-        lambda rows: tuple(zip(*rows, strict=True)),
-        lambda rows: [*zip(*rows, strict=True)],
-    ):
-        loader = DataLoader(Samples(), batch_size=8, collate_fn=collate)
-        compare(lambda: nn.Linear(3, 2).double(), lambda loader=loader: next(iter(loader)), loss)  # type: ignore[misc]
-
-
 # tensordict
 
 
@@ -224,8 +174,6 @@ TENSORDICTS: dict[str, Callable[[], Any]] = {
     "plain": rows_of_tensordict,
     "locked": lambda: rows_of_tensordict().lock_(),
     "on a device": lambda: rows_of_tensordict().to("cpu"),
-    "of two dimensions": lambda: rows_of_tensordict().unsqueeze(1).squeeze(1),
-    "stacked": lambda: torch.stack(list(rows_of_tensordict().unbind(0))),
     "stacked lazily": lambda: LazyStackedTensorDict.lazy_stack(
         list(rows_of_tensordict().unbind(0))
     ),
@@ -233,27 +181,14 @@ TENSORDICTS: dict[str, Callable[[], Any]] = {
 
 
 @pytest.mark.parametrize("name", TENSORDICTS)
-@pytest.mark.parametrize("pops", [False, True])
-def test_a_tensordict_is_cut_and_stays_as_it_was(name: str, pops: bool) -> None:
+def test_a_tensordict_is_cut_and_stays_as_it_was(name: str) -> None:
     def loss(model: Any, batch: Any) -> Any:
-        is_locked = batch.is_locked
-        x = batch.pop("x") if pops and not is_locked else batch["x"]
+        x = batch["x"] if batch.is_locked else batch.pop("x")
         return F.cross_entropy(model(x), batch["deep", "y"])
 
     batch = TENSORDICTS[name]()
     compare(lambda: nn.Linear(4, 3).double(), lambda: batch, loss)
     assert torch.equal(batch["x"], rows_of_tensordict()["x"])
-
-
-def test_a_list_of_tensordicts_is_a_list_of_rows() -> None:
-    compare(
-        lambda: nn.Linear(4, 3).double(),
-        lambda: list(rows_of_tensordict().unbind(0)),
-        lambda model, batch: F.cross_entropy(
-            model(torch.stack([row["x"] for row in batch])),
-            torch.stack([row["deep", "y"] for row in batch]),
-        ),
-    )
 
 
 def test_a_tensorclass_is_cut() -> None:
@@ -303,17 +238,6 @@ def graphs() -> list[Any]:
 def graph_loss(model: Any, batch: Any) -> Any:
     logits = torch.zeros(batch.num_graphs, 3, dtype=torch.float64)
     return F.cross_entropy(logits.index_add(0, batch.batch, model(batch.x)), batch.y)
-
-
-def test_a_list_of_graphs_is_a_list_of_rows() -> None:
-    def loss(model: Any, batch: Any) -> Any:
-        for graph in batch:
-            graph.x = graph.x / 2
-        return graph_loss(model, Batch.from_data_list(batch))
-
-    batch = graphs()
-    compare(lambda: nn.Linear(4, 3).double(), lambda: batch, loss)
-    assert all(torch.equal(a.x, b.x) for a, b in zip(batch, graphs(), strict=True))
 
 
 def test_a_batch_of_graphs_is_refused_by_name_and_cut_once_it_is_registered() -> None:

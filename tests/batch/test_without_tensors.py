@@ -1,7 +1,6 @@
 """Batches of texts, lists, arrays and objects: training, evaluation and prediction."""
 
 import logging
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -15,25 +14,9 @@ from automicro import BatchError, MemoryBudget, Microbatcher, Trainer
 from automicro.batch.device import cost_of_row
 from automicro.batch.tensors import Contents
 from tests.batch.structures import Text
-from tests.cases import difference, gradients
 
 TEXTS = ["hello", "world", "a", "bb", "ccc", "dddd", "ee", "f", "gg", "hhh", "iiii"]
 LABELS = [0, 1, 2, 0, 1, 2, 0, 1, 2, 0, 1]
-
-
-class Image:
-    """An image like those of PIL: a size, and pixels that only its methods return."""
-
-    size = (4, 3)
-
-    def __init__(self, value: float) -> None:
-        self._value = value
-
-    def __getstate__(self) -> Any:
-        return self._value
-
-    def pixels(self) -> Tensor:
-        return torch.full((12,), self._value, dtype=torch.float64)
 
 
 class Letters(nn.Module):
@@ -46,105 +29,6 @@ class Letters(nn.Module):
     def forward(self, texts: Any) -> Tensor:
         rows = [self.letters(torch.tensor([ord(c) for c in text])).mean(0) for text in texts]
         return torch.stack(rows)
-
-
-class Pixels(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.head = nn.Linear(12, 3).double()
-
-    def forward(self, images: Any) -> Any:
-        return self.head(torch.stack([image.pixels() for image in images]))
-
-
-def labels_of(texts: Any) -> Tensor:
-    return torch.tensor([len(text) % 3 for text in texts])
-
-
-Loss = Callable[[nn.Module, Any], Any]
-CASES: dict[str, tuple[Callable[[], nn.Module], Any, Loss]] = {
-    "texts": (Letters, TEXTS, lambda m, b: F.cross_entropy(m(b), labels_of(b))),
-    "a tuple of texts": (Letters, tuple(TEXTS), lambda m, b: F.cross_entropy(m(b), labels_of(b))),
-    "texts and labels in a dict": (
-        Letters,
-        {"text": TEXTS, "label": LABELS},
-        lambda m, b: F.cross_entropy(m(b["text"]), torch.tensor(b["label"])),
-    ),
-    "samples": (
-        Letters,
-        [{"text": t, "label": n} for t, n in zip(TEXTS, LABELS, strict=True)],
-        lambda m, b: F.cross_entropy(
-            m([row["text"] for row in b]), torch.tensor([row["label"] for row in b])
-        ),
-    ),
-    "samples of texts alone": (
-        Letters,
-        [{"text": t, "other": t.upper()} for t in TEXTS],
-        lambda m, b: m([row["text"] for row in b]).pow(2).mean(),
-    ),
-    "pairs as samples": (
-        Letters,
-        list(zip(TEXTS, LABELS, strict=True)),
-        lambda m, b: F.cross_entropy(m([t for t, _ in b]), torch.tensor([n for _, n in b])),
-    ),
-    "objects": (
-        Letters,
-        [Text(t) for t in TEXTS],
-        lambda m, b: F.cross_entropy(m([o.text for o in b]), labels_of([o.text for o in b])),
-    ),
-    "images": (Pixels, [Image(n / 7) for n in range(11)], lambda m, b: m(b).pow(2).mean()),
-    "arrays": (
-        lambda: nn.Linear(4, 3).double(),
-        {"x": np.arange(44.0).reshape(11, 4) / 9, "label": np.array(LABELS)},
-        lambda m, b: F.cross_entropy(m(torch.tensor(b["x"])), torch.tensor(b["label"])),
-    ),
-    "lists of lists": (
-        lambda: nn.Linear(2, 3).double(),
-        {"x": [[n / 7, 1.0] for n in range(11)], "label": LABELS},
-        lambda m, b: F.cross_entropy(
-            m(torch.tensor(b["x"], dtype=torch.float64)), torch.tensor(b["label"])
-        ),
-    ),
-}
-
-
-@pytest.mark.parametrize("size", [1, 3, 5, None, "auto"])
-@pytest.mark.parametrize("name", CASES)
-def test_the_gradient_is_that_of_the_whole_batch(name: str, size: Any) -> None:
-    make, batch, loss = CASES[name]
-    torch.manual_seed(0)
-    whole = make()
-    loss(whole, batch).backward()
-    torch.manual_seed(0)
-    model = make()
-    limit = "64MiB" if size == "auto" else None
-    microbatcher = Microbatcher(model, forward=loss, microbatch_size=size, memory_limit=limit)
-    result = microbatcher.backward(batch)
-    assert result.num_samples == 11
-    assert difference(gradients(model), gradients(whole)) < 1e-9
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_evaluation_gives_the_loss_and_the_outputs_of_all_rows_in_order(name: str) -> None:
-    make, batch, loss = CASES[name]
-    model = make()
-    microbatcher = Microbatcher(
-        model,
-        forward=lambda m, b: (
-            (loss(m, b), torch.stack([loss(m, [r]) for r in b])[:, None])
-            if isinstance(b, list)
-            else loss(m, b)
-        ),
-        eval_microbatch_size=3,
-    )
-    keeps = isinstance(batch, list)
-    found = microbatcher.evaluate(batch, return_outputs=keeps)
-    with torch.no_grad():
-        assert found.loss is not None
-        assert float(found.loss) == pytest.approx(float(loss(model, batch)))
-        if keeps:
-            rows = torch.stack([loss(model, [row]) for row in batch])[:, None]
-            assert torch.allclose(found.outputs, rows)
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, None, "auto"])

@@ -20,7 +20,6 @@ from automicro import (
 )
 from automicro.batch.layout import BatchLayout
 from automicro.checking.rows import telling_rows
-from tests.acceptance.checks import judge, worse_and_better
 from tests.cases import (
     contrastive,
     mean_of_tokens,
@@ -49,31 +48,6 @@ def shifted_mean(logits: Tensor, targets: Tensor) -> Tensor:
 
 
 # What it names
-
-
-@pytest.mark.parametrize(
-    "row",
-    [
-        "a divergence of weights, declared a sum",
-        "a mean over tokens",
-        "a mask, and a little",
-        "targets ignored, in an own function",
-        "a weight of a rare class",
-        "tokens and rows by name",
-        "a mean over tokens, declared samples",
-    ],
-)
-def test_what_does_not_add_up_is_named(row: str) -> None:
-    assert worse_and_better([judge(row, "float64")])[0] == []
-
-
-def test_an_index_of_the_batch_for_a_target_is_named() -> None:
-    def loss(scores: Tensor, targets: Tensor) -> Tensor:
-        return F.cross_entropy(scores @ scores.T, targets)
-
-    message = r"rows such as \d+ and \d+ have none on their own \(IndexError"
-    with pytest.warns(LossAverageWarning, match=message), pytest.raises(IndexError):
-        on(nn.Linear(6, ROWS).double(), loss).backward((x(), torch.arange(ROWS)))
 
 
 class OwnCausalModel(nn.Module):

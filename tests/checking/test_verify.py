@@ -42,8 +42,6 @@ def verified(row: str) -> VerifyReport:
 # By row of the table of checks: the kind of the cause, its name, and the right average.
 NAMED = {
     "batch normalisation": ("batchnorm", "1", ""),
-    "a sum, of numbers": ("loss average", "'none'", "'none'"),
-    "targets ignored, in an own function": ("loss average", "'tokens'", "'tokens'"),
     "pixels that count": ("loss average", "255", "lambda batch: (batch[1] != 255).sum()"),
     "a mask": ("loss average", "keep", "lambda batch: batch['keep'].sum()"),
     "tokens and rows by name": (
@@ -54,9 +52,7 @@ NAMED = {
     "loss: InfoNCE": ("compares rows", "forward", ""),
     "centred": ("across rows", "Between", ""),
     "a weight by the number of calls": ("state", "calls", ""),
-    "calls, counted by a closure": ("state", "calls", ""),
     "spectral norms": ("state", "_u", ""),
-    "a codebook of moving averages": ("state", "codes", ""),
     "moves a teacher": ("state", "teacher.weight", ""),
     "sets the seed of all": ("random", "dropout", ""),
     "NumPy's noise": ("random", "NumPy", ""),
@@ -66,18 +62,9 @@ NAMED = {
 EXACT = {
     "model: BERT": "",
     "model: GPT-2 with dropout": "random",
-    "model: gru with dropout": "random",
-    "model: tied weights": "",
-    "model: inplace ReLU": "",
     "model: layer drop": "random",
-    "model: dropout, checkpointed": "random",
     "BatchNorm that is frozen": "",
     "CrossEntropyLoss, weights": "",
-    "CrossEntropyLoss, own index": "",
-    "cross_entropy, a partial": "",
-    "a mask, declared": "",
-    "losses by name, declared": "",
-    "places of a recurrent layer, declared": "",
     "a teacher in a closure": "",
     "rows counted, and what came last": "state",
     "noise of a distribution": "random",

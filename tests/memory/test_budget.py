@@ -1,13 +1,30 @@
-"""The simulated device: what it counts, and when it stops counting."""
+"""The simulated device: what it counts, where, when it refuses, and what a refusal leaves."""
 
+import copy
 import gc
+import threading
 
 import pytest
 import torch
 from torch import nn
 
-from automicro.memory.budget import MemoryBudget
-from tests.memory.work import KIB, mlp, step
+from automicro.memory.budget import MemoryBudget, active_budget, refuse_compiled
+from automicro.memory.oom import release
+
+KIB = 1024
+
+
+def floats(num_bytes: int) -> torch.Tensor:
+    return torch.zeros(num_bytes // 4)
+
+
+def mlp(width: int = 64) -> nn.Sequential:
+    return nn.Sequential(nn.Linear(width, width), nn.ReLU(), nn.Linear(width, 1))
+
+
+def step(model: nn.Module, batch: torch.Tensor) -> None:
+    model(batch).square().mean().backward()
+
 
 # What is counted
 
@@ -104,3 +121,198 @@ def test_nested_tensors_are_counted_in_forward_and_backward(layout: torch.layout
     del moved, output, batch
     gc.collect()
     assert budget.allocated_bytes == (2 if layout is torch.jagged else 1) * parameters
+
+
+# Host and device
+
+
+def test_after_the_host_part_tensors_are_counted_again() -> None:
+    with MemoryBudget(None) as budget:
+        with pytest.raises(KeyError), budget.host():
+            raise KeyError
+        x = torch.zeros(1024)
+    assert budget.allocated_bytes == x.nbytes
+
+
+def test_a_transfer_that_does_not_fit_is_refused() -> None:
+    batch = torch.zeros(1024)
+    with MemoryBudget("1KiB") as budget:
+        with pytest.raises(torch.OutOfMemoryError, match=r"allocate 4\.00 KiB"):
+            budget.transfer(batch)
+        assert budget.transfer(batch[:100]).shape == (100,)
+    assert budget.allocated_bytes == 0
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last),
+        lambda: torch.randn(3, 4).t(),
+        lambda: torch.eye(3).to_sparse(),
+        lambda: torch.eye(3).to_sparse_csr(),
+    ],
+    ids=["channels_last", "transposed", "coo", "csr"],
+)
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta")
+def test_a_transfer_keeps_the_layout(make) -> None:
+    tensor = make()
+    with MemoryBudget(None) as budget:
+        moved = budget.transfer(tensor)
+    assert moved.layout is tensor.layout
+    assert torch.equal(moved.to_dense(), tensor.to_dense())
+    if tensor.layout is torch.strided:
+        assert moved.stride() == tensor.stride()
+
+
+def test_tracking_brings_a_host_tensor_onto_the_device() -> None:
+    x = torch.zeros(1024)
+    budget = MemoryBudget(None)
+    with budget, budget.host():
+        x.add_(1)
+    assert budget.allocated_bytes == 0
+    assert budget.track(x).allocated_bytes == x.nbytes
+
+
+# Entering and leaving
+
+
+def test_a_second_budget_inside_the_first_is_refused() -> None:
+    with MemoryBudget("1GiB") as outer:
+        with (
+            pytest.raises(
+                ValueError,
+                match=r"cannot enter MemoryBudget\('1\.00 MiB'\) inside "
+                r"MemoryBudget\('1\.00 GiB'\).*leave the outer budget first",
+            ),
+            MemoryBudget("1MiB"),
+        ):
+            pass
+        assert active_budget() is outer
+
+
+def test_other_threads_are_not_watched() -> None:
+    seen: list[MemoryBudget | None] = []
+
+    def work() -> None:
+        seen.append(active_budget())
+        torch.zeros(1024)
+
+    with MemoryBudget("1KiB") as budget:
+        thread = threading.Thread(target=work)
+        thread.start()
+        thread.join()
+    assert seen == [None]
+    assert budget.peak_bytes == 0
+
+
+# Compiled modules
+
+
+def compiled_whole() -> nn.Module:
+    module = torch.compile(nn.Linear(2, 2), backend="eager")
+    assert isinstance(module, nn.Module)
+    return module
+
+
+def compiled_in_place() -> nn.Module:
+    module = nn.Linear(2, 2)
+    module.compile(backend="eager")
+    return module
+
+
+def compiled_forward() -> nn.Module:
+    module = nn.Linear(2, 2)
+    module.forward = torch.compile(module.forward, backend="eager")  # type: ignore[method-assign]
+    return module
+
+
+@pytest.mark.parametrize("make", [compiled_whole, compiled_in_place, compiled_forward])
+def test_compiled_modules_are_refused(make) -> None:
+    nested = nn.Sequential(nn.ReLU(), nn.Sequential(make()))
+    with pytest.raises(ValueError, match=r"compiled: 1\.0\. Leave out either"):
+        refuse_compiled(nested)
+    with pytest.raises(ValueError, match=r"compiled: (Linear|OptimizedModule)"):
+        MemoryBudget(None).track(make())
+
+
+# When it refuses
+
+
+def test_the_measured_peak_is_a_limit_in_which_the_same_step_fits() -> None:
+    model = nn.Sequential(nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten())
+    batch = torch.ones(8, 1, 12, 12)
+    peaks: list[int] = []
+    for limit in (None, "measured"):
+        measured = copy.deepcopy(model)
+        with MemoryBudget(peaks[0] if limit else None).track(measured) as budget:
+            step(measured, batch.clone())
+        peaks.append(budget.peak_bytes)
+    assert peaks[0] == peaks[1]
+    with MemoryBudget(peaks[0] - 512).track(model), pytest.raises(torch.OutOfMemoryError):
+        step(model, batch.clone())
+
+
+def test_a_refused_argument_is_not_counted_and_refused_again() -> None:
+    x = floats(8 * KIB)
+    with MemoryBudget("4KiB") as budget:
+        for _ in range(2):
+            with pytest.raises(torch.OutOfMemoryError, match=r"allocate 8\.00 KiB"):
+                x.add_(1)
+            assert budget.allocated_bytes == 0
+    assert x.sum() == 0
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_a_refused_batchnorm_leaves_its_statistics(training: bool) -> None:
+    layer = nn.BatchNorm2d(4).train(training)
+    x = torch.randn(8, 4, 6, 6)
+    before = copy.deepcopy(layer.state_dict())
+    budget = MemoryBudget(None).track(layer, x)
+    with MemoryBudget(budget.allocated_bytes + 600).track(layer, x) as limited:
+        with pytest.raises(torch.OutOfMemoryError):
+            nn.functional.batch_norm(
+                x, layer.running_mean, layer.running_var, layer.weight, layer.bias, training
+            )
+        assert limited.allocated_bytes == budget.allocated_bytes
+    for name, value in layer.state_dict().items():
+        assert torch.equal(value, before[name]), name
+
+
+def test_a_refused_operation_that_declares_its_writes_takes_them_back() -> None:
+    noise = torch.full((512,), 7.0)
+    x = torch.randn(512)
+    with MemoryBudget("4KiB").track(noise, x), pytest.raises(torch.OutOfMemoryError):
+        torch.ops.aten.rrelu_with_noise(x, noise, 0.1, 0.3, True)
+    assert torch.equal(noise, torch.full((512,), 7.0))
+
+
+# Recovering
+
+
+def test_the_engine_trap_holds_memory_until_release() -> None:
+    x = torch.ones(256, requires_grad=True)
+
+    class Hungry(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x * 1
+
+        @staticmethod
+        def backward(ctx, gradient):
+            return floats(64 * KIB).sum() * gradient
+
+    def attempt() -> None:
+        branches = [x.exp().sin() for _ in range(5)]
+        (Hungry.apply(x) + sum(branches)).sum().backward()
+
+    with MemoryBudget("32KiB").track(x) as budget:
+        before = budget.allocated_bytes
+        try:
+            attempt()
+        except torch.OutOfMemoryError as error:
+            failed = error
+        failed.__traceback__ = None
+        gc.collect()
+        assert budget.allocated_bytes > before
+        release(failed)
+        assert budget.allocated_bytes == before

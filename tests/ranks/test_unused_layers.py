@@ -12,10 +12,10 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 from automicro.ranks.interface import Report
-from automicro.ranks.simulated import SimulatedWorld
 from automicro.ranks.votes import Votes
 from automicro.trainer.parallel import find_blocks
 from tests.ranks.faulty_models import points
+from tests.ranks.simulated import SimulatedWorld
 from tests.ranks.steps import another, squared_error
 from tests.ranks.test_recovery import require_recovered
 from tests.ranks.world import World, world_of

@@ -20,8 +20,8 @@ from automicro.ranks.interface import (
     Status,
     rows_of_microbatches,
 )
-from automicro.ranks.simulated import SimulatedWorld
 from automicro.ranks.votes import Votes
+from tests.ranks.simulated import SimulatedWorld
 
 # Ranks, and how many of them share a node.
 WORLDS = [(1, 1), (2, 2), (3, 3), (4, 2), (5, 2), (24, 3), (72, 8)]

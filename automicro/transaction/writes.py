@@ -1,0 +1,124 @@
+"""Writes of forwards to parameters: seen operation by operation, and undone."""
+
+import collections
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+
+from automicro.state.tensors import Copies
+from automicro.torch_private import OperationMode, schema_of
+from automicro.values import same_content
+
+
+class ParameterWrites(OperationMode):
+    """Detection and rollback of writes to parameters in forwards, including through ``.data``.
+
+    Example:
+        >>> linear = nn.Linear(2, 2)
+        >>> before = linear.weight.clone()
+        >>> writes = ParameterWrites(linear.parameters())
+        >>> for _ in range(2):
+        ...     with writes:
+        ...         _ = linear.weight.data.mul_(0.9)
+        >>> [each is linear.weight for each in writes.changed(once=False)]
+        [True]
+        >>> writes.put_back()
+        >>> torch.equal(linear.weight, before)
+        True
+    """
+
+    def __init__(self, parameters: Iterable[Tensor]) -> None:
+        super().__init__()
+        # Autograd counts no writes to `parameter.data`, with which many encoders of moving averages
+        # are updated. Writes to the memory of plain parameters and replaced memory are detected.
+        self._parameters = {
+            id(each): each
+            for each in parameters
+            if type(each) in (Tensor, nn.Parameter) and each.layout is torch.strided
+            if each.device.type != "meta" and each.numel()
+        }
+        # An alias keeps the memory, even if a forward replaces it (`.data = …`).
+        self._memory = {key: each.detach() for key, each in self._parameters.items()}
+        self._in: dict[int, list[int]] = collections.defaultdict(list)
+        for key, memory in self._memory.items():
+            # By storage, so that a write to any view of a parameter is found.
+            self._in[memory.untyped_storage().data_ptr()].append(key)
+        self._copies: dict[int, Copies] = {}
+        self._before: dict[int, Tensor] = {}  # values before the current forward
+        self._lay: dict[int, Tensor] = {}  # memory at its beginning
+        # Forwards that changed each parameter: of the current pass, and the most of any pass.
+        self._calls: collections.Counter[int] = collections.Counter()
+        self._most: collections.Counter[int] = collections.Counter()
+
+    def __enter__(self) -> Self:
+        self._before = {}
+        self._lay = {key: each.detach() for key, each in self._parameters.items()}
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
+        for key, parameter in self._parameters.items():
+            if parameter.data_ptr() != self._lay[key].data_ptr():
+                self._before.setdefault(key, self._lay[key])
+        for key, before in self._before.items():
+            # A write that changes no value, such as a satisfied constraint, does not count.
+            self._calls[key] += not same_content(before, self._parameters[key])
+        self._before, self._lay = {}, {}
+
+    def run(self, func: Any, types: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """Run one operation, and copy the parameters that it is about to write to."""
+        self.keep_written(func, args, kwargs)
+        return func(*args, **kwargs)
+
+    def keep_written(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        """Copy the parameters that an operation is about to write to."""
+        for tensor in _written(schema_of(func), args, kwargs):
+            for key in self._in.get(tensor.untyped_storage().data_ptr(), ()):
+                parameter = self._parameters[key]
+                if key not in self._copies:
+                    self._copies[key] = Copies([parameter], self._parameters)
+                if key not in self._before:
+                    self._before[key] = parameter.detach().clone()
+
+    def begin_again(self) -> None:
+        """Restore parameters and count the writes of the next pass as first writes."""
+        self._most |= self._calls
+        self._calls.clear()
+        self.put_back()
+
+    def changed(self, *, once: bool) -> list[Tensor]:
+        """Return the parameters that only the first forward of a pass changed, or several did."""
+        # If several did, it was no one-time initialization.
+        counts = self._most | self._calls
+        keys = (key for key, count in counts.items() if count and (count == 1) is once)
+        return [self._parameters[key] for key in keys]
+
+    def put_back(self) -> None:
+        """Restore the original memory and values of the parameters."""
+        for key, parameter in self._parameters.items():
+            if parameter.data_ptr() != self._memory[key].data_ptr():
+                parameter.data = self._memory[key]
+        for copies in self._copies.values():
+            list(copies.put_back())  # all are copied, because they count as buffers
+
+    @property
+    def written(self) -> set[int]:
+        """Ids of the parameters that were copied before a write."""
+        return set(self._copies)
+
+    def forget_but(self, keys: set[int]) -> None:
+        """Drop the copies of all other parameters, so that their current values are kept."""
+        self._copies = {key: each for key, each in self._copies.items() if key in keys}
+
+
+def _written(schema: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[Tensor]:
+    """Yield the plain tensors that an operation is about to write to."""
+    for index, argument in enumerate(schema.arguments if schema and schema.is_mutable else ()):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            given = args[index] if index < len(args) else kwargs.get(argument.name)
+            for each in given if isinstance(given, list | tuple) else (given,):
+                if isinstance(each, Tensor) and each.layout is torch.strided:
+                    yield each
