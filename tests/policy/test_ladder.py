@@ -1,6 +1,5 @@
 """Levels: when they are left, what each of them learns, and at which a batch begins."""
 
-import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -12,7 +11,8 @@ from hypothesis import strategies as st
 
 from automicro.policy.auto import Halving
 from automicro.policy.ladder import Ladder
-from automicro.policy.policy import Fixed, Outcome, Policy, canonical_size
+from automicro.policy.policy import Fixed, Outcome, Policy
+from tests.policy.loop import Plan, fit
 
 LEVELS = ["plain", "recompute", "recompute + offload"]
 
@@ -28,35 +28,27 @@ class Device:
     attempts: list[tuple[int, int]] = field(default_factory=list)  # (level, size)
 
     def batch(self, num_rows: int, cost: float | None = None) -> tuple[int, int] | None:
-        """The level and size that fitted; None for none. Asks as the run loop of a step does."""
-        policy, failed, learned = self.policy, None, self.policy.state_dict()
-        while True:
-            policy.level = policy.level_for(num_rows, cost)
-            size = canonical_size(num_rows, policy.propose(num_rows, cost))
-            plan = (policy.level, size)
-            if failed is not None and not (plan[0] > failed[0] or size < failed[1]):
-                assert plan[0] == failed[0], "nothing leads back within a batch"
-                if policy.climb(cost):
-                    assert plan in self.attempts, "a level is left only when all of it failed"
-                    continue
-                policy.load_state_dict(learned)
-                return None
-            self.attempts.append(plan)
-            need = math.ceil(size * (cost or 1.0) * self.per_row[policy.level])
-            outcome = Outcome(
+        """The level and size that fitted; None for none."""
+        learned = self.policy.state_dict()
+
+        def attempt(plan: Plan) -> Outcome:
+            self.attempts.append((plan.level, plan.size))
+            need = math.ceil(plan.size * (cost or 1.0) * self.per_row[plan.level])
+            return Outcome(
                 num_rows=num_rows,
-                microbatch_size=size,
+                microbatch_size=plan.size,
                 fits=need <= self.capacity,
                 peak_bytes=100 + need if self.is_measured else None,
                 resident_bytes=100 if self.is_measured else None,
                 capacity_bytes=100 + self.capacity if self.is_measured else None,
                 cost=cost,
-                level=policy.level,
+                level=plan.level,
             )
-            policy.record(outcome)
-            if outcome.fits:
-                return plan
-            failed = plan
+
+        plan, _ = fit(self.policy, num_rows, attempt, cost)
+        if plan is None:
+            self.policy.load_state_dict(learned)
+        return plan and plan[:2]
 
     def failures(self, num_rows: int, cost: float | None = None) -> int:
         """Of one batch."""
@@ -97,40 +89,6 @@ def test_trials_of_costs_fail_no_more_often_than_their_logarithm(
     for cost in costs:
         assert device.batch(4, cost=float(cost)) is not None
     assert len(device.attempts) - len(costs) <= 11
-
-
-@given(
-    st.lists(st.tuples(st.integers(1, 40), st.integers(1, 30)), min_size=1, max_size=25),
-    st.lists(st.floats(0.05, 30), min_size=3, max_size=3),
-    st.integers(1, 200),
-    st.booleans(),
-    st.integers(0, 24),
-)
-@settings(max_examples=200, deadline=None)
-def test_promises(
-    batches: list[tuple[int, int]],
-    per_row: list[float],
-    capacity: int,
-    is_measured: bool,
-    interrupted: int,
-) -> None:
-    """Nothing is tried twice within a batch, all ends, and a state goes on as the run would."""
-    per_row = sorted(per_row, reverse=True)
-    device = Device(ladder(), capacity, per_row, is_measured)
-    other = Device(ladder(), capacity, per_row, is_measured)
-    for number, (rows, cost) in enumerate(batches):
-        if number == interrupted:
-            other.policy.load_state_dict(json.loads(json.dumps(device.policy.state_dict())))
-        before = len(device.attempts)
-        found = device.batch(rows, float(cost))
-        attempts = device.attempts[before:]
-        assert len(set(attempts)) == len(attempts)
-        assert attempts == sorted(attempts, key=lambda each: (each[0], -each[1]))
-        assert (found is None) == (cost * per_row[2] > capacity)
-        if number >= interrupted:
-            before = len(other.attempts)
-            assert other.batch(rows, float(cost)) == found
-            assert other.attempts[before:] == attempts
 
 
 def test_a_level_is_tried_again_when_the_device_can_give_what_it_lacked() -> None:
@@ -209,7 +167,7 @@ def test_a_damaged_state_changes_nothing() -> None:
     damages: list[dict[str, Any]] = [
         {"levels": None},
         {"levels": {"plain": {}}},
-        {"failure": 3},
+        {"batches": None},
         {"kind": "Explore"},
     ]
     for damage in damages:
