@@ -1,9 +1,10 @@
 """The policy behind "explore": which sizes it tries, when it ends, and what it promises."""
 
+import itertools
 import math
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -12,51 +13,17 @@ from automicro.policy.auto import Halving
 from automicro.policy.choose import make_policy
 from automicro.policy.explore import Explore, cuts
 from automicro.policy.policy import Exploration, Outcome
-from tests.policy.loop import Plan, fit
+from tests.policy.loop import Job
 from tests.policy.machines import Machine, step
 
 
-def fastest_at_8(size: int) -> float:
+def fastest_at_8(_: int, size: float) -> float:
     return 1 + 0.15 * abs(math.log2(size / 8))
 
 
-@dataclass
-class Job:
-    """Batches of some rows that a policy cuts, on a device without noise."""
-
-    policy: Explore
-    seconds: Callable[[int], float]
-    most_rows: int = 10**9
-    num_rows: int = 32
-    cost: float | None = None
-    sizes: list[int] = field(default_factory=list)
-    told: list[Exploration] = field(default_factory=list)
-
-    def batch(self, num_rows: int | None = None, cost: float | None = None) -> int:
-        rows, cost = num_rows or self.num_rows, cost or self.cost
-
-        def attempt(plan: Plan) -> Outcome:
-            return Outcome(
-                num_rows=rows,
-                microbatch_size=plan.size,
-                fits=plan.size * (cost or 1) <= self.most_rows * (self.cost or 1),
-                seconds=rows * (cost or 1) * self.seconds(plan.size),
-                cost=cost,
-            )
-
-        plan, _ = fit(self.policy, rows, attempt, cost)
-        assert plan is not None
-        if self.policy.exploration is not None and self.policy.exploration.is_news:
-            self.told.append(self.policy.exploration)
-        self.sizes.append(plan.size)
-        return plan.size
-
-    def run(self, most: int = 80) -> "Job":
-        for _ in range(most):
-            self.batch()
-            if self.told and self.told[-1].ended is not None:
-                return self
-        return self
+def job_of(policy: Explore, seconds: Callable[[int, int], float], **more: Any) -> Job:
+    """On a device that holds any size, without noise."""
+    return Job(policy, [1], seconds, capacity=10**9, is_measured=False, noise=0.0, **more)
 
 
 def test_the_word_stands_for_the_policy() -> None:
@@ -92,16 +59,16 @@ def test_cuts_are_of_one_two_three_four_six_eight_microbatches() -> None:
 
 def test_sizes_take_turns() -> None:
     """Two that are alike are measured in turns, so that drift favours none."""
-    job = Job(Explore(), lambda size: 1.0 if size > 8 else 2.0).run()
-    changes = sum(one != other for one, other in zip(job.sizes, job.sizes[1:], strict=False))
+    job = job_of(Explore(), lambda _, size: 1.0 if size > 8 else 2.0).run()
+    changes = sum(one != other for one, other in itertools.pairwise(job.attempts))
     assert changes >= len(job.told) // 2
 
 
 def test_a_budget_of_steps_ends_it_at_the_best_so_far() -> None:
-    job = Job(Explore(max_steps=5), fastest_at_8).run()
+    job = job_of(Explore(max_steps=5), fastest_at_8).run()
     assert job.told[-1].ended == "max_steps=5"
     assert job.told[-1].steps == 5
-    assert job.batch() == job.told[-1].microbatch_size
+    assert job.batch() == (0, job.told[-1].microbatch_size)
 
 
 def test_without_a_clock_it_is_auto() -> None:
@@ -115,26 +82,26 @@ def test_without_a_clock_it_is_auto() -> None:
 def test_where_layers_average_over_rows_it_says_that_it_does_not_explore() -> None:
     policy = Explore()
     policy.may_measure = False
-    job = Job(policy, fastest_at_8).run()
-    assert set(job.sizes) == {32}
+    job = job_of(policy, fastest_at_8).run()
+    assert set(job.attempts) == {(0, 32)}
     assert "BatchNorm" in str(job.told[-1])
     assert 'batchnorm="ignore"' in str(job.told[-1])
 
 
 def test_a_batch_of_one_row_leaves_nothing_to_explore() -> None:
-    job = Job(Explore(), lambda _: 1.0, num_rows=1).run(5)
+    job = job_of(Explore(), lambda *_: 1.0, num_rows=1).run(5)
     assert not job.told
     assert not job.policy.compares_seconds
 
 
 def test_rows_of_other_costs_are_compared_per_row_and_cost() -> None:
     """Half the batches have rows twice as long; a microbatch has as many elements as before."""
-    job = Job(Explore(), lambda _: 1.0, cost=64.0)
+    job = job_of(Explore(), lambda *_: 1.0)
     for number in range(61):
         cost = 64.0 if number % 2 else 128.0
-        job.seconds = lambda size, cost=cost: fastest_at_8(size * cost / 128)  # type: ignore[misc]
+        job.seconds = lambda _, size, cost=cost: fastest_at_8(0, size * cost / 128)  # type: ignore[misc]
         job.batch(cost=cost)
-    assert (job.batch(cost=64.0), job.batch(cost=128.0)) == (16, 8)
+    assert (job.batch(cost=64.0)[1], job.batch(cost=128.0)[1]) == (16, 8)
 
 
 # What it promises, on machines that are none

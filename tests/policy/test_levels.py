@@ -1,11 +1,10 @@
 """Levels and further coordinates beside sizes: which are tried, which are chosen, and when."""
 
 import json
-import math
 import random
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -16,63 +15,11 @@ from automicro.policy.auto import Halving
 from automicro.policy.choose import with_levels
 from automicro.policy.explore import Explore, FastestLevel
 from automicro.policy.ladder import Ladder
-from automicro.policy.policy import Exploration, Fixed, Outcome, Policy, canonical_size
-from tests.policy.loop import Plan, fit
+from automicro.policy.policy import Fixed, Outcome, Policy, canonical_size
+from tests.policy.loop import Job
 from tests.policy.machines import KINDS, LEVELS, LeveledMachine
 
 TWO = ["plain", "recompute"]
-
-
-@dataclass
-class Job:
-    """A run loop, on a device without noise."""
-
-    policy: Policy
-    per_row: Sequence[float]
-    seconds: Callable[[int, int], float]
-    capacity: float = 16
-    more: Callable[[Mapping[str, Any]], float] = lambda _: 0.0
-    has_clock: bool = True
-    num_rows: int = 32
-    draw: random.Random = field(default_factory=lambda: random.Random(5))
-    plans: list[Plan] = field(default_factory=list)
-    told: list[Exploration] = field(default_factory=list)
-    failures: int = 0
-
-    def batch(self, num_rows: int | None = None, cost: float | None = None) -> tuple[int, int]:
-        """The level and size that fitted."""
-        rows, policy = num_rows or self.num_rows, self.policy
-        found, failed = fit(policy, rows, lambda plan: self.attempt(rows, cost, plan), cost)
-        assert found is not None, "nothing fits"
-        if policy.exploration is not None and policy.exploration.is_news:
-            self.told.append(policy.exploration)
-        self.failures += len(failed)
-        self.plans.append(found)
-        return found[:2]
-
-    def attempt(self, rows: int, cost: float | None, plan: Plan) -> Outcome:
-        need = plan.size * (cost or 1.0) * self.per_row[plan.level] + self.more(plan.settings)
-        seconds = rows * (cost or 1.0) * self.seconds(plan.level, plan.size)
-        return Outcome(
-            num_rows=rows,
-            microbatch_size=plan.size,
-            fits=need <= self.capacity,
-            peak_bytes=1000 + math.ceil(need),
-            resident_bytes=1000,
-            capacity_bytes=1000 + int(self.capacity),
-            seconds=seconds * math.exp(self.draw.gauss(0, 0.003)) if self.has_clock else None,
-            cost=cost,
-            level=plan.level,
-            settings=plan.settings,
-        )
-
-    def run(self, most: int = 120) -> "Job":
-        """Until the choice was told."""
-        for _ in range(most):
-            self.batch()
-            if self.told and self.told[-1].ended is not None:
-                return self
-        return self
 
 
 def overhead(per_microbatch: float, per_row: Sequence[float]) -> Callable[[int, int], float]:
@@ -215,7 +162,7 @@ def test_further_coordinates_are_searched_together() -> None:
     def more(chosen: Mapping[str, Any]) -> float:
         return float({8: 0, 2: 1, 1: 100}[chosen["nested"]])
 
-    choices = {"sync": ["each", "last"], "nested": [8, 2, 1]}
+    choices: dict[str, Sequence[float | str]] = {"sync": ["each", "last"], "nested": [8, 2, 1]}
     policy = Explore().with_levels(["plain"], choices)
     assert policy.settings == {"sync": "each", "nested": 8}
     job = Job(policy, [8], seconds, capacity=17, more=more)
