@@ -545,15 +545,11 @@ class Halving(Policy):
         return proven if proven and is_measured else max(proven, half)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return everything learned; ``limit`` is in rows, or None while every batch went whole."""
-        known = self._learned
-        limit = known.ceiling or (known.start and known.start[0])
-        if known.ceiling is None and known.has_failed:
-            limit = max((each.rows for each in known.fits.values()), default=None)
-        learned = dataclasses.asdict(known)
+        """Return everything learned."""
+        learned = dataclasses.asdict(self._learned)
         # As lists, because JSON does not allow tuples as keys.
         learned |= {name: list(learned[name].values()) for name in ("fits", "failures")}
-        return {"kind": "Halving", "limit": limit, "learned": learned}
+        return {"kind": "Halving", "learned": learned}
 
     def _load(self, state: dict[str, Any]) -> None:
         told = dict(state["learned"])

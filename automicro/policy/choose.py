@@ -79,5 +79,5 @@ def with_levels(
     if isinstance(policy, Explore):
         return policy.with_levels(levels, choices)
     if by_time:
-        return FastestLevel(policy, levels, choices)
+        return FastestLevel(policy, levels)
     return Ladder(policy, levels)

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from automicro.errors import removed
 from automicro.policy.auto import GROWTH, Halving
 from automicro.policy.ladder import Ladder
 from automicro.policy.policy import (
@@ -21,7 +22,7 @@ from automicro.policy.policy import (
     require_cost,
     require_size,
 )
-from automicro.policy.race import Arm, Finding, Measurement, Race, Value
+from automicro.policy.race import Arm, Measurement, Race, Value
 
 # Until measurements exist, doubling the size is expected to save this share of the time.
 EXPECTED = 0.1
@@ -46,6 +47,7 @@ _AVERAGES = (
 )
 
 
+@removed(max_minutes="Limit exploring by max_steps")
 class Explore(Ladder):
     """Finds the fastest size during the run: every trial is a real training step.
 
@@ -64,7 +66,6 @@ class Explore(Ladder):
 
     Args:
         max_steps: maximum number of optimization batches for exploring.
-        max_minutes: maximum duration of exploring, or None for no limit.
         initial: rows to start from instead of the whole batch.
         max_microbatch_size: upper limit on the rows of a microbatch.
         multiple_of: propose multiples of this number if the batch has more rows.
@@ -75,7 +76,7 @@ class Explore(Ladder):
 
     Raises:
         TypeError: if a number of rows or steps is not an int.
-        ValueError: if a number is below 1, or the minutes are not positive.
+        ValueError: if a number is below 1.
 
     >>> policy = Explore(max_steps=40)
     >>> for _ in range(40):
@@ -95,18 +96,11 @@ class Explore(Ladder):
         self,
         *,
         max_steps: int = MOST_STEPS,
-        max_minutes: float | None = None,
         initial: int | None = None,
         max_microbatch_size: int | None = None,
         multiple_of: int = 1,
     ) -> None:
         self._max_steps = require_size(max_steps, name="max_steps")
-        if max_minutes is not None and not 0 < max_minutes < math.inf:
-            raise ValueError(
-                f"max_minutes is {max_minutes}, but exploring takes time: give a positive "
-                "number, or None to be limited by max_steps only"
-            )
-        self._max_minutes = max_minutes
         sizes = Halving(
             initial=initial, max_microbatch_size=max_microbatch_size, multiple_of=multiple_of
         )
@@ -150,14 +144,16 @@ class Explore(Ladder):
         self.exploration: Exploration | None = None
 
     def __repr__(self) -> str:
-        minutes = "" if self._max_minutes is None else f", max_minutes={self._max_minutes}"
         levels = f", {list(self.levels)}" if len(self.levels) > 1 else ""
-        return f"Explore(max_steps={self._max_steps}{minutes}{levels})"
+        return f"Explore(max_steps={self._max_steps}{levels})"
 
     @property
     def compares_seconds(self) -> bool:
         """Whether the seconds of the next attempt will be compared."""
-        return not (self._progress.is_over or self._is_idle) or super().compares_seconds
+        progress = self._progress
+        # If only levels are explored, nothing is compared while every batch goes whole.
+        is_idle = not self._tries_cuts and progress.stage == progress.settling == 0
+        return not (progress.is_over or is_idle) or super().compares_seconds
 
     @property
     def wants_to_measure(self) -> bool:
@@ -165,18 +161,9 @@ class Explore(Ladder):
         return not self._progress.is_over or super().wants_to_measure
 
     @property
-    def _is_idle(self) -> bool:
-        """Whether there is nothing to find yet, because every batch has gone whole."""
-        progress = self._progress
-        return not self._tries_cuts and progress.stage == progress.settling == 0
-
-    @property
     def settings(self) -> Mapping[str, Value]:
         """Other settings of the next attempt: the value of each coordinate, by name."""
-        progress = self._progress
-        if self._is_idle and not (progress.is_over or progress.needs_least):
-            return {name: values[-1] for name, values in self._choices.items()}
-        current = progress.current if self._is_at_current else None
+        current = self._progress.current if self._is_at_current else None
         return (
             self._least if current is None else dict(zip(self._choices, current[2:], strict=True))
         )
@@ -274,9 +261,6 @@ class Explore(Ladder):
             peak = outcome.peak_bytes if is_least else None
             super().record(dataclasses.replace(outcome, seconds=seconds, peak_bytes=peak))
         self.grown_from = self.grown_from if progress.stage == 0 else None
-        if self._is_idle and not (outcome.fits or is_least):
-            progress.needs_least = True
-            return
         if not outcome.fits and outcome.level == 0 < self._wanted_level:
             elements = outcome.num_rows * cost
             progress.not_whole = min(progress.not_whole or elements, elements)
@@ -287,11 +271,11 @@ class Explore(Ladder):
             return
         if self.exploration is not None:
             self.exploration = dataclasses.replace(self.exploration, is_news=False)
-        progress.seconds += outcome.seconds or 0.0
         if not outcome.fits:
             progress.is_recovering = True
-            if progress.race is not None:
-                self._exclude(outcome, cost, is_least=is_least)
+            # If only levels are explored, a smaller size is used at this level.
+            if progress.race is not None and self._tries_cuts:
+                self._exclude(outcome, cost)
             return
         if outcome.seconds is not None:
             if progress.race is None:
@@ -303,7 +287,7 @@ class Explore(Ladder):
                     self._end_round(progress.race)
         progress.is_recovering = False
 
-    def _exclude(self, outcome: Outcome, cost: float, *, is_least: bool) -> None:
+    def _exclude(self, outcome: Outcome, cost: float) -> None:
         """Exclude the arm that failed and all arms that need at least as much memory."""
         progress, race = self._progress, self._progress.race
         assert race is not None
@@ -320,8 +304,6 @@ class Explore(Ladder):
             # It might fit with savers that the failed level lacks, or settings that need less.
             if not self._savers(str(level)) <= savers or any(map(int.__lt__, needs, asked)):
                 return False
-            if not self._tries_cuts:  # a smaller size is used at this level
-                return not is_least
             return float(rows) * progress.cost >= elements
 
         race.exclude([each for each in race.arms if needs_as_much(each)])
@@ -397,7 +379,7 @@ class Explore(Ladder):
             if not less or known > less * (1 + GROWTH):
                 arms += self._arms(level, rows, known, more_than=less)
         progress.largest = largest
-        progress.rows, progress.cost, progress.most_rows_seen = rows, cost, rows
+        progress.cost, progress.most_rows_seen = cost, rows
         if not arms:
             progress.is_over = True
             return
@@ -465,23 +447,15 @@ class Explore(Ladder):
             self._progress, self.exploration = _Progress(is_over=True), None
             return
         found = race.find()
-        ended = self._why_over(found)
+        ended = "sure enough" if found.confidence >= SURE else None
+        if ended is None and progress.steps >= self._max_steps:
+            ended = f"max_steps={self._max_steps}"
         progress.is_over = ended is not None
         arm = found.best if progress.is_over else found.next
         is_alike = (arm[0], arm[2:]) == (before[0], before[2:])
         has_grown = not is_alike or float(arm[1]) > float(before[1])
         self._go_on(arm, is_cold=has_grown or not race.count(arm))
         self._tell_of(found.best, speedup=found.speedup, confidence=found.confidence, ended=ended)
-
-    def _why_over(self, found: Finding) -> str | None:
-        progress = self._progress
-        if found.confidence >= SURE:
-            return "sure enough"
-        if progress.steps >= self._max_steps:
-            return f"max_steps={self._max_steps}"
-        if self._max_minutes is not None and progress.seconds >= 60 * self._max_minutes:
-            return f"max_minutes={self._max_minutes}"
-        return None
 
     def state_dict(self) -> dict[str, Any]:
         """Return everything learned and measured."""
@@ -551,13 +525,11 @@ class FastestLevel(Explore):
         self,
         policy: Policy,
         levels: Sequence[str],
-        choices: Mapping[str, Sequence[Value]] | None = None,
         *,
         max_steps: int = MOST_STEPS,
     ) -> None:
         self._max_steps = require_size(max_steps, name="max_steps")
-        self._max_minutes = None
-        self._explore(policy, levels, choices or {})
+        self._explore(policy, levels, {})
 
     __repr__ = Ladder.__repr__
 
@@ -587,8 +559,8 @@ class _Progress:
     # Levels with known sizes: name, largest size, cost of a row then, whether it was a whole batch.
     settled: list[list[Any]] = field(default_factory=list)
     not_whole: float | None = None  # elements of the smallest batch that failed to go whole
-    rows: int = 0  # of the batch that measuring started with
-    cost: float = 1.0  # of a row of that batch; sizes are reported in rows of this cost
+    # Of a row of the batch that measuring started with; sizes are reported in rows of this cost.
+    cost: float = 1.0
     race: Race | None = None  # None until the sizes that fit are known
     largest: dict[str, int] = field(default_factory=dict)  # size at each level, by its name
     current: Arm | None = None  # of the current round, and later the choice
@@ -597,11 +569,9 @@ class _Progress:
     has_run: bool = False  # whether a step of the round ran at its arm
     is_cold: bool = False  # whether the next step of the round does not count
     steps: int = 0
-    seconds: float = 0.0
     most_rows_seen: int = 0  # of a batch
     is_recovering: bool = False  # whether the current batch ran out of memory
     is_over: bool = False  # whether exploring has ended
-    needs_least: bool = False  # whether a whole batch ran out of memory with other settings
 
     @classmethod
     def from_state(cls, state: dict[str, Any]) -> "_Progress":

@@ -117,11 +117,9 @@ class SizeCache:
         found = filter(None, map(self._read, self._ask("listed", "", _names) or ()))
         return sorted(found, key=lambda size: [size.key[each] or 0 for each in order])
 
-    def clear(self, which: Callable[[RememberedSize], bool] | None = None) -> int:
-        """Remove sizes, and return the number of removed files."""
+    def clear(self) -> int:
+        """Remove all sizes, and return the number of removed files."""
         names = self._ask("listed", "", _names) or []
-        if which is not None:
-            names = [each.file for each in self.entries() if which(each)]
         # Other processes might clear at the same time: files that they removed do not count.
         gone = [self._ask("removed", name, lambda fs, path: not fs.rm_file(path)) for name in names]
         return gone.count(True)

@@ -23,7 +23,7 @@ from torch.utils.checkpoint import CheckpointError
 
 from automicro.errors import RollbackError, add_note, describe_error, suggestion
 from automicro.memory.oom import Failure, classify
-from automicro.nested.slices import AsItStood, changed, computed_again
+from automicro.nested.slices import AsItStood, changed, computed_again, replaced_forward
 from automicro.ranks.interface import StrayedError
 from automicro.state.part import Replay
 from automicro.torch_private import (
@@ -479,11 +479,10 @@ def _leave_out_last(repeated: Sequence[Block], error: CheckpointError) -> LeftOu
     return next(iter([block.leave_out(why) for block in alike]))
 
 
-@contextlib.contextmanager
-def _replaced(block: Block, random: Callable[[], RandomState]) -> Iterator[None]:
-    table = vars(block.module)
+def _replaced(
+    block: Block, random: Callable[[], RandomState]
+) -> contextlib.AbstractContextManager[None]:
     name = call_of(block.module)  # a compiled block is recomputed as a whole
-    before: Mapping[str, Any] = {name: table[name]} if name in table else {}
     forward = getattr(block.module, name)
 
     def run(*args: Any, **kwargs: Any) -> Any:
@@ -496,9 +495,5 @@ def _replaced(block: Block, random: Callable[[], RandomState]) -> Iterator[None]
             return forward(*args, **kwargs)
         return _computed(block, forward, random(), args, kwargs)
 
-    table[name] = _Plain(run, block.module, table.get(name))
-    try:
-        yield
-    finally:
-        del table[name]
-        table.update(before)
+    plain = _Plain(run, block.module, vars(block.module).get(name))
+    return replaced_forward(block.module, plain, name)

@@ -86,21 +86,17 @@ class ExploreReport:
     ended: str
     notes: tuple[str, ...] = ()
 
-    @property
-    def points(self) -> list[Point]:
-        """Points for a picture: size, rows per second, and peak bytes."""
-        known: list[Point] = [
-            (each.microbatch_size, each.rows_per_second, each.peak_bytes) for each in self.measured
-        ]
-        return known + [(size, None, None) for size in self.too_large]
-
     def picture(self) -> "Figure":
         """Draw speed and memory against the size, and mark the recommended size.
 
         Raises:
             ImportError: matplotlib is not installed.
         """
-        return speed_and_memory(self.points, chosen=self.microbatch_size)
+        points: list[Point] = [
+            (each.microbatch_size, each.rows_per_second, each.peak_bytes) for each in self.measured
+        ]
+        points += [(size, None, None) for size in self.too_large]
+        return speed_and_memory(points, chosen=self.microbatch_size)
 
     def to_dict(self) -> dict[str, Any]:
         """Return all fields as JSON values."""
@@ -135,7 +131,6 @@ def explore(
     *,
     evaluate: bool = False,
     max_steps: int = 60,
-    max_minutes: float | None = None,
     max_rows: int | None = None,
     emit: Callable[[Exploration], None] = lambda _: None,
     **options: Any,
@@ -152,7 +147,6 @@ def explore(
         batches: a data loader or a list of batches; an iterator loses the batches taken from it.
         evaluate: whether to measure evaluation: forward in evaluation mode, without gradients.
         max_steps: maximum number of trials to measure after the sizes that fit are known.
-        max_minutes: maximum duration of these trials, or None for no limit.
         max_rows: maximum rows of a microbatch; by default those of four batches.
         emit: called after each round with the size, its speed and the confidence so far.
         options: options of `Microbatcher`: ``loss_fn``, ``forward``, ``optimizer``,
@@ -177,7 +171,9 @@ def explore(
             f"explore() chooses sizes itself, and only at the plain level: leave {name} out. To "
             'find sizes and levels during a run, use microbatch_size="explore"'
         )
-    policy = Explore(max_steps=max_steps, max_minutes=max_minutes)
+    if "max_minutes" in options:
+        raise TypeError("explore() has no argument max_minutes. Limit it by max_steps")
+    policy = Explore(max_steps=max_steps)
     start, told = time.monotonic(), Exploration(microbatch_size=1, ended="nothing else to try")
     peaks: dict[int, int | None] = {}
     too_large: set[int] = set()

@@ -12,10 +12,9 @@ import torch
 import torch.nn.functional as F
 import torchmetrics
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, TensorDataset
 from torch.utils.flop_counter import FlopCounterMode
 
-from automicro import Halving, MemoryBudget, Microbatcher, Trainer, split
+from automicro import Halving, MemoryBudget, Microbatcher, split
 from automicro.errors import UnsplittableModelError
 from automicro.features import Nested, WhenTooLarge, with_features
 from automicro.transaction.rng import foreign_states
@@ -186,8 +185,9 @@ def assert_same(some: list[Tensor], others: list[Tensor], share: float = 1e-10) 
         torch.testing.assert_close(one, other, rtol=share, atol=share * size)
 
 
-@pytest.mark.parametrize("size", [1, 3])
-@pytest.mark.parametrize("name", BODIES)
+@pytest.mark.parametrize(
+    ("name", "size"), [*((name, 3) for name in BODIES), ("residual", 1), ("tokens", 1)]
+)
 def test_all_is_as_of_the_whole_batch(name: str, size: int) -> None:
     whole = net(name)
     sliced = copy.deepcopy(whole)
@@ -323,7 +323,7 @@ def test_the_device_holds_one_slice_of_one_stage() -> None:
     assert peaks[1] < peaks[0] / 3
 
 
-@pytest.mark.parametrize("limit", ["900KiB", "320KiB", "300KiB"])
+@pytest.mark.parametrize("limit", ["900KiB", "300KiB"])
 def test_memory_that_runs_out_leaves_no_trace_and_ends_in_smaller_slices(limit: str) -> None:
     whole, sliced = wide(), wide()
     wanted = found(whole, images(64), labels(64))
@@ -516,27 +516,6 @@ def test_tensors_inside_of_an_argument_are_refused() -> None:
         model({"x": images(), "y": images()})
 
 
-def test_a_trainer_has_the_same_parameters_under_a_limit() -> None:
-    trained = []
-    for limit in (None, "350KiB"):
-        model = wide()
-        data = DataLoader(TensorDataset(images(192), labels(192)), batch_size=64)
-        trainer = Trainer(
-            model,
-            data,
-            loss_fn=nn.CrossEntropyLoss(),
-            optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
-            max_duration="3ba",
-            batchnorm="exact",
-            memory_limit=limit,
-            device="cpu",
-            progress=False,
-        )
-        trainer.fit()
-        trained.append([each.double() for each in model.state_dict().values()])
-    assert_same(trained[1], trained[0])
-
-
 def test_one_value_per_channel_is_refused_as_torch_does() -> None:
     model = nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2))
     split(model, microbatch_size=1, batchnorm="exact")
@@ -598,12 +577,8 @@ def assert_equal(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
 
 LEVELS = ["recompute", "offload"]
 COMBINED: dict[str, dict[str, Any]] = {
-    "a part": {"nested": {"2": 3}},
     "a part, all rows first": {"nested": {"2": "auto"}, "microbatch_size": None},
-    "several batches": {"sizes": (13, 7)},
-    "frozen": {"freezes": True},
     "frozen, a part, several batches": {"nested": {"2": 2}, "freezes": True, "sizes": (9, 13)},
-    "recompute": {"when_too_large": LEVELS, "level": 1, "microbatch_size": None},
     "both": {"when_too_large": LEVELS, "level": 2, "microbatch_size": None},
     "offload in slices": {"when_too_large": "offload", "level": 1},
 }

@@ -61,9 +61,7 @@ def loss_and_gradients(model: Any, given: dict[str, Tensor]) -> tuple[Tensor, di
 
 
 @pytest.mark.parametrize(("unit", "with_count"), [("rows", True), ("tokens", False)])
-@pytest.mark.parametrize(
-    "name", ["gpt2", "llama", "cohere", "granite", "mixtral", "nemotron", "mamba", "modernbert"]
-)
+@pytest.mark.parametrize("name", ["gpt2", "cohere", "mixtral", "mamba", "modernbert"])
 def test_a_language_model_learns_the_same_with_its_tail_in_slices(
     name: str, unit: str, with_count: bool
 ) -> None:

@@ -4,8 +4,40 @@ import math
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from automicro.policy.policy import Outcome, Policy, canonical_size, cut_size
+from tests.policy.loop import Plan, fit
+
+
+class Noise:
+    """Of steps on a shared machine: drift, wide tails, disturbed steps, and cold first steps."""
+
+    def __init__(
+        self, draw: random.Random, *, least: float, most: float, length: float | None = None
+    ) -> None:
+        self._draw = draw
+        self._size = math.exp(draw.uniform(math.log(least), math.log(most)))
+        self._drift_sd = self._size * draw.choice([0.0, 0.5, 1.0])
+        self._keep = math.exp(-1 / (length or draw.uniform(8, 40)))
+        self._drift = 0.0
+        self._warm: set[Any] = set()
+        self._cold_cost = draw.uniform(1.1, 4.0)
+
+    def of(self, way: Any) -> float:
+        """The logarithm of what the next step takes in this way, relative to what it should."""
+        draw, keep = self._draw, self._keep
+        self._drift = keep * self._drift + self._drift_sd * math.sqrt(1 - keep**2) * draw.gauss(
+            0, 1
+        )
+        tail = draw.gauss(0, 1) / math.sqrt(draw.gammavariate(2, 1) / 2)  # Student's, of four
+        noise = self._size * tail + self._drift
+        if draw.random() < 0.04:
+            noise += draw.expovariate(1 / 0.2)
+        if way not in self._warm:
+            self._warm.add(way)
+            noise += math.log(self._cold_cost)
+        return noise
 
 
 class Machine:
@@ -33,12 +65,7 @@ class Machine:
         self._cache_cost = draw.uniform(0.02, 0.4)
         self._own = draw.choice([0.003, 0.01, 0.02])
         self._luck: dict[int, float] = {}
-        self._noise = math.exp(draw.uniform(math.log(0.005), math.log(0.04)))
-        self._drift_sd = self._noise * draw.choice([0.0, 0.5, 1.0])
-        self._drift_length = draw.uniform(8, 40)
-        self._drift = 0.0
-        self._warm: set[int] = set()
-        self._cold_cost = draw.uniform(1.1, 4.0)
+        self._noise = Noise(draw, most=0.04, least=0.005)
 
     def true_seconds(self, size: int) -> float:
         """Of a row, at a size, without noise."""
@@ -54,18 +81,7 @@ class Machine:
 
     def seconds(self, size: int) -> float:
         """Of a batch, as a clock would tell it."""
-        draw = self._draw
-        keep = math.exp(-1 / self._drift_length)
-        self._drift = keep * self._drift + self._drift_sd * math.sqrt(1 - keep**2) * draw.gauss(
-            0, 1
-        )
-        tail = draw.gauss(0, 1) / math.sqrt(draw.gammavariate(2, 1) / 2)  # Student's, of four
-        noise = self._noise * tail + self._drift
-        if draw.random() < 0.04:
-            noise += draw.expovariate(1 / 0.2)
-        if size not in self._warm:
-            self._warm.add(size)
-            noise += math.log(self._cold_cost)
+        noise = self._noise.of(size)
         return self.num_rows * self.true_seconds(size) * math.exp(noise)
 
 
@@ -145,11 +161,7 @@ class LeveledMachine:
         self._per_row[3] = max(self._per_row[3], *self._per_row[1:3])
         self._overhead = self.num_rows * draw.uniform(*drawn.overhead)
         self._cliff = draw.choice([math.inf, math.inf, 0.9]) * self._capacity
-        self._noise = math.exp(draw.uniform(math.log(0.003), math.log(0.03)))
-        self._drift_sd = self._noise * draw.choice([0.0, 0.5, 1.0])
-        self._drift = 0.0
-        self._warm: set[tuple[int, int]] = set()
-        self._cold_cost = draw.uniform(1.1, 4.0)
+        self._noise = Noise(draw, most=0.03, least=0.003, length=20)
         self.attempts: list[tuple[int, int, bool]] = []
         self.seconds = 0.0
 
@@ -171,36 +183,17 @@ class LeveledMachine:
         return max((size for size in sizes if self.fits(level, size)), default=None)
 
     def batch(self, policy: Policy) -> tuple[int, int]:
-        """The level and size at which one fitted, asked for as the run loop of a step does."""
-        failed: tuple[int, int] | None = None
-        while True:
-            policy.level = policy.level_for(self.num_rows)
-            size = canonical_size(self.num_rows, policy.propose(self.num_rows))
-            plan = (policy.level, size)
-            if failed is not None and plan[0] == failed[0] and size >= failed[1]:
-                assert policy.climb(), "nothing fits"
-                continue
-            outcome = self._attempt(*plan)
-            self.attempts.append((*plan, outcome.fits))
-            policy.record(outcome)
-            if outcome.fits:
-                return plan
-            assert len(self.attempts) < 2000
-            failed = plan
+        """The level and size at which one fitted."""
+        found, _ = fit(policy, self.num_rows, self._attempt)
+        assert found is not None, "nothing fits"
+        assert len(self.attempts) < 2000
+        return found[:2]
 
-    def _attempt(self, level: int, size: int) -> Outcome:
-        draw, fits = self._draw, self.fits(level, size)
-        keep = math.exp(-1 / 20)
-        self._drift = keep * self._drift + self._drift_sd * math.sqrt(1 - keep**2) * draw.gauss(
-            0, 1
-        )
-        noise = self._noise * draw.gauss(0, 1) / math.sqrt(draw.gammavariate(2, 1) / 2)
-        noise += self._drift
-        if draw.random() < 0.04:
-            noise += draw.expovariate(1 / 0.2)
-        if (level, size) not in self._warm:
-            self._warm.add((level, size))
-            noise += math.log(self._cold_cost)
+    def _attempt(self, plan: Plan) -> Outcome:
+        level, size = plan[:2]
+        fits = self.fits(level, size)
+        self.attempts.append((level, size, fits))
+        noise = self._noise.of(plan[:2])
         # One that runs out of memory does so at some point of its first microbatch.
         seconds = self.true_seconds(level, size) * math.exp(noise)
         seconds *= 1.0 if fits else 0.5 * size / self.num_rows

@@ -5,10 +5,12 @@ rows, and the best number of microbatches is anywhere from 1 to the rows.
 """
 
 import dataclasses
+import functools
 import random
 from collections.abc import Callable
 
-from automicro.policy.policy import Outcome, Policy, cut_size
+from automicro.policy.policy import Outcome, Policy
+from tests.policy.loop import fit
 
 MIB = 2**20
 GIB = 2**30
@@ -44,7 +46,7 @@ class Device:
             k for k in range(1, self.batch + 1) if self.fits(-(-self.batch // k), cost, step)
         )
 
-    def attempt(self, size: int, cost: float, step: int, *, measured: bool = True) -> Outcome:
+    def attempt(self, size: int, *, cost: float, step: int, measured: bool = True) -> Outcome:
         fits = self.fits(size, cost, step)
         peak = self.resident + int(self.allocated(size, cost, step))
         if not fits:
@@ -156,20 +158,13 @@ def train(
     last: dict[float, int] = {}
     for step in range(batches):
         cost = device.cost_of(step)
-        tried: list[int] = []
-        while True:
-            size = policy.propose(device.batch, cost)
-            assert size == cut_size(device.batch, size)
-            assert not tried or size < tried[-1], f"{size} after {tried}"
-            outcome = device.attempt(size, cost, step, measured=measured)
-            policy.record(outcome)
-            if outcome.fits:
-                break
-            tried.append(size)
-            failures += 1
-            vain += device.batch
-        sizes.append(size)
-        last[cost] = size
+        attempt = functools.partial(device.attempt, cost=cost, step=step, measured=measured)
+        plan, tried = fit(policy, device.batch, lambda plan: attempt(plan.size), cost)  # noqa: B023
+        assert plan is not None
+        failures += len(tried)
+        vain += len(tried) * device.batch
+        sizes.append(plan.size)
+        last[cost] = plan.size
     gaps = []
     for cost, size in last.items():
         best = device.best(cost, batches)

@@ -1,9 +1,6 @@
 """Levels: when they are left, what each of them learns, and at which a batch begins."""
 
-import json
-import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
@@ -12,56 +9,10 @@ from hypothesis import strategies as st
 
 from automicro.policy.auto import Halving
 from automicro.policy.ladder import Ladder
-from automicro.policy.policy import Fixed, Outcome, Policy, canonical_size
+from automicro.policy.policy import Fixed, Outcome, Policy
+from tests.policy.loop import NOTHING, Job
 
 LEVELS = ["plain", "recompute", "recompute + offload"]
-
-
-@dataclass
-class Device:
-    """A run loop, and a device on which a row costs other bytes at each level."""
-
-    policy: Policy
-    capacity: int
-    per_row: Sequence[float]
-    is_measured: bool = True
-    attempts: list[tuple[int, int]] = field(default_factory=list)  # (level, size)
-
-    def batch(self, num_rows: int, cost: float | None = None) -> tuple[int, int] | None:
-        """The level and size that fitted; None for none. Asks as the run loop of a step does."""
-        policy, failed, learned = self.policy, None, self.policy.state_dict()
-        while True:
-            policy.level = policy.level_for(num_rows, cost)
-            size = canonical_size(num_rows, policy.propose(num_rows, cost))
-            plan = (policy.level, size)
-            if failed is not None and not (plan[0] > failed[0] or size < failed[1]):
-                assert plan[0] == failed[0], "nothing leads back within a batch"
-                if policy.climb(cost):
-                    assert plan in self.attempts, "a level is left only when all of it failed"
-                    continue
-                policy.load_state_dict(learned)
-                return None
-            self.attempts.append(plan)
-            need = math.ceil(size * (cost or 1.0) * self.per_row[policy.level])
-            outcome = Outcome(
-                num_rows=num_rows,
-                microbatch_size=size,
-                fits=need <= self.capacity,
-                peak_bytes=100 + need if self.is_measured else None,
-                resident_bytes=100 if self.is_measured else None,
-                capacity_bytes=100 + self.capacity if self.is_measured else None,
-                cost=cost,
-                level=policy.level,
-            )
-            policy.record(outcome)
-            if outcome.fits:
-                return plan
-            failed = plan
-
-    def failures(self, num_rows: int, cost: float | None = None) -> int:
-        """Of one batch."""
-        before = len(self.attempts)
-        return len(self.attempts) - before - 1 if self.batch(num_rows, cost) else -1
 
 
 def ladder(policy: Policy | None = None, levels: Sequence[str] = LEVELS) -> Ladder:
@@ -69,21 +20,22 @@ def ladder(policy: Policy | None = None, levels: Sequence[str] = LEVELS) -> Ladd
 
 
 def test_a_batch_that_fits_at_no_level_teaches_nothing() -> None:
-    device = Device(ladder(), 8, [10, 9, 8.5])
-    before = device.policy.state_dict()
-    assert device.batch(16) is None
-    assert {level for level, _ in device.attempts} == {0, 1, 2}
-    assert device.policy.state_dict() == before
+    job = Job(ladder(), [10, 9, 8.5], capacity=8, has_clock=False)
+    before = job.policy.state_dict()
+    assert job.batch(16) == NOTHING
+    assert {level for level, _ in job.attempts} == {0, 1, 2}
+    assert job.policy.state_dict() == before
 
 
 def test_costs_in_between_are_tried_in_the_lower_half_only() -> None:
-    device = Device(ladder(Fixed(1)), 100, [10, 1, 1])  # plain up to a cost of 10
-    assert device.batch(4, cost=40.0) == (1, 1)
+    # Plain up to a cost of 10.
+    job = Job(ladder(Fixed(1)), [10, 1, 1], capacity=100, has_clock=False)
+    assert job.batch(4, cost=40.0) == (1, 1)
     tried = []
     for cost in (30.0, 21.0, 20.0, 11.0, 9.0, 12.0, 10.0):
-        before = len(device.attempts)
-        assert device.batch(4, cost=cost) == (int(cost > 10), 1)
-        tried.append(device.attempts[before][0])
+        before = len(job.attempts)
+        assert job.batch(4, cost=cost) == (int(cost > 10), 1)
+        tried.append(job.attempts[before][0])
     # 20 fails, being half of 40; 11 is above half of that; 9 fits, and 12 is within (9 + 20) / 2.
     assert tried == [1, 1, 0, 1, 0, 0, 0]
 
@@ -93,88 +45,54 @@ def test_costs_in_between_are_tried_in_the_lower_half_only() -> None:
 def test_trials_of_costs_fail_no_more_often_than_their_logarithm(
     costs: list[int], most: int
 ) -> None:
-    device = Device(ladder(Fixed(1), LEVELS[:2]), most, [1, 0])
+    job = Job(ladder(Fixed(1), LEVELS[:2]), [1, 0], capacity=most, has_clock=False)
     for cost in costs:
-        assert device.batch(4, cost=float(cost)) is not None
-    assert len(device.attempts) - len(costs) <= 11
-
-
-@given(
-    st.lists(st.tuples(st.integers(1, 40), st.integers(1, 30)), min_size=1, max_size=25),
-    st.lists(st.floats(0.05, 30), min_size=3, max_size=3),
-    st.integers(1, 200),
-    st.booleans(),
-    st.integers(0, 24),
-)
-@settings(max_examples=200, deadline=None)
-def test_promises(
-    batches: list[tuple[int, int]],
-    per_row: list[float],
-    capacity: int,
-    is_measured: bool,
-    interrupted: int,
-) -> None:
-    """Nothing is tried twice within a batch, all ends, and a state goes on as the run would."""
-    per_row = sorted(per_row, reverse=True)
-    device = Device(ladder(), capacity, per_row, is_measured)
-    other = Device(ladder(), capacity, per_row, is_measured)
-    for number, (rows, cost) in enumerate(batches):
-        if number == interrupted:
-            other.policy.load_state_dict(json.loads(json.dumps(device.policy.state_dict())))
-        before = len(device.attempts)
-        found = device.batch(rows, float(cost))
-        attempts = device.attempts[before:]
-        assert len(set(attempts)) == len(attempts)
-        assert attempts == sorted(attempts, key=lambda each: (each[0], -each[1]))
-        assert (found is None) == (cost * per_row[2] > capacity)
-        if number >= interrupted:
-            before = len(other.attempts)
-            assert other.batch(rows, float(cost)) == found
-            assert other.attempts[before:] == attempts
+        assert job.batch(4, cost=float(cost)) != NOTHING
+    assert len(job.attempts) - len(costs) <= 11
 
 
 def test_a_level_is_tried_again_when_the_device_can_give_what_it_lacked() -> None:
-    device = Device(ladder(), 8, [10, 1, 1])
+    job = Job(ladder(), [10, 1, 1], capacity=8, has_clock=False)
     for _ in range(40):
-        assert (device.batch(16) or (0, 0))[0] == 1
-    device.capacity = 200
+        assert job.batch(16)[0] == 1
+    job.capacity = 200
     for _ in range(3):
-        found = device.batch(16)
+        found = job.batch(16)
     assert found == (0, 16)
 
 
 def test_where_nothing_explains_it_a_level_is_tried_again_after_many_batches() -> None:
-    device = Device(ladder(levels=LEVELS[:2]), 8, [10, 1], is_measured=False)
+    job = Job(ladder(levels=LEVELS[:2]), [10, 1], capacity=8, has_clock=False, is_measured=False)
     tried = []
     for number in range(2000):
-        before = len(device.attempts)
-        device.batch(16)
-        if device.attempts[before][0] == 0:
+        before = len(job.attempts)
+        job.batch(16)
+        if job.attempts[before][0] == 0:
             tried.append(number)
     assert len(tried) <= 4
-    device.capacity = 1000
+    job.capacity = 1000
     for _ in range(4000):
-        found = device.batch(16)
+        found = job.batch(16)
     assert found == (0, 16)
 
 
 def test_after_a_rehearsal_no_level_is_tried_where_it_has_not_fitted() -> None:
-    device = Device(ladder(), 100, [10, 1, 1])
-    device.batch(16, cost=8.0)
-    device.batch(16, cost=50.0)
-    device.policy.take_rehearsal()
-    before = len(device.attempts)
-    assert (device.batch(16, cost=8.0) or (9, 0))[0] == 0
-    assert (device.batch(16, cost=11.0) or (9, 0))[0] == 1
-    assert len(device.attempts) == before + 2
+    job = Job(ladder(), [10, 1, 1], capacity=100, has_clock=False)
+    job.batch(16, cost=8.0)
+    job.batch(16, cost=50.0)
+    job.policy.take_rehearsal()
+    before = len(job.attempts)
+    assert job.batch(16, cost=8.0)[0] == 0
+    assert job.batch(16, cost=11.0)[0] == 1
+    assert len(job.attempts) == before + 2
 
 
 def test_a_remembered_level_is_where_it_starts() -> None:
     policy = ladder()
     assert policy.suggest(4, 10.0, level=1)
-    device = Device(policy, 100, [11, 1, 1])
-    assert device.batch(16, cost=10.0) == (1, 4)
-    assert len(device.attempts) == 1
+    job = Job(policy, [11, 1, 1], capacity=100, has_clock=False)
+    assert job.batch(16, cost=10.0) == (1, 4)
+    assert len(job.attempts) == 1
     with pytest.raises(ValueError, match="level=3, but there are 3"):
         policy.suggest(4, 10.0, level=3)
 
@@ -203,16 +121,16 @@ def test_the_state_of_a_policy_without_levels_is_that_of_level_0() -> None:
 
 
 def test_a_damaged_state_changes_nothing() -> None:
-    device = Device(ladder(), 8, [10, 1, 1])
-    device.batch(16)
-    before = device.policy.state_dict()
+    job = Job(ladder(), [10, 1, 1], capacity=8, has_clock=False)
+    job.batch(16)
+    before = job.policy.state_dict()
     damages: list[dict[str, Any]] = [
         {"levels": None},
         {"levels": {"plain": {}}},
-        {"failure": 3},
+        {"batches": None},
         {"kind": "Explore"},
     ]
     for damage in damages:
         with pytest.raises(ValueError, match="state"):
-            device.policy.load_state_dict({**before, **damage})
-    assert device.policy.state_dict() == before
+            job.policy.load_state_dict({**before, **damage})
+    assert job.policy.state_dict() == before

@@ -1,11 +1,10 @@
 """Levels and further coordinates beside sizes: which are tried, which are chosen, and when."""
 
 import json
-import math
 import random
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -16,80 +15,11 @@ from automicro.policy.auto import Halving
 from automicro.policy.choose import with_levels
 from automicro.policy.explore import Explore, FastestLevel
 from automicro.policy.ladder import Ladder
-from automicro.policy.policy import Exploration, Fixed, Outcome, Policy, canonical_size
+from automicro.policy.policy import Fixed, Outcome, Policy, canonical_size
+from tests.policy.loop import Job
 from tests.policy.machines import KINDS, LEVELS, LeveledMachine
 
 TWO = ["plain", "recompute"]
-
-
-@dataclass
-class Job:
-    """A run loop, on a device without noise."""
-
-    policy: Policy
-    per_row: Sequence[float]
-    seconds: Callable[[int, int], float]
-    capacity: float = 16
-    more: Callable[[Mapping[str, Any]], float] = lambda _: 0.0
-    has_clock: bool = True
-    num_rows: int = 32
-    draw: random.Random = field(default_factory=lambda: random.Random(5))
-    plans: list[tuple[int, int, dict[str, Any]]] = field(default_factory=list)
-    told: list[Exploration] = field(default_factory=list)
-    failures: int = 0
-
-    def batch(self, num_rows: int | None = None, cost: float | None = None) -> tuple[int, int]:
-        """The level and size that fitted."""
-        rows, policy = num_rows or self.num_rows, self.policy
-        failed: list[tuple[int, int, Mapping[str, Any]]] = []
-        while True:
-            policy.level = policy.level_for(rows, cost)
-            size = canonical_size(rows, policy.propose(rows, cost))
-            plan = (policy.level, size, policy.settings)
-            if failed and not (
-                plan[0] > failed[-1][0] or size < failed[-1][1] or plan[2] != failed[-1][2]
-            ):
-                assert plan[:2] == failed[-1][:2]
-                assert policy.climb(cost), "nothing fits"
-                continue
-            assert plan not in failed, "what failed is not tried again within a batch"
-            assert not failed or plan[0] >= failed[-1][0]
-            outcome = self.attempt(rows, cost, plan)
-            policy.record(outcome)
-            if policy.exploration is not None and policy.exploration.is_news:
-                self.told.append(policy.exploration)
-            if outcome.fits:
-                self.plans.append((plan[0], size, dict(plan[2])))
-                return plan[:2]
-            self.failures += 1
-            failed.append(plan)
-
-    def attempt(
-        self, rows: int, cost: float | None, plan: tuple[int, int, Mapping[str, Any]]
-    ) -> Outcome:
-        level, size, chosen = plan
-        need = size * (cost or 1.0) * self.per_row[level] + self.more(chosen)
-        seconds = rows * (cost or 1.0) * self.seconds(level, size)
-        return Outcome(
-            num_rows=rows,
-            microbatch_size=size,
-            fits=need <= self.capacity,
-            peak_bytes=1000 + math.ceil(need),
-            resident_bytes=1000,
-            capacity_bytes=1000 + int(self.capacity),
-            seconds=seconds * math.exp(self.draw.gauss(0, 0.003)) if self.has_clock else None,
-            cost=cost,
-            level=level,
-            settings=chosen,
-        )
-
-    def run(self, most: int = 120) -> "Job":
-        """Until the choice was told."""
-        for _ in range(most):
-            self.batch()
-            if self.told and self.told[-1].ended is not None:
-                return self
-        return self
 
 
 def overhead(per_microbatch: float, per_row: Sequence[float]) -> Callable[[int, int], float]:
@@ -221,26 +151,7 @@ def test_a_level_is_explored_only_where_fewer_savers_do_not_fit() -> None:
     assert sizes == {"plain": [8, 6, 4, 3, 2, 1], "recompute": [32, 16, 11]}
 
 
-@pytest.mark.parametrize(("room", "expected"), [(200, 1), (90, 8)])
-def test_a_whole_batch_runs_with_the_coarsest_parts_that_fit(room: int, expected: int) -> None:
-    """Which are asked for first; a whole batch needs no finer ones."""
-
-    def more(chosen: Mapping[str, Any]) -> float:
-        return float({8: 0, 2: 50, 1: 100}[chosen["nested"]])
-
-    policy = fastest(["plain", "recompute"], choices={"nested": [8, 2, 1]})
-    job = Job(policy, [0.5, 0.1], overhead(1, [1, 1.3]), capacity=room, more=more)
-    job.run(20)
-    assert job.failures == (expected != 1)
-    assert {level for level, *_ in job.plans} == {0}
-    assert job.plans[-1][2] == {"nested": expected}
-    again = fastest(["plain", "recompute"], choices={"nested": [8, 2, 1]})
-    again.load_state_dict(policy.state_dict())
-    assert again.settings == policy.settings
-
-
-@pytest.mark.parametrize("make", [Explore().with_levels, fastest])
-def test_further_coordinates_are_searched_together(make: Any) -> None:
+def test_further_coordinates_are_searched_together() -> None:
     """Gradients are synced with the last microbatch only, and the part runs in two slices."""
 
     def seconds(level: int, size: int) -> float:
@@ -251,12 +162,9 @@ def test_further_coordinates_are_searched_together(make: Any) -> None:
     def more(chosen: Mapping[str, Any]) -> float:
         return float({8: 0, 2: 1, 1: 100}[chosen["nested"]])
 
-    choices = {"sync": ["each", "last"], "nested": [8, 2, 1]}
-    policy = make(["plain"], choices=choices)
-    if isinstance(policy, FastestLevel):  # whole batches may fit with all that takes no time
-        assert policy.settings == {"sync": "last", "nested": 1}
-    else:
-        assert policy.settings == {"sync": "each", "nested": 8}
+    choices: dict[str, Sequence[float | str]] = {"sync": ["each", "last"], "nested": [8, 2, 1]}
+    policy = Explore().with_levels(["plain"], choices)
+    assert policy.settings == {"sync": "each", "nested": 8}
     job = Job(policy, [8], seconds, capacity=17, more=more)
     job.run(150).batch()
     assert job.plans[-1] == (0, 2, {"sync": "last", "nested": 2})

@@ -36,15 +36,3 @@ def test_a_sample_of_memory_functions_ends_near_the_optimum_after_few_failures()
 @pytest.mark.slow
 def test_a_thousand_memory_functions_end_near_the_optimum_after_few_failures() -> None:
     check(ALL)
-
-
-@pytest.mark.sweep
-def test_plain_halving_misses_the_optimum_that_refining_finds() -> None:
-    devices = [make_device(seed, "affine") for seed in range(60)]
-    plain = [train(device, Halving(refine=False)) for device in devices]
-    refined = [train(device, Halving()) for device in devices]
-    assert sum(run.gap > run.gap_allowed for run in plain) >= 5
-    assert sum(run.gap for run in refined) == 0
-    # Each trial that failed is one attempt; most trials do not.
-    extra = sum(run.failures for run in refined) - sum(run.failures for run in plain)
-    assert extra <= len(devices) / 4

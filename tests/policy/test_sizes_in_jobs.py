@@ -11,13 +11,12 @@ import torch
 from torch import Tensor, nn
 
 from automicro import Halving, MemoryBudget, Microbatcher
-from automicro.cli.config.build import Recipe
 from automicro.memory import device as memory_device
 from automicro.memory import meter
 from automicro.memory.device import AllocatorCounts
 from automicro.step.results import StepResult
 from tests.callbacks.runs import Scripted, Sizes, assert_equal, copy_of, trainer_with
-from tests.config_jobs import build_trainer, complaint, job, load_config
+from tests.config_jobs import build_trainer, load_config
 
 pytestmark = pytest.mark.sweep
 
@@ -289,31 +288,3 @@ def test_a_config_says_what_sizes_must_be() -> None:
     assert summary.microbatch_size % 24 == 0
     assert summary.eval_microbatch_size is not None
     assert summary.eval_microbatch_size % 40 == 0
-
-
-@pytest.mark.parametrize(
-    ("size", "message"),
-    {
-        "{call: automicro.Halving, args: {multiple: 8}}": "no argument 'multiple'",
-        "{call: automicro.Halvin}": "microbatch_size.call='automicro.Halvin'",
-        "{multiple_of: 8}": "microbatch_size has an unknown key 'multiple_of'",
-    }.items(),
-)
-@pytest.mark.parametrize("key", ["microbatch_size", "eval_microbatch_size"])
-def test_a_policy_in_a_config_that_means_nothing_is_named(
-    key: str, size: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    assert message in complaint(f"{key}={size}")
-
-
-def test_an_evaluation_in_a_config_has_a_policy_of_its_own(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    data = "{call: torch.utils.data.DataLoader, args: {dataset: [1]}}"
-    size = "{call: automicro.Halving, args: {max_microbatch_size: 4}}"
-    evaluator = Recipe(job(f"eval_dataloader={{data: {data}, microbatch_size: {size}}}")).make(
-        "eval_dataloader"
-    )
-    assert evaluator.microbatch_size.propose(8) == 4

@@ -12,7 +12,6 @@ from fsspec.implementations.memory import MemoryFileSystem
 from torch import nn
 
 from automicro import Microbatcher, SizeCacheWarning
-from automicro.cli import main
 from automicro.features import RememberSizes
 from automicro.remembered import cache as remembered
 from automicro.remembered.cache import SizeCache
@@ -135,16 +134,3 @@ def test_a_folder_may_be_a_url_or_begin_at_home(
     monkeypatch.setenv("HOME", str(tmp_path))
     SizeCache(f"file://{tmp_path}/sizes").remember(SIZE)
     assert SizeCache("~/sizes").find(KEY) == SizeCache(tmp_path / "sizes").find(KEY) == SIZE
-
-
-def test_the_command_says_where_and_what(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setenv("AUTOMICRO_CACHE", URL)
-    assert main(["cache"]) == 0
-    assert f"no size is remembered in {URL}/sizes" in capsys.readouterr().out
-    SizeCache().remember(SIZE)
-    assert main(["cache"]) == 0
-    assert f"1 size in {URL}/sizes" in capsys.readouterr().out
-    assert main(["cache", "--clear"]) == 0
-    assert MemoryFileSystem.store == {}

@@ -11,81 +11,43 @@ from torch import Tensor, nn
 
 ROWS, WORDS = 4, 90
 
+_SIZES = {
+    0: "pad_token_id",
+    1: "bos_token_id first_k_dense_replace topk_group",
+    2: """
+        decoder_layers decoder_start_token_id encoder_layers eos_token_id mask_time_length
+        n_group num_decoder_layers num_experts_per_tok num_feat_extract_layers
+        num_key_value_heads num_layers
+    """,
+    3: "n_layer n_layers num_hidden_layers",
+    4: """
+        decoder_attention_heads encoder_attention_heads n_head n_heads n_routed_experts
+        num_attention_heads num_conv_pos_embedding_groups num_experts num_heads
+        num_local_experts window_size
+    """,
+    8: """
+        attention_window d_head d_kv head_dim mamba_d_state patch_size qk_nope_head_dim
+        qk_rope_head_dim rotary_dim state_size v_head_dim
+    """,
+    16: """
+        embed_dim kv_lora_rank num_conv_pos_embeddings num_mel_bins projection_dim
+        q_lora_rank
+    """,
+    24: "moe_intermediate_size shared_expert_intermediate_size",
+    32: "d_model dim embedding_size hidden_size image_size n_embd word_embed_proj_dim",
+    48: "d_ff d_inner decoder_ffn_dim encoder_ffn_dim ffn_dim hidden_dim intermediate_size",
+    64: "max_decoder_position_embeddings max_encoder_position_embeddings max_source_positions",
+    99: "vocab_size",
+    128: "max_position_embeddings n_positions",
+}
 SMALL: dict[str, Any] = {
-    "attention_window": 8,
+    **{name: size for size, names in _SIZES.items() for name in names.split()},
     "block_sizes": [2, 2],
+    "depths": [2, 2],
     "conv_dim": [16, 16],
     "conv_kernel": [10, 3],
     "conv_stride": [5, 2],
-    "bos_token_id": 1,
-    "d_ff": 48,
-    "d_head": 8,
-    "d_inner": 48,
-    "d_kv": 8,
-    "d_model": 32,
-    "decoder_attention_heads": 4,
-    "decoder_ffn_dim": 48,
-    "decoder_layers": 2,
-    "decoder_start_token_id": 2,
-    "depths": [2, 2],
-    "dim": 32,
-    "embed_dim": 16,
-    "embedding_size": 32,
-    "encoder_attention_heads": 4,
-    "encoder_ffn_dim": 48,
-    "encoder_layers": 2,
-    "eos_token_id": 2,
-    "ffn_dim": 48,
-    "first_k_dense_replace": 1,
-    "head_dim": 8,
-    "hidden_dim": 48,
-    "hidden_size": 32,
     "hidden_sizes": [16, 32],
-    "image_size": 32,
-    "intermediate_size": 48,
-    "kv_lora_rank": 16,
-    "mamba_d_state": 8,
-    "mask_time_length": 2,
-    "max_decoder_position_embeddings": 64,
-    "max_encoder_position_embeddings": 64,
-    "max_position_embeddings": 128,
-    "max_source_positions": 64,
-    "moe_intermediate_size": 24,
-    "n_embd": 32,
-    "n_group": 2,
-    "n_head": 4,
-    "n_heads": 4,
-    "n_layer": 3,
-    "n_layers": 3,
-    "n_positions": 128,
-    "n_routed_experts": 4,
-    "num_attention_heads": 4,
-    "num_conv_pos_embedding_groups": 4,
-    "num_conv_pos_embeddings": 16,
-    "num_decoder_layers": 2,
-    "num_experts": 4,
-    "num_experts_per_tok": 2,
-    "num_feat_extract_layers": 2,
-    "num_heads": 4,
-    "num_hidden_layers": 3,
-    "num_key_value_heads": 2,
-    "num_layers": 2,
-    "num_local_experts": 4,
-    "num_mel_bins": 16,
-    "pad_token_id": 0,
-    "patch_size": 8,
-    "projection_dim": 16,
-    "q_lora_rank": 16,
-    "qk_nope_head_dim": 8,
-    "qk_rope_head_dim": 8,
-    "rotary_dim": 8,
-    "shared_expert_intermediate_size": 24,
-    "state_size": 8,
-    "topk_group": 1,
-    "v_head_dim": 8,
-    "vocab_size": 99,
-    "window_size": 4,
-    "word_embed_proj_dim": 32,
 }
 
 
@@ -198,10 +160,9 @@ LANGUAGE = {
     **{
         name: _language(name)
         for name in (
-            *("bloom", "codegen", "cohere", "ctrl", "falcon", "gemma", "gemma3_text", "gpt2"),
-            *("gpt_neox", "gptj", "granite", "llama", "mistral", "olmo2", "opt", "phi", "phi3"),
-            *("qwen2", "qwen3", "stablelm", "starcoder2", "xglm"),
-            *("gpt_oss", "granitemoe", "mixtral", "olmoe", "phimoe", "qwen2_moe", "qwen3_moe"),
+            *("bloom", "cohere", "ctrl", "falcon", "gemma3_text", "gpt2", "gpt_neox", "gptj"),
+            *("granite", "llama", "mistral", "olmo2", "opt", "phi", "qwen3", "xglm"),
+            *("gpt_oss", "granitemoe", "mixtral", "qwen2_moe"),
         )
     },
     "deepseek_v3": _language("deepseek_v3", num_key_value_heads=4),
@@ -225,10 +186,7 @@ LANGUAGE = {
     "recurrent_gemma": _language("recurrent_gemma", whole_text, refusal=_CAPPED),
 }
 
-_TEXTS = (
-    *("bert", "big_bird", "convbert", "deberta", "deberta-v2", "distilbert", "electra", "fnet"),
-    *("funnel", "longformer", "modernbert", "mpnet", "roberta", "roformer", "squeezebert"),
-)
+_TEXTS = ("bert", "big_bird", "convbert", "deberta-v2", "funnel", "longformer", "modernbert")
 _STAGES: dict[str, Any] = {"depths": [2, 2, 2, 2], "hidden_sizes": [16, 16, 32, 32]}
 _HEADS = {"num_attention_heads": [1, 2, 2, 4]}
 _WINDOWS = {"patch_size": 4, "num_heads": [2, 4]}
@@ -240,32 +198,28 @@ OTHERS = {
     },
     **{
         name: Family(of_transformers(name, "ForSeq2SeqLM"), translated)
-        for name in ("bart", "blenderbot", "led", "m2m_100", "marian", "mbart", "pegasus")
+        for name in ("bart", "led", "m2m_100")
     },
     **{
         name: Family(of_transformers(name, "ForSeq2SeqLM", decoder_start_token_id=0), translated)
-        for name in ("switch_transformers", "t5", "umt5")
+        for name in ("switch_transformers", "t5")
     },
     **{
         name: Family(of_transformers(name, "ForImageClassification", **given), images(size))
         for name, size, given in (
             ("beit", 32, {}),
             ("convnext", 64, _STAGES),
-            ("convnextv2", 64, _STAGES),
-            ("dinov2", 32, {}),
-            ("poolformer", 64, _STAGES),
             ("pvt", 64, {**_STAGES, **_HEADS, "image_size": 64}),
             ("regnet", 32, {"embedding_size": 16}),
             ("resnet", 64, {**_STAGES, "embedding_size": 16}),
             ("segformer", 64, {**_STAGES, **_HEADS}),
             ("swin", 32, _WINDOWS),
-            ("swinv2", 32, _WINDOWS),
             ("vit", 32, {}),
         )
     },
     **{
         name: Family(of_transformers(name, "ForCTC", layerdrop=0.1), waves)
-        for name in ("hubert", "wav2vec2", "wav2vec2-conformer", "wavlm")
+        for name in ("wav2vec2", "wav2vec2-conformer", "wavlm")
     },
     "sew": Family(of_transformers("sew", "ForCTC"), waves),
     "whisper": Family(
@@ -312,7 +266,7 @@ OTHERS["torch.nn.Transformer"] = _translator()
 OTHERS["torch.nn.Transformer, norm first"] = _translator(norm_first=True, activation="gelu")
 
 
-def of_torchvision(name: str, size: int = 64, **given: Any) -> Family:
+def of_torchvision(name: str, **given: Any) -> Family:
     def make() -> nn.Module:
         models = importlib.import_module("torchvision.models")
         torch.manual_seed(0)
@@ -322,7 +276,7 @@ def of_torchvision(name: str, size: int = 64, **given: Any) -> Family:
     def forward(model: nn.Module, batch: Any) -> Tensor:
         return F.cross_entropy(model(batch["pixel_values"]), batch["labels"])
 
-    return Family(make, images(size), forward)
+    return Family(make, images(64), forward)
 
 
 # They are no part of the tests' own environment; where they are installed, they are tried.
@@ -330,18 +284,10 @@ OF_TORCHVISION = (
     {
         **{
             name: of_torchvision(name)
-            for name in (
-                *("convnext_tiny", "densenet121", "efficientnet_b0", "mnasnet0_5"),
-                *("mobilenet_v3_small", "regnet_y_400mf", "resnet18", "resnet50"),
-                *("resnext50_32x4d", "shufflenet_v2_x0_5", "squeezenet1_0", "swin_t", "swin_v2_t"),
-            )
+            for name in ("convnext_tiny", "efficientnet_b0", "resnet50", "shufflenet_v2_x0_5")
         },
-        "densenet121, memory efficient": of_torchvision(
-            "densenet121", memory_efficient=True, drop_rate=0.1
-        ),
-        "efficientnet_v2_s": of_torchvision("efficientnet_v2_s"),
-        "maxvit_t": of_torchvision("maxvit_t", 224, input_size=(224, 224)),
-        "vit_b_32": of_torchvision("vit_b_32", 224, dropout=0.1, attention_dropout=0.1),
+        "densenet121": of_torchvision("densenet121", memory_efficient=True, drop_rate=0.1),
+        "swin_v2_t": of_torchvision("swin_v2_t"),
     }
     if importlib.util.find_spec("torchvision")
     else {}

@@ -81,17 +81,6 @@ def test_no_bit_changes(name: str, level: str) -> None:
     assert left.peak_bytes < 0.9 * plain.peak_bytes
 
 
-def test_autocast_is_as_it_was() -> None:
-    rows = batch_for("dropout")
-
-    def loss_of(model: nn.Module) -> Tensor:
-        with torch.autocast("cpu", torch.bfloat16):
-            found: Tensor = model(rows).double().square().mean()
-            return found
-
-    assert_no_bit_changes(MODELS["dropout"], loss_of)
-
-
 def test_a_large_buffer_is_copied_once_it_is_seen_to_change() -> None:
     model = stack(lambda: Block(Codebook()))
     level = level_of("recompute", model)
@@ -141,33 +130,6 @@ class Passing(Stacked):
 @pytest.mark.parametrize("kind", [ChangesList, ChangesObject])
 def test_arguments_that_a_block_changes_are_as_they_were(kind: type[nn.Module]) -> None:
     assert_no_bit_changes(lambda: Passing(kind(), kind()))
-
-
-def test_arguments_may_be_nested_and_named() -> None:
-    class Layer(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.inner = Block()
-
-        def forward(
-            self, rows: Tensor, *, scales: dict[str, list[Tensor]], use_reentrant: bool = True
-        ) -> tuple[Tensor, dict[str, Tensor]]:
-            rows = self.inner(rows) * scales["all"][0]
-            return rows, {"sum": rows.sum()}
-
-    class Model(Stacked):
-        def __init__(self) -> None:
-            super().__init__(Layer(), Layer())
-            self.scale = nn.Parameter(torch.ones(WIDTH))
-
-        def forward(self, rows: Tensor) -> Tensor:
-            rows, total = self.first(rows), torch.zeros(())
-            for block in self.blocks:
-                rows, more = block(rows, scales={"all": [self.scale]}, use_reentrant=False)
-                total = total + more["sum"]
-            return rows + total
-
-    assert_no_bit_changes(Model)
 
 
 def test_a_block_that_is_used_again_and_again() -> None:
@@ -263,14 +225,6 @@ def step_whose_second_forward_raises(error: Exception) -> tuple[Level, Callable[
     return level, step
 
 
-def test_memory_that_runs_out_where_the_second_time_is_compared_is_told() -> None:
-    level, step = step_whose_second_forward_raises(torch.OutOfMemoryError("out of memory"))
-    with pytest.raises(torch.OutOfMemoryError):
-        step()
-    (saver,) = level.savers
-    assert "(4)" in saver.describe()
-
-
 def test_without_gradients_nothing_is_kept() -> None:
     model = MODELS["dropout"]()
     with level_of("recompute", model).applied(), torch.no_grad():
@@ -329,21 +283,10 @@ class Frozen(Around):
 
 
 @pytest.mark.parametrize("kind", [OtherParameters, OtherMode, Frozen])
-@pytest.mark.parametrize("level", LEVELS)
-def test_what_holds_for_the_forward_alone_holds_again(kind: type[Around], level: str) -> None:
-    plain, left = steps_at(level, kind(), mean_square(batch_for("plain")))
+def test_what_holds_for_the_forward_alone_holds_again(kind: type[Around]) -> None:
+    plain, left = steps_at("recompute", kind(), mean_square(batch_for("plain")))
     assert differences(plain, left) == []
     assert left.peak_bytes < 0.9 * plain.peak_bytes
-
-
-def test_parameters_of_a_model_in_the_place_of_its_own() -> None:
-    def loss_of(model: nn.Module) -> Tensor:
-        twice = {name: 2 * each for name, each in model.named_parameters()}
-        output = torch.func.functional_call(model, twice, (batch_for("dropout"),))
-        found: Tensor = output.double().square().mean()
-        return found
-
-    assert_no_bit_changes(MODELS["dropout"], loss_of)
 
 
 def test_parameters_are_in_place_again_afterwards() -> None:

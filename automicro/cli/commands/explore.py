@@ -28,7 +28,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="trials (default: %(default)s)",
     )
-    parser.add_argument("--max-minutes", type=float, metavar="M", help="in all")
     parser.add_argument(
         "--max-rows",
         type=whole_number,
@@ -87,7 +86,6 @@ def run(arguments: argparse.Namespace) -> int:
                 data,
                 evaluate=arguments.eval,
                 max_steps=arguments.max_steps,
-                max_minutes=arguments.max_minutes,
                 max_rows=arguments.max_rows,
                 emit=print,
                 **options_of(recipe, "precision", "memory_limit"),
@@ -103,7 +101,7 @@ COMMAND = Command(
     doc=__doc__,
     examples=(
         "automicro explore job.yaml",
-        "automicro explore job.yaml --eval --max-minutes 2",
+        "automicro explore job.yaml --eval --max-steps 20",
         "automicro explore job.yaml --max-rows 512 memory_limit=64MiB --json",
     ),
     add_arguments=add_arguments,
