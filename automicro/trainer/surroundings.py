@@ -38,7 +38,7 @@ def prepare_cublas(device: torch.device | str) -> None:
         return
     remedy = (
         f"set {CUBLAS_VARIABLE}={CUBLAS_VALUES[0]} in the environment before Python starts, or "
-        "leave deterministic=True out"
+        "leave deterministic out"
     )
     if value is not None:
         raise ValueError(f"{CUBLAS_VARIABLE}={value} is not deterministic; {remedy}")

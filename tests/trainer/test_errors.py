@@ -142,4 +142,4 @@ def test_fit_without_data_and_eval_without_data_say_what_to_pass() -> None:
 
 def test_a_scheduler_without_an_optimizer_is_refused() -> None:
     with pytest.raises(ValueError, match="but no optimizer"):
-        Trainer(make_model(), scheduler=schedule, loss_fn=nn.CrossEntropyLoss())
+        make_trainer(make_model(), scheduler=schedule, optimizer=None)
