@@ -64,13 +64,15 @@ class PlacedModel:
         self._parallel: str | None = options["parallel"]
         model, device = options["model"], options["device"]
         everything = gather_modules(model, options["modules"], options["loss_fn"])
+        compiled = last_of("Compile", options["features"])
+        self.compiles = False if compiled is None else compiled.options
         is_wrapped = is_parallel(everything)
         self.place: Process = process_here()
         check_parallel(
             self._parallel,
             everything,
             self.place,
-            compiles=bool(_compile_options(options)),
+            compiles=bool(self.compiles),
             **{name: options[name] for name in ("loss_fn", "optimizer")},
         )
         self.is_shared = is_wrapped or self._parallel is not None
@@ -121,11 +123,6 @@ class PlacedModel:
             seed_everything((seed + self.place.rank) % 2**32)
 
 
-def _compile_options(options: Mapping[str, Any]) -> Any:
-    compiled = last_of("Compile", options["features"])
-    return False if compiled is None else compiled.options
-
-
 # All other options of a step stand for features.
 _OF_STEPS = (
     "loss_fn",
@@ -154,7 +151,7 @@ class MicrobatcherFactory:
         )
         compile_model(
             placed.model,
-            _compile_options(options),
+            placed.compiles,
             sizes_change=any(policy.adapts for policy in self.policies),
             device=placed.device,
             memory_limit=options["memory_limit"],

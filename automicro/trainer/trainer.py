@@ -11,9 +11,9 @@ import torch
 from torch import nn
 
 from automicro.checkpoints.store import CheckpointConfig
-from automicro.errors import DeterminismWarning, warn
+from automicro.errors import DeterminismWarning, removed, warn
 from automicro.events.callback import Callback, Callbacks
-from automicro.events.run import LoopState, PhaseState, Requests, Run
+from automicro.events.run import ExpectedValues, LoopState, PhaseState, Requests, Run
 from automicro.features import last_of
 from automicro.files import write_whole
 from automicro.loggers import Logger, LoggerGroup
@@ -28,7 +28,7 @@ from automicro.step.feature import Feature, check_features
 from automicro.trainer.context import RunContext
 from automicro.trainer.data.loading import check_loader, check_passes
 from automicro.trainer.device import seed_everything
-from automicro.trainer.evaluation import EvaluationFactory, expected_values, predict_all
+from automicro.trainer.evaluation import EvaluationFactory, predict_all
 from automicro.trainer.evaluators import read_evaluators
 from automicro.trainer.failed_batch import Failures
 from automicro.trainer.metrics import MetricSet, model_metrics
@@ -264,8 +264,11 @@ class Trainer:
         self._evaluations = self._evaluating.make_all(evaluators)
         metrics = model_metrics(model, is_train=True) if metrics is None else metrics
         of_training = MetricSet(metrics, device)
-        self._run.requests.expected = expected_values(
-            of_training, self._evaluations, loss_fn=loss_fn
+        at_end = [each for each in self._evaluations if each.happens_at_end]
+        self._run.requests.expected = ExpectedValues(
+            evaluations={each.name: each.metrics.names for each in at_end},
+            training=of_training.names,
+            has_one_loss=type(loss_fn).__module__ == nn.MSELoss.__module__,
         )
         if train_dataloader is not None:
             train_dataloader = share(train_dataloader, "train_dataloader")
@@ -410,6 +413,7 @@ class Trainer:
         """
         self._context.failures.folder = Path(folder)
 
+    @removed(max_batches="Pass eval(Evaluator(dataloader=…, max_batches=3))")
     def eval(self, dataloader: Any = None) -> dict[str, float]:
         """Evaluate the model.
 

@@ -1,6 +1,5 @@
 """Exploring sizes in a run: it changes nothing but time, and says how far it is."""
 
-from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -17,20 +16,6 @@ from automicro.features import Repeatable
 from automicro.policy.policy import Policy
 from automicro.step.results import StepResult
 from tests.trainer.runs import make_loader, make_model, make_trainer
-
-
-class Replay(Policy):
-    """The sizes of another run, one after the other."""
-
-    def __init__(self, sizes: Sequence[int]) -> None:
-        self.sizes = list(sizes)
-        self.done = 0
-
-    def propose(self, num_rows: int, cost: float | None = None) -> int:
-        return min(num_rows, self.sizes[self.done])
-
-    def record(self, outcome: Any) -> None:
-        self.done += 1
 
 
 class Noting(Explore):
