@@ -52,12 +52,12 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 if TYPE_CHECKING:
     import torch
 
-T = TypeVar("T")
+F = TypeVar("F", bound=Callable[..., Any])
 
 
 def text_of(error: BaseException) -> str:
@@ -112,8 +112,8 @@ def suggestion(name: object, known: Iterable[object]) -> str:
     return "" if near is None else f" (did you mean {near!r}?)"
 
 
-def removed(**instead: str) -> Callable[[type[T]], type[T]]:
-    """Let a constructor answer arguments that it no longer takes with what to do instead.
+def removed(**instead: str) -> Callable[[F], F]:
+    """Let a class or a function answer arguments that it does not take with what to do instead.
 
     >>> @removed(step="Use one per batch")
     ... class Schedule: ...
@@ -123,18 +123,22 @@ def removed(**instead: str) -> Callable[[type[T]], type[T]]:
     TypeError: Schedule has no argument step. Use one per batch
     """
 
-    def decorate(cls: type[T]) -> type[T]:
-        construct = cls.__init__
+    def decorate(target: F) -> F:
+        is_class = isinstance(target, type)
+        called: Any = target.__init__ if is_class else target
+        name = target.__qualname__.rpartition("<locals>.")[2]
 
-        # `functools.wraps` keeps the constructor's own signature for help() and configs.
-        @functools.wraps(construct)
-        def answering(self: T, *args: Any, **kwargs: Any) -> None:
-            for name in instead.keys() & kwargs.keys():
-                raise TypeError(f"{type(self).__name__} has no argument {name}. {instead[name]}")
-            construct(self, *args, **kwargs)
+        # `functools.wraps` keeps the target's own signature for help() and configs.
+        @functools.wraps(called)
+        def answering(*args: Any, **kwargs: Any) -> Any:
+            for each in instead.keys() & kwargs.keys():
+                raise TypeError(f"{name} has no argument {each}. {instead[each]}")
+            return called(*args, **kwargs)
 
-        cls.__init__ = answering  # type: ignore[assignment, method-assign]
-        return cls
+        if not is_class:
+            return cast(F, answering)
+        target.__init__ = answering  # type: ignore[method-assign]
+        return target
 
     return decorate
 

@@ -8,8 +8,20 @@ import importlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
 from automicro.errors import suggestion
-from automicro.options import GRADIENT_SUMS, NON_FINITE_MODES, SYNCS, check_choice
+from automicro.options import (
+    GRADIENT_SUMS,
+    NON_FINITE_MODES,
+    REHEARSALS,
+    SCHEDULER_INTERVALS,
+    SYNCS,
+    check_choice,
+    read_amount,
+    read_flag,
+)
 from automicro.step.feature import Feature
 from automicro.step.setup import Setup
 from automicro.units import duration_meant
@@ -23,13 +35,17 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Carry",
+    "Compile",
     "CountData",
+    "Deterministic",
     "Feature",
     "GradientSums",
     "MicrobatchUnit",
     "Nested",
     "NonFinite",
+    "Optimization",
     "RankReduction",
+    "Rehearse",
     "RememberSizes",
     "Repeatable",
     "StepState",
@@ -185,6 +201,66 @@ class NonFinite(TrainerFeature):
         self.mode = check_choice("non_finite", mode, NON_FINITE_MODES)
 
 
+class Optimization(TrainerFeature):
+    """Choose how the learning rate changes and how gradients are clipped.
+
+    Args:
+        scheduler: a learning rate scheduler, or a callable that builds one from the optimizer.
+            ReduceLROnPlateau needs a measured value, so step it in your own callback.
+        scheduler_interval: ``"batch"`` to step the scheduler after each optimizer step, or
+            ``"epoch"`` after each pass over the data. Required for schedulers of torch, which do
+            not define it; those of `automicro.schedules` do.
+        grad_clip_norm: maximum norm of the gradient over all parameters of the optimizer; larger
+            gradients are scaled down to it.
+
+    Raises:
+        TypeError, ValueError: an argument is invalid.
+    """
+
+    def __init__(
+        self,
+        scheduler: LRScheduler | Callable[[Optimizer], Any] | None = None,
+        scheduler_interval: str | None = None,
+        grad_clip_norm: float | None = None,
+    ) -> None:
+        if scheduler_interval is not None:
+            check_choice("scheduler_interval", scheduler_interval, SCHEDULER_INTERVALS)
+        self.scheduler, self.scheduler_interval = scheduler, scheduler_interval
+        self.grad_clip_norm = read_amount("grad_clip_norm", grad_clip_norm)
+
+
+class Rehearse(TrainerFeature):
+    """Run the costliest batches before the first step and roll them back.
+
+    Args:
+        mode: ``"worst"`` to run the costliest batches of the data and of each evaluation before
+            the first step and roll them back; only the sizes found are kept. See
+            ``docs/plan.md``.
+
+    Raises:
+        ValueError: if ``mode`` is another.
+    """
+
+    def __init__(self, mode: str = "worst") -> None:
+        self.mode = check_choice("rehearse", mode, REHEARSALS)
+
+
+class Deterministic(TrainerFeature):
+    """Whether to refuse operations whose results can differ between runs."""
+
+
+class Compile(TrainerFeature):
+    """Compile the model when the Trainer is constructed.
+
+    Args:
+        options: whether to compile the model, or the keyword arguments of ``torch.compile``.
+            A second microbatch size compiles it once more. CUDA graphs are refused if sizes change.
+    """
+
+    def __init__(self, options: bool | Mapping[str, Any] = True) -> None:
+        self.options = options
+
+
 class Word(NamedTuple):
     """An option that stands for a feature, or for one of its arguments."""
 
@@ -206,6 +282,12 @@ WORDS = {
     "count_tokens": Word("CountData", "tokens", None),
     "count_seconds": Word("CountData", "seconds", None),
     "non_finite": Word("NonFinite", "mode", "stop"),
+    "scheduler": Word("Optimization", "scheduler", None),
+    "scheduler_interval": Word("Optimization", "scheduler_interval", None),
+    "grad_clip_norm": Word("Optimization", "grad_clip_norm", None),
+    "rehearse": Word("Rehearse", "mode", None),
+    "deterministic": Word("Deterministic", None, False),
+    "compile": Word("Compile", "options", False),
     "state": Word("StepState", "values", ()),
     "scales_for_ranks": Word("RankReduction", "scales", True),
     "sync": Word("RankReduction", "sync", "each"),
@@ -247,11 +329,13 @@ def with_features(words: Mapping[str, Any]) -> dict[str, Any]:
                 f"{given_twice} and features=[{feature}(…)] are both given, and one would replace "
                 f"the other. Leave out the option, and give all of it in {feature}(…)"
             )
-        given = {
-            word.argument: words.get(name, word.default)
-            for name, word in named.items()
-            if word.argument is not None
-        }
+        given = {}
+        for name, word in named.items():
+            value = words.get(name, word.default)
+            if word.argument is not None:
+                given[word.argument] = value
+            else:
+                read_flag(name, value)
         features.append(class_of(feature)(**given))
     others = {name: value for name, value in words.items() if name not in WORDS}
     return {**others, "features": features} if features else others
@@ -288,12 +372,9 @@ def _in_place(cls: str, name: str, value: Any, known: Mapping[str, Any]) -> str:
     """The rest of an error message about an unknown argument: what to write instead."""
     if name in WORDS:
         word, shown = WORDS[name], repr(value)
-        shown = shown if len(shown) <= 40 else "…"
+        shown = shown if len(shown) <= 40 and not shown.startswith("<") else "…"
         argument = "" if word.argument is None else f"{word.argument}={shown}"
-        return (
-            ": what is beside the path of a batch is a feature. Give "
-            f"features=[automicro.features.{word.feature}({argument})]"
-        )
+        return f". Give features=[automicro.features.{word.feature}({argument})]"
     if name in INSTEAD:
         return f"; {INSTEAD[name]}"
     if name == "metrics":

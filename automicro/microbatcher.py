@@ -670,8 +670,7 @@ class Microbatcher:
         batches = check_step(batches, may_be_none=not self._ranks.is_alone)
         self._setup.carrying.refuse_several(batches)
         self._ranks.settle()  # otherwise the index finds whole parameters in place of shards
-        if self._index.refresh():
-            refuse_lazy(self._index.roots.values())
+        self._index.refresh()
         self._ranks.settle(self._index.parameters)
         step = self._read(batches, self._split_guard.allowed(self._train.policy))
         self._split_guard.allow_measuring(step.policy)

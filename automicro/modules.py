@@ -59,6 +59,7 @@ class ModuleIndex:
         reached = self._reached()
         if self._still_holds(reached):
             return False
+        refuse_lazy(self.roots.values())  # before the walk, so that every later call refuses, too
         self._walk(reached)
         return True
 

@@ -19,6 +19,12 @@ GRADIENT_SUMS = ("fp32", "native")
 NON_FINITE_MODES = ("stop", "skip", "ignore")
 """Ways to treat a batch whose loss or gradient is NaN or infinite."""
 
+REHEARSALS = ("worst",)
+"""Ways to run batches before the first step."""
+
+SCHEDULER_INTERVALS = ("batch", "epoch")
+"""When a scheduler is stepped: after each optimizer step, or after each epoch."""
+
 SYNCS = ("each", "auto")
 """The choices for the microbatches after which shards of gradients are reduced over ranks."""
 

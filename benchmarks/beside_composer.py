@@ -37,6 +37,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import automicro
 from automicro import Callback, CheckpointConfig, Run, Trainer
+from automicro.features import with_features
 from benchmarks.sizes_of_peers import repair_torchvision, version_of
 
 ROWS, FEATURES, CLASSES, BATCH, MICROBATCH, SEED = 88, 12, 3, 24, 8, 7
@@ -199,7 +200,7 @@ def our_trainer(model: Any, loader: Any, **options: Any) -> Trainer:
         "seed": SEED,
         "progress": False,
     }
-    return Trainer(model, loader, **{**settings, **options})
+    return Trainer(model, loader, **with_features({**settings, **options}))
 
 
 def run_composers(

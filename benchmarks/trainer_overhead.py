@@ -25,6 +25,7 @@ from torch import nn
 from automicro import Microbatcher, Trainer
 from automicro.cli.config.build import Recipe
 from automicro.cli.config.load import read_config
+from automicro.features import Optimization
 from automicro.loggers import JSONLinesLogger
 from benchmarks.overhead import Counter, median_with_interval
 
@@ -99,9 +100,7 @@ def run(recipe: Recipe, batches: list[Any], folder: str, *, counts: bool) -> Int
         model,
         loader,
         optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=1e-3),
-        scheduler=schedule,
-        scheduler_interval="batch",
-        grad_clip_norm=1.0,
+        features=[Optimization(schedule, "batch", 1.0)],
         microbatch_size=SIZE,
         probe=False,
         loggers=[JSONLinesLogger(pathlib.Path(folder) / f"log-{counts}.jsonl")],

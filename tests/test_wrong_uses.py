@@ -228,7 +228,8 @@ PRIMITIVE: dict[str, Callable[[], object]] = {
 
 def fit(batches: Any = ((X, Y),), **options: Any) -> object:
     options = {"loss_fn": LOSS, "optimizer": torch.optim.SGD, "device": "cpu", **options}
-    return Trainer(options.pop("module", None) or model(), batches, progress=False, **options).fit()
+    module, features = options.pop("module", None) or model(), with_features(options)
+    return Trainer(module, batches, progress=False, **features).fit()
 
 
 def fit_twice() -> object:

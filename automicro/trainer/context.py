@@ -12,7 +12,7 @@ from automicro.ranks.interface import Ranks
 from automicro.step.results import StepResult
 from automicro.trainer.failed_batch import Failures
 from automicro.trainer.optimizer import OptimizerMode
-from automicro.trainer.progress import Progress, Speed, describe_number
+from automicro.trainer.progress import Progress, describe_number
 from automicro.units import format_bytes
 
 
@@ -76,10 +76,14 @@ Told: TypeAlias = tuple[str, Any, str | None]
 """The name and the value for loggers, and the text for the progress; None without either."""
 
 
-def told_of_batch(trained: TrainedBatch, context: RunContext, speed: Speed) -> list[Told]:
+def told_of_batch(
+    trained: TrainedBatch, context: RunContext, speed: tuple[float, float | None]
+) -> list[Told]:
     """List all values of one optimization batch; the most important texts come first."""
     run, state, result, rates = context.run, context.state, trained.result, trained.learning_rates
     peak, news = peak_bytes(run.device), result.exploration
+    samples, tokens = speed
+    words = [f"{samples:,.0f} samples/s", *([] if tokens is None else [f"{tokens:,.0f} tokens/s"])]
     unit = "" if result.microbatch_unit == "rows" else f" {result.microbatch_unit}"
     cut = f"{result.num_microbatches} × {result.microbatch_size}{unit}"
     told: list[Told] = [
@@ -90,8 +94,8 @@ def told_of_batch(trained: TrainedBatch, context: RunContext, speed: Speed) -> l
             f"microbatches {cut}{' (measuring)' * result.is_measuring}",
         ),
         ("train/microbatch_size", result.microbatch_size, None),
-        ("train/samples_per_second", speed.samples, str(speed)),
-        ("train/tokens_per_second", speed.tokens, None),
+        ("train/samples_per_second", samples, " · ".join(words)),
+        ("train/tokens_per_second", tokens, None),
         ("train/peak_memory_bytes", peak, f"peak memory {format_bytes(peak)}" if peak else None),
     ]
     if len(set(rates)) == 1:

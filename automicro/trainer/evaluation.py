@@ -8,11 +8,10 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
 from torch.utils.data import RandomSampler, SubsetRandomSampler, WeightedRandomSampler
 
 from automicro.checkpoints.rng import restore_rng_state, rng_state
-from automicro.events.run import ExpectedValues, LoopState, PhaseState, Sizes
+from automicro.events.run import LoopState, PhaseState, Sizes
 from automicro.loss.weights import LossMean
 from automicro.microbatcher import Microbatcher
 from automicro.ranks.interface import Ranks, announcing_failure
@@ -248,17 +247,6 @@ class EvaluationFactory:
             interval=Interval(None if every is None else read_duration("interval", every)),
             loader_name=loader_name,
         )
-
-
-def expected_values(
-    training: MetricSet, evaluations: Sequence[Evaluation], *, loss_fn: object
-) -> ExpectedValues:
-    """Predict which values a run will log, as far as is known."""
-    return ExpectedValues(
-        evaluations={each.name: each.metrics.names for each in evaluations if each.happens_at_end},
-        training=training.names,
-        has_one_loss=type(loss_fn).__module__ == nn.MSELoss.__module__,
-    )
 
 
 class EvaluationPlan:

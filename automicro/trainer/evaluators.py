@@ -66,7 +66,9 @@ def read_evaluators(name: str, given: Any) -> dict[str, Evaluator]:
     if not isinstance(given, Mapping):
         return {"": _read(name, given)}
     if not given:
-        raise ValueError(f"{name} is an empty mapping; name an evaluation, or pass None for none")
+        raise ValueError(
+            f"{name}={given!r} names no evaluation. Pass {{'name': loader}}, or None for none"
+        )
     for each in given:
         if not isinstance(each, str) or not each or "/" in each:
             raise ValueError(

@@ -1,6 +1,7 @@
 """One call of `Trainer.fit`: resuming from a checkpoint, the loop, and an orderly end."""
 
 import contextlib
+import functools
 import itertools
 import time
 from collections.abc import Iterator, Sequence
@@ -57,6 +58,7 @@ class Fit:
     _time_limit: TimeLimit = field(default_factory=lambda: TimeLimit(None))
     _first_batch: int = 0  # number of batches done before this call
     _has_agreed_to_stop: bool = False
+    _trained: TrainedBatch | None = None  # the last step; None if no rank had rows
 
     @property
     def _state(self) -> LoopState:
@@ -124,7 +126,10 @@ class Fit:
                 has_peers=context.has_peers,
                 say=say_on_stderr if self._run.rank == 0 else lambda line: None,
             ) as self._interruption:
-                self._train()
+                # Steps run here and not where batches are made: few frames lie above the model.
+                for batches in self._train():
+                    self._trained = self.step.run(batches, known_seconds=self.feed.take_seconds())
+                    del batches  # free them before the next batch is fetched
                 self._interruption.take_note_of_peers(context.ranks)
         except (KeyboardInterrupt, SystemExit) as error:  # a second interruption
             if saver is not None and not is_end_told():
@@ -150,7 +155,8 @@ class Fit:
             return self.rehearsal.at
         return f"in training, {place_of(self._state)}"
 
-    def _train(self) -> None:
+    def _train(self) -> Iterator[list[Any]]:
+        """Yield the batches of each step, with everything else that training does around it."""
         context, evaluations = self.context, self.evaluations
         # Reset as after each evaluation, so that a resumed run has the same memory.
         for evaluation in evaluations:
@@ -165,7 +171,7 @@ class Fit:
         evaluations.run_due(self._stops)  # interrupted evaluations
         self._agree()
         while not self._is_over:
-            self._train_epoch()
+            yield from self._train_epoch()
         if self._is_finished:
             evaluations.run_at_end(self._stops)
         if (saver := self.checkpointer) is not None:
@@ -173,7 +179,7 @@ class Fit:
         context.mode.eval()
         context.tell("fit_end")
 
-    def _train_epoch(self) -> None:
+    def _train_epoch(self) -> Iterator[list[Any]]:
         context, state = self.context, self._state
         if not self._has_begun:
             context.progress.doing("waiting for the first batch of data")
@@ -182,14 +188,15 @@ class Fit:
             if number == 0:
                 require_same_order(context.ranks, self.feed.loader, "train_dataloader")
             batches = self._prepare(group)
-            trained = self.step.run(batches, known_seconds=self.feed.take_seconds())
-            if trained is None:
+            del group
+            yield batches
+            if self._trained is None:
                 break  # all ranks are out of rows
             if self.checkpointer is not None and batches and not self._has_looked_at_state:
                 self._has_looked_at_state = True
                 self.step.warn_of_unsaved_state(batches[0])
-            self._conclude(trained)
-            del batches, trained  # free them before the next batch is fetched
+            self._conclude(self._trained)
+            del batches
             # Values of a step are logged before its checkpoint, or a resumed run would log them
             # twice. So the last batch is evaluated and saved at the end of the epoch.
             total = self._agreed_batches if context.has_peers else self._num_batches
@@ -226,6 +233,7 @@ class Fit:
             if group is None:
                 return
             yield group
+            del group
 
     def _begin_epoch(self) -> Iterator[list[Any]]:
         """Begin a pass, or continue one that was stopped or saved in the middle."""
@@ -266,18 +274,17 @@ class Fit:
     def _conclude(self, trained: TrainedBatch) -> None:
         """Report a trained batch to callbacks, loggers and progress."""
         context, speed = self.context, self._recent.now(self._state)
+        told = functools.cache(functools.partial(told_of_batch, trained, context, speed))
         if context.is_read:
-            told = told_of_batch(trained, context, speed)
-            context.log({name: value for name, value, _ in told})
+            context.log({name: value for name, value, _ in told()})
         context.tell("batch_end", trained.result)
         context.flush()
 
         def describe() -> StatusLine:
-            texts = [text for _, _, text in told_of_batch(trained, context, speed) if text]
             return batch_status(
                 self._state,
                 self._run.max_duration,
-                texts,
+                [text for _, _, text in told() if text],
                 num_batches=self._num_batches,
                 time_left=self._time_left,
             )

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from automicro.errors import suggestion, warn
 from automicro.optimizer.step import GradientScaler, clip_gradients, step_optimizer
-from automicro.options import check_choice, check_modules, check_optimizer, innermost_optimizer
+from automicro.options import check_modules, check_optimizer, innermost_optimizer
 from automicro.ranks.interface import Ranks
 from automicro.values import as_text, comes_from, read_scalars
 
@@ -123,7 +123,6 @@ def read_patterns(groups: object) -> list[list[str]]:
 
 
 OptimizerOrFactory: TypeAlias = Optimizer | ParameterGroups | Callable[[list[Any]], Optimizer]
-SchedulerOrFactory: TypeAlias = torch.optim.lr_scheduler.LRScheduler | Callable[[Optimizer], Any]
 
 
 def gather_modules(
@@ -195,7 +194,7 @@ def _warn_of_untrained(loss_fn: nn.Module, optimizer: Optimizer) -> None:
         )
 
 
-def build_scheduler(scheduler: SchedulerOrFactory | None, optimizer: Optimizer | None) -> Any:
+def build_scheduler(scheduler: Any, optimizer: Optimizer | None) -> Any:
     """Return the scheduler, built from the optimizer if a callable was given.
 
     >>> optimizer = torch.optim.SGD(nn.Linear(2, 2).parameters())
@@ -231,19 +230,13 @@ def build_scheduler(scheduler: SchedulerOrFactory | None, optimizer: Optimizer |
     return scheduler
 
 
-SCHEDULER_INTERVALS = ("batch", "epoch")
-"""When a scheduler is stepped: after each optimizer step, or after each epoch."""
-
-
 def read_scheduler_interval(scheduler: object, given: str | None) -> str:
     """Read the interval of the scheduler, ``"batch"`` or ``"epoch"``."""
-    if given is not None:
-        check_choice("scheduler_interval", given, SCHEDULER_INTERVALS)
     name, own = type(scheduler).__name__, getattr(scheduler, "scheduler_interval", None)
     if own is None and given is None and scheduler is not None:
         raise ValueError(
-            f"{name} does not declare its unit. Pass scheduler_interval='batch' to step it after "
-            "each optimizer step, or 'epoch' to step it after each epoch"
+            f"{name} does not declare its unit. Pass Optimization(scheduler_interval='batch') to "
+            "step it after each optimizer step, or 'epoch' to step it after each epoch"
         )
     if own is not None and given not in (None, own):
         raise ValueError(

@@ -31,28 +31,16 @@ from automicro.units import Duration, Unit
 WINDOW_SECONDS = 5.0
 
 
-@dataclass(frozen=True, kw_only=True)
-class Speed:
-    """Rows and tokens per second; tokens are None if they cannot be counted."""
-
-    samples: float = 0.0
-    tokens: float | None = None
-
-    def __str__(self) -> str:
-        tokens = "" if self.tokens is None else f" · {self.tokens:,.0f} tokens/s"
-        return f"{self.samples:,.0f} samples/s{tokens}"
-
-
 class RecentSpeed:
     """The speed of training over the last few seconds, or since the last call.
 
     >>> recent, state = RecentSpeed(), LoopState()
     >>> state.samples, state.train.seconds = 100, 10.0
-    >>> str(recent.now(state))
-    '10 samples/s'
+    >>> recent.now(state)
+    (10.0, None)
     >>> state.samples, state.tokens, state.train.seconds = 400, 8000, 20.0
-    >>> str(recent.now(state))
-    '30 samples/s · 800 tokens/s'
+    >>> recent.now(state)
+    (30.0, 800.0)
     """
 
     # An average since the start would hide for a long time that a smaller microbatch size, or
@@ -61,17 +49,15 @@ class RecentSpeed:
     def __init__(self) -> None:
         self._window = Window(WINDOW_SECONDS, {"seconds": 0.0, "samples": 0, "tokens": 0})
 
-    def now(self, state: LoopState) -> Speed:
-        """Compute the current speed, without evaluations."""
+    def now(self, state: LoopState) -> tuple[float, float | None]:
+        """Compute rows and tokens per second, without evaluations; None for unknown tokens."""
         seconds = state.train.seconds
         amounts = {"seconds": seconds, "samples": state.samples, "tokens": state.tokens or 0}
         gained = self._window.gained(seconds, amounts)
         if gained["seconds"] <= 0:
-            return Speed()
-        return Speed(
-            samples=gained["samples"] / gained["seconds"],
-            tokens=None if state.tokens is None else gained["tokens"] / gained["seconds"],
-        )
+            return 0.0, None
+        tokens = None if state.tokens is None else gained["tokens"] / gained["seconds"]
+        return gained["samples"] / gained["seconds"], tokens
 
 
 # The minimum width of a window and the width of its bar, in columns.
@@ -432,13 +418,6 @@ class Progress:
         else:
             text = Text(status, no_wrap=True, overflow="ellipsis")
         live.update(text, refresh=True)
-
-
-def make_progress(enabled: bool, console: Console | None = None) -> Progress:
-    """Create the progress output for the ``progress`` argument of the `Trainer`."""
-    if not isinstance(enabled, bool):
-        raise TypeError(f"progress is {enabled!r}; pass True to show progress, or False")
-    return Progress(console or Console()) if enabled else Progress()
 
 
 class _Retries(logging.Handler):

@@ -39,7 +39,6 @@ from automicro.trainer.step import TrainingStep
 from automicro.units import Unit, format_bytes
 from automicro.values import walk
 
-MODES = ("worst",)
 COSTLIEST = 3
 """Number of costliest batches to run; the one with the longest rows is run in addition."""
 CLASSES = 4
@@ -169,10 +168,10 @@ def _pass_of(loader: Any, name: str) -> Iterator[_Made]:
     if not _begins_again(loader):
         owner = loader.dataset if isinstance(loader, DataLoader) else loader
         raise ValueError(
-            f"rehearse='worst' iterates over {name} before the first step, but {name} "
+            f"Rehearse('worst') iterates over {name} before the first step, but {name} "
             f"({type(owner).__name__}) can be iterated only once, so these batches would be "
             "missing in the run. Pass a DataLoader over a data set with a length, or leave "
-            "rehearse out"
+            "the rehearsal out"
         )
     if isinstance(loader, DataLoader):  # without workers, which would be started only for this
         loader = copy.copy(loader)

@@ -179,19 +179,6 @@ def require_same(outline: Callable[[], Outline], *, what: str = "options") -> No
     outlines: list[Outline] = [{}] * num_ranks()
     with own_collectives():
         dist.all_gather_object(outlines, own)
-    if any(each != own for each in outlines):
-        raise DesyncError(_describe_differences(outlines, what=what))
-
-
-def _describe_differences(outlines: Sequence[Outline], *, what: str) -> str:
-    """Describe the differences between ranks, with the remedy.
-
-    >>> print(_describe_differences([{"metrics": "None"}, {"metrics": "F1"}], what="options"))
-    ranks were given different options:
-      metrics: None on rank 0; F1 on rank 1
-    Give every rank the same. All ranks train, evaluate and save together, and rank 0 alone shows \
-    and logs, so nothing has to be left out on other ranks.
-    """
     lines = []
     for name in dict.fromkeys(name for each in outlines for name in each):
         values = [each.get(name, "there is none") for each in outlines]
@@ -199,7 +186,9 @@ def _describe_differences(outlines: Sequence[Outline], *, what: str) -> str:
             lines.append(f"  {name}: {_by_rank(values)}")
     if len(lines) > _SHOWN:
         lines[_SHOWN:] = [f"  and {len(lines) - _SHOWN} more"]
-    return "\n".join([f"ranks were given different {what}:", *lines, _GIVE_THE_SAME])
+    if lines:
+        heading = f"ranks were given different {what}:"
+        raise DesyncError("\n".join([heading, *lines, _GIVE_THE_SAME]))
 
 
 def _by_rank(values: Sequence[str]) -> str:

@@ -13,12 +13,20 @@ from automicro.checkpoints.peers import open_peers
 from automicro.compilation import compile_model
 from automicro.data import LengthBatchSampler
 from automicro.events.run import GlobalBatch
-from automicro.features import WORDS, CountData, NonFinite, last_of, with_features
+from automicro.features import (
+    WORDS,
+    CountData,
+    NonFinite,
+    Optimization,
+    TrainerFeature,
+    last_of,
+    with_features,
+)
 from automicro.lengths.unit import unit_name
 from automicro.microbatcher import Microbatcher
 from automicro.modules import is_parallel
 from automicro.optimizer.step import GradientScaler
-from automicro.options import check_choice, read_amount, resolve_device, unwrapped
+from automicro.options import resolve_device, unwrapped
 from automicro.policy.choose import make_policy
 from automicro.ranks.interface import Ranks
 from automicro.step.feature import Feature
@@ -40,7 +48,7 @@ from automicro.trainer.optimizer import (
 from automicro.trainer.parallel import check_parallel, splits_layers, wrap
 from automicro.trainer.processes import Process, meet, own_device, process_here
 from automicro.trainer.progress import RunSettings
-from automicro.trainer.rehearsal import MODES, Rehearsal
+from automicro.trainer.rehearsal import Rehearsal
 from automicro.trainer.resume.checkpointer import Checkpointer, check_best_metric, read_checkpoint
 from automicro.trainer.resume.snapshot import Part, Scope, Snapshot
 from automicro.trainer.same_on_all_ranks import outline_given, outline_options, require_same
@@ -56,13 +64,15 @@ class PlacedModel:
         self._parallel: str | None = options["parallel"]
         model, device = options["model"], options["device"]
         everything = gather_modules(model, options["modules"], options["loss_fn"])
+        compiled = last_of("Compile", options["features"])
+        self.compiles = False if compiled is None else compiled.options
         is_wrapped = is_parallel(everything)
         self.place: Process = process_here()
         check_parallel(
             self._parallel,
             everything,
             self.place,
-            compiles=bool(options["compile"]),
+            compiles=bool(self.compiles),
             **{name: options[name] for name in ("loss_fn", "optimizer")},
         )
         self.is_shared = is_wrapped or self._parallel is not None
@@ -126,24 +136,22 @@ _OF_STEPS = (
 )
 
 
-# RememberSizes is not passed on, because each microbatcher gets it as an option.
-_OF_THE_LOOP = ("CountData", "NonFinite", "RememberSizes")
-
-
 class MicrobatcherFactory:
     """Creates microbatchers of one model, which it compiles if requested."""
 
     def __init__(self, placed: PlacedModel, options: Mapping[str, Any]) -> None:
-        self._features = [f for f in options["features"] if type(f).__name__ not in _OF_THE_LOOP]
+        # RememberSizes is not passed on, because each microbatcher gets it as an option.
+        passed = [f for f in options["features"] if not isinstance(f, TrainerFeature)]
+        self._features = [f for f in passed if type(f).__name__ != "RememberSizes"]
         sized = last_of("MicrobatchUnit", self._features)
-        unit = unit_name(options["microbatch_unit"] if sized is None else sized.unit)
+        unit = unit_name("rows" if sized is None else sized.unit)
         self.policies = (
             make_policy(options["microbatch_size"], unit=unit),
             make_policy(options["eval_microbatch_size"], name="eval_microbatch_size", unit=unit),
         )
         compile_model(
             placed.model,
-            options["compile"],
+            placed.compiles,
             sizes_change=any(policy.adapts for policy in self.policies),
             device=placed.device,
             memory_limit=options["memory_limit"],
@@ -209,14 +217,13 @@ def assemble_fit(
     if not isinstance(size, int) and loader is not None:
         accumulate_batches = loading.choose_accumulation(size, loader, ranks.world_size)
         chosen = f"accumulate_batches {accumulate_batches} (reaches '{size}')"
-    schedule = build_scheduler(options["scheduler"], optimizer)
-    scheduler_interval = read_scheduler_interval(schedule, options["scheduler_interval"])
+    features = options["features"]
+    optimization = last_of("Optimization", features) or Optimization()
+    schedule = build_scheduler(optimization.scheduler, optimizer)
+    scheduler_interval = read_scheduler_interval(schedule, optimization.scheduler_interval)
     require_same(partial(outline_given, optimizer, schedule), what="optimizers")
-    grad_clip_norm = read_amount("grad_clip_norm", options["grad_clip_norm"])
-    non_finite = last_of("NonFinite", options["features"]) or NonFinite()
-    counts = last_of("CountData", options["features"]) or CountData()
-    if options["rehearse"] is not None:
-        check_choice("rehearse", options["rehearse"], MODES)
+    non_finite = last_of("NonFinite", features) or NonFinite()
+    counts = last_of("CountData", features) or CountData()
     durations = {"max_duration": run.max_duration, "eval_interval": every}
     tokens = Counter(Unit.TOKENS, counts.tokens, **durations)
     sampler = shared_sampler(loader)
@@ -234,7 +241,7 @@ def assemble_fit(
         optimizer=optimizer,
         modules=run.modules,
         scaler=scaler,
-        grad_clip_norm=grad_clip_norm,
+        grad_clip_norm=optimization.grad_clip_norm,
         scheduler=schedule,
         scheduler_interval=scheduler_interval,
         device=run.device,
@@ -281,7 +288,7 @@ def assemble_fit(
         context=context,
     )
     rehearsal = None
-    if options["rehearse"] is not None:
+    if last_of("Rehearse", features) is not None:
         count_rows = BatchLayout(options["batch_layout"]).num_rows
         rehearsal = Rehearsal(step=step, feed=feed, evaluations=plan, count_rows=count_rows)
     return Fit(

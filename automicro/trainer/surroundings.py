@@ -13,13 +13,14 @@ from automicro.errors import DeterminismWarning, add_note, warn
 from automicro.memory.budget import active_budget
 from automicro.memory.device import limit_memory
 from automicro.memory.residents import track_residents
+from automicro.options import read_flag
 from automicro.torch_private import (
     inductor_is_deterministic,
     set_inductor_deterministic,
 )
 from automicro.trainer.context import RunContext
 from automicro.trainer.processes import Process
-from automicro.trainer.progress import Progress, make_progress
+from automicro.trainer.progress import Progress
 
 CUBLAS_VARIABLE = "CUBLAS_WORKSPACE_CONFIG"
 CUBLAS_VALUES = (":4096:8", ":16:8")
@@ -38,7 +39,7 @@ def prepare_cublas(device: torch.device | str) -> None:
         return
     remedy = (
         f"set {CUBLAS_VARIABLE}={CUBLAS_VALUES[0]} in the environment before Python starts, or "
-        "leave deterministic=True out"
+        "leave deterministic out"
     )
     if value is not None:
         raise ValueError(f"{CUBLAS_VARIABLE}={value} is not deterministic; {remedy}")
@@ -89,7 +90,7 @@ class RunSurroundings:
     _is_open: bool = False
 
     def __post_init__(self) -> None:
-        make_progress(self.shows_progress)  # raises an error if it is not a bool
+        read_flag("progress", self.shows_progress)
         if self.memory_limit is not None:
             limit_memory(self.memory_limit, self.device)  # raises an error if it is invalid
 
@@ -107,7 +108,8 @@ class RunSurroundings:
             budget = active_budget()
             if budget is not None and self.device.type == "cpu":
                 track_residents(budget, self.residents)
-            shown = make_progress(self.shows_progress and self.place.is_first, self.console)
+            shows = self.shows_progress and self.place.is_first
+            shown = Progress((self.console or Console()) if shows else None)
             context.progress, self._is_open = stack.enter_context(shown), True
             try:
                 yield

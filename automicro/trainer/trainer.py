@@ -11,17 +11,15 @@ import torch
 from torch import nn
 
 from automicro.checkpoints.store import CheckpointConfig
-from automicro.errors import DeterminismWarning, warn
+from automicro.errors import DeterminismWarning, removed, warn
 from automicro.events.callback import Callback, Callbacks
-from automicro.events.run import LoopState, PhaseState, Requests, Run
+from automicro.events.run import ExpectedValues, LoopState, PhaseState, Requests, Run
 from automicro.features import last_of
 from automicro.files import write_whole
-from automicro.lengths.unit import Cost
 from automicro.loggers import Logger, LoggerGroup
 from automicro.loss.averages import LossAverage
 from automicro.microbatcher import answering_unknown
-from automicro.nested.parts import NestedParts
-from automicro.options import check_model, read_flag
+from automicro.options import check_model
 from automicro.policy.explore import Explore
 from automicro.policy.policy import Policy
 from automicro.ranks.interface import announcing_failed_construction, announcing_failure
@@ -30,14 +28,13 @@ from automicro.step.feature import Feature, check_features
 from automicro.trainer.context import RunContext
 from automicro.trainer.data.loading import check_loader, check_passes
 from automicro.trainer.device import seed_everything
-from automicro.trainer.evaluation import EvaluationFactory, expected_values, predict_all
+from automicro.trainer.evaluation import EvaluationFactory, predict_all
 from automicro.trainer.evaluators import read_evaluators
 from automicro.trainer.failed_batch import Failures
 from automicro.trainer.metrics import MetricSet, model_metrics
 from automicro.trainer.optimizer import (
     OptimizerMode,
     OptimizerOrFactory,
-    SchedulerOrFactory,
     build_optimizer,
 )
 from automicro.trainer.parallel import whole_state_dict
@@ -92,11 +89,6 @@ class Trainer:
             some parameters. If it has ``train()`` and ``eval()``, like schedule-free optimizers,
             both are called: evaluations, predictions and checkpoints use the weights of
             ``eval()``, and the model keeps them after `fit`.
-        scheduler: a learning rate scheduler, or a callable that builds one from the optimizer.
-            ReduceLROnPlateau needs a measured value, so step it in your own callback.
-        scheduler_interval: ``"batch"`` to step the scheduler after each optimizer step, or
-            ``"epoch"`` after each pass over the data. Required for schedulers of torch, which do
-            not define it; those of `automicro.schedules` do.
         metrics: a torchmetrics Metric, a MetricCollection, or a mapping from names to these.
             Training and evaluation update separate clones.
         max_duration: ``"2ep"`` (epochs), ``"500ba"`` (optimization batches), ``"10000sp"``
@@ -110,11 +102,6 @@ class Trainer:
         microbatch_size: rows per microbatch: an int, ``"auto"``, ``"explore"`` (the fastest size
             that fits), None (the whole batch), or a policy.
         eval_microbatch_size: rows per microbatch in evaluation, found separately.
-        microbatch_unit: unit of microbatch sizes: ``"rows"``, ``"tokens"``, ``"seconds"`` or a
-            function from a row to its cost. With a unit other than rows, the rows of each batch
-            are sorted and packed by it.
-        nested: sizes of parts that need much smaller slices than the rest of the model, by name:
-            ``{"joint": "auto"}``; see `docs/levels.md`.
         when_too_large: memory savers to use if not even the smallest size fits: ``"error"``,
             ``"recompute"``, ``"offload"``, ``"nested"``, a list of these in order, or ``"auto"``
             for the fastest by measured seconds; see `docs/levels.md`.
@@ -124,15 +111,9 @@ class Trainer:
         batchnorm: how to handle layers that average over the batch.
         memory_limit: bytes, text such as ``"24MiB"``, or a share of a CUDA device (``"80%"``), for
             all of `fit` or `eval`, including the optimizer step. On a CPU, it simulates a device.
-        strict_divisible: whether to refuse a batch that is not a multiple of the microbatch size.
         precision: ``"fp32"``, or ``"bf16"`` or ``"fp16"`` for autocast of the forward and the
             loss. With ``"fp16"`` the loss is scaled; if gradients overflow, the step is skipped
             and the scale is lowered.
-        grad_clip_norm: maximum norm of the gradient over all parameters of the optimizer; larger
-            gradients are scaled down to it.
-        compile: whether to compile the model, or the keyword arguments of ``torch.compile``.
-            A second microbatch size compiles it once more. CUDA graphs are refused if sizes change.
-        deterministic: whether to refuse operations whose results can differ between runs.
         parallel: how the processes of torchrun train one model: ``"ddp"`` (a whole model on each
             device) or ``"fsdp"`` (shards on each device). Give loaders with the batch size of one
             rank; their rows are shared among ranks. None for one process, or for a model that is
@@ -141,7 +122,7 @@ class Trainer:
         seed: seed of Python, NumPy and torch, set when the trainer is constructed; it does not
             affect a model or loader made before. With a seed, sizes are not remembered by default
             and no measured time decides them, so a script that seeds its model and data repeats
-            its run. Operations that ``deterministic`` refuses, and GPU memory that other processes
+            its run. Operations that `Deterministic` refuses, and GPU memory that other processes
             take, can still change results. Each rank then continues with ``seed + rank``.
         progress: whether to print progress and the summary to stdout.
         eval_interval: duration between evaluations in `fit`: ``"1ep"``, ``"100ba"``,
@@ -149,16 +130,14 @@ class Trainer:
             evaluates at the end.
         batch_layout: the dimension of the rows, and the values that rows share.
         probe: see `Microbatcher`.
-        rehearse: ``"worst"`` to run the costliest batches of the data and of each evaluation before
-            the first step and roll them back; only the sizes found are kept. See
-            ``docs/plan.md``. None for no rehearsal.
         modules: additional modules that take part in the forward.
         callbacks: objects that handle the events of the run; see `Callback`.
         loggers: objects that record the values of the run; see ``automicro.loggers``.
         checkpoint: where and how often to save the run, and whether to resume.
-        features: additional features from `automicro.features`, or your own. Sizes are remembered
-            by default if neither ``seed`` nor ``deterministic`` is given. ``RememberSizes``
-            overrides this, but ``deterministic`` never remembers sizes.
+        features: additional features from `automicro.features`, such as `Optimization` (learning
+            rates, clipping), or your own. Sizes are remembered by default if neither ``seed`` nor
+            `Deterministic` is given. ``RememberSizes`` overrides this, but `Deterministic` never
+            remembers sizes.
 
     Raises:
         TypeError, ValueError: an argument is invalid.
@@ -176,24 +155,16 @@ class Trainer:
         loss_fn: Callable[..., Any] | None = None,
         forward: Callable[[Any, Any], Any] | None = None,
         optimizer: OptimizerOrFactory | None = None,
-        scheduler: SchedulerOrFactory | None = None,
-        scheduler_interval: str | None = None,
         metrics: Any = None,
         max_duration: str | Duration = "1ep",
         accumulate_batches: int | str | Duration = 1,
         microbatch_size: int | str | Policy | None = "auto",
         eval_microbatch_size: int | str | Policy | None = "auto",
-        microbatch_unit: str | Cost = "rows",
-        nested: NestedParts = None,
         when_too_large: Savers = "error",
         loss_average: LossAverage = "auto",
         batchnorm: str = "warn",
         memory_limit: str | int | float | None = None,
-        strict_divisible: bool = False,
         precision: str = "fp32",
-        grad_clip_norm: float | None = None,
-        compile: bool | Mapping[str, Any] = False,
-        deterministic: bool = False,
         parallel: str | None = None,
         device: torch.device | str = "auto",
         seed: int | None = None,
@@ -201,7 +172,6 @@ class Trainer:
         eval_interval: str | Duration | None = "1ep",
         batch_layout: int | Mapping[str, Any] = 0,
         probe: bool = True,
-        rehearse: str | None = None,
         modules: Iterable[nn.Module] = (),
         callbacks: Iterable[Callback] = (),
         loggers: Iterable[Logger] = (),
@@ -218,7 +188,8 @@ class Trainer:
         duration = read_duration("max_duration", max_duration)
         check_passes("train_dataloader", train_dataloader, duration)
         every = None if eval_interval is None else read_duration("eval_interval", eval_interval)
-        if read_flag("deterministic", deterministic):
+        deterministic = last_of("Deterministic", features) is not None
+        if deterministic:
             prepare_cublas(device)  # before anything uses the device
         placed = PlacedModel(given)
         device, place, modules = placed.device, placed.place, placed.modules
@@ -238,7 +209,7 @@ class Trainer:
         sizes += [each.microbatch_size for each in evaluators.values()]
         by_clock = any(each == "explore" or isinstance(each, Explore) for each in sizes)
         if by_clock and deterministic:
-            raise ValueError(f"deterministic=True was given, but {_BY_CLOCK}")
+            raise ValueError(f"features has Deterministic(), but {_BY_CLOCK}")
         asked = last_of("RememberSizes", features)
         remembers = seed is None if asked is None else asked.wanted
         given |= {
@@ -293,8 +264,11 @@ class Trainer:
         self._evaluations = self._evaluating.make_all(evaluators)
         metrics = model_metrics(model, is_train=True) if metrics is None else metrics
         of_training = MetricSet(metrics, device)
-        self._run.requests.expected = expected_values(
-            of_training, self._evaluations, loss_fn=loss_fn
+        at_end = [each for each in self._evaluations if each.happens_at_end]
+        self._run.requests.expected = ExpectedValues(
+            evaluations={each.name: each.metrics.names for each in at_end},
+            training=of_training.names,
+            has_one_loss=type(loss_fn).__module__ == nn.MSELoss.__module__,
         )
         if train_dataloader is not None:
             train_dataloader = share(train_dataloader, "train_dataloader")
@@ -363,7 +337,7 @@ class Trainer:
 
             resume from the newest checkpoint                           # if any
             emit fit_start
-            run the costliest batches and roll them back                # with rehearse="worst"
+            run the costliest batches and roll them back                # with Rehearse("worst")
             while max_duration is not reached and no stop is requested:
                 emit epoch_start
                 for batches in train_dataloader, accumulate_batches at a time:
@@ -439,6 +413,7 @@ class Trainer:
         """
         self._context.failures.folder = Path(folder)
 
+    @removed(max_batches="Pass eval(Evaluator(dataloader=…, max_batches=3))")
     def eval(self, dataloader: Any = None) -> dict[str, float]:
         """Evaluate the model.
 

@@ -6,6 +6,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from automicro import Trainer
+from automicro.features import Optimization
 from automicro.memory.device import limit_memory
 from tests.gpu.conftest import Record
 from tests.gpu.device import DEVICE, GPU, MIB, accelerator, allocated_bytes, share_of_device
@@ -51,7 +52,7 @@ def test_a_trainer_survives_in_training_and_evaluation(record_property: Record) 
         device=DEVICE,
         memory_limit=limit,
         precision="bf16",
-        grad_clip_norm=1.0,
+        features=[Optimization(grad_clip_norm=1.0)],
         seed=0,
         progress=False,
     )

@@ -10,6 +10,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from automicro import Trainer
+from automicro.features import with_features
 from tests.gpu.conftest import Record
 from tests.gpu.device import DEVICE, GPU, accelerator, pinned, to_device
 from tests.gpu.subjects import ROWS, batch, microbatcher, model
@@ -70,7 +71,7 @@ def trainer_of(batches: int, **options: Any) -> Trainer:
         device=DEVICE,
         microbatch_size=4,
         progress=False,
-        **options,
+        **with_features(options),
     )
 
 

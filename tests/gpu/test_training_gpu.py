@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from automicro import DeterminismWarning, Halving, Trainer
 from automicro.callbacks import MemoryMonitor, OutOfMemoryReport
+from automicro.features import with_features
 from automicro.trainer.surroundings import CUBLAS_VARIABLE, deterministic_algorithms
 from tests.gpu.conftest import Record
 from tests.gpu.device import DEVICE, GPU, MIB, differences, room, snapshot
@@ -33,6 +34,7 @@ if sys.argv[1] == "standin":
 import torch
 from torch import nn
 from automicro import Trainer
+from automicro.features import Deterministic
 from tests.gpu.subjects import Blocks, batch
 rows = [batch(seed=seed) for seed in range(3)]
 sums = []
@@ -40,7 +42,8 @@ for _ in range(2):
     torch.manual_seed(0)
     net = Blocks()  # which the Trainer moves: nothing has asked for the device
     Trainer(net, rows, loss_fn=nn.CrossEntropyLoss(), optimizer=torch.optim.AdamW, seed=0,
-            max_duration="1ep", device=sys.argv[1], deterministic=True, progress=False).fit()
+            max_duration="1ep", device=sys.argv[1], features=[Deterministic()],
+            progress=False).fit()
     sums.append([each.double().sum().item() for each in net.parameters()])
 print(json.dumps({"same": sums[0] == sums[1], "variable": os.environ.get(sys.argv[2])}))
 """
@@ -97,7 +100,8 @@ def trainer(net: nn.Module, rows: int = 4 * ROWS, **options: Any) -> Trainer:
         "seed": 0,
         **options,
     }
-    return Trainer(net, DataLoader(TensorDataset(inputs, targets), batch_size=ROWS), **settings)
+    loader = DataLoader(TensorDataset(inputs, targets), batch_size=ROWS)
+    return Trainer(net, loader, **with_features(settings))
 
 
 def uncompiled(demand: Hungry) -> Hungry:

@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from automicro import Callback, Microbatcher, StepResult, Trainer
 from automicro.events.run import Run
-from automicro.features import NonFinite
+from automicro.features import NonFinite, with_features
 from tests.gpu.device import DEVICE, GPU, accelerator, pinned, to_device
 
 pytestmark = GPU
@@ -267,7 +267,7 @@ def test_a_batch_of_the_trainer_waits_as_often_as_is_said(
             loggers=[taken],
             max_duration="1ep",
             **with_loss,
-            **options,
+            **with_features(options),
         ).fit()
         assert len(set(watch.counts[4:])) == 1, watch.counts
         assert "train/loss" in taken.values[-1]

@@ -313,7 +313,7 @@ def test_what_parts_survived_is_counted_and_told() -> None:
             data,
             loss_fn=nn.MSELoss(),
             optimizer=torch.optim.SGD,
-            nested={"0.part": "auto"},
+            features=[Nested({"0.part": "auto"})],
             probe=False,
             max_duration="1ep",
             microbatch_size=None,

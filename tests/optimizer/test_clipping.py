@@ -6,6 +6,7 @@ from torch import nn
 
 from automicro import Trainer
 from automicro.errors import OptimizerStepError
+from automicro.features import Optimization
 from automicro.optimizer.step import clip_gradients
 
 CPU = torch.device("cpu")
@@ -49,7 +50,7 @@ def test_the_trainer_names_gradients_that_may_be_half_clipped(
         [batch],
         loss_fn=nn.MSELoss(),
         optimizer=torch.optim.SGD,
-        grad_clip_norm=1.0,
+        features=[Optimization(grad_clip_norm=1.0)],
         progress=False,
     )
     with pytest.raises(OptimizerStepError, match="clear the gradients and skip this batch"):

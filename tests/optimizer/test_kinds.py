@@ -22,6 +22,7 @@ from torch.optim.optimizer import (
 from torch.utils.data import DataLoader, TensorDataset
 
 from automicro import Microbatcher, Trainer
+from automicro.features import Optimization
 from automicro.optimizer.reservation import OptimizerReservation, predict_step_memory
 from automicro.options import check_optimizer, innermost_optimizer
 
@@ -489,8 +490,7 @@ def test_the_trainer_trains_with_wrappers_of_other_trainers(wrap: Any, late: boo
             DataLoader(data, 8),
             loss_fn=nn.CrossEntropyLoss(),
             optimizer=make if late else make(list(model.parameters())),
-            scheduler=torch.optim.lr_scheduler.ConstantLR,
-            scheduler_interval="batch",
+            features=[Optimization(torch.optim.lr_scheduler.ConstantLR, "batch")],
             progress=False,
             device="cpu",
         ).fit()
@@ -506,13 +506,12 @@ def test_a_scheduler_of_the_optimizer_inside_belongs_to_the_wrapper() -> None:
     scheduler = torch.optim.lr_scheduler.ConstantLR(inner)
     outer, wrapped = accelerator.prepare(inner, scheduler)
     options: dict[str, Any] = {"loss_fn": nn.MSELoss(), "progress": False, "device": "cpu"}
-    options["scheduler_interval"] = "batch"
     data = DataLoader(TensorDataset(torch.randn(8, 4), torch.randn(8, 3)), 4)
     for each in (scheduler, wrapped):
-        Trainer(model, data, optimizer=outer, scheduler=each, **options)
+        Trainer(model, data, optimizer=outer, features=[Optimization(each, "batch")], **options)
     other = torch.optim.lr_scheduler.ConstantLR(torch.optim.SGD(model.parameters()))
     with pytest.raises(ValueError, match="belongs to another optimizer"):
-        Trainer(model, data, optimizer=outer, scheduler=other, **options)
+        Trainer(model, data, optimizer=outer, features=[Optimization(other, "batch")], **options)
 
 
 def test_the_trainer_names_a_wrapper_that_it_cannot_step() -> None:

@@ -14,7 +14,7 @@ from torchmetrics import Metric
 from torchmetrics.classification import MulticlassAccuracy
 
 from automicro import Trainer
-from automicro.features import RememberSizes
+from automicro.features import Optimization, RememberSizes
 from automicro.policy.auto import Halving
 from tests.oracle.contents import CLASSES, FEATURES, IGNORED
 from tests.oracle.faults import out_of_memory
@@ -146,18 +146,18 @@ def by_trainer(job: TrainerJob) -> Ended:
         eval_dataloader=setting.test_loader(),
         loss_fn=setting.loss,
         optimizer=OPTIMIZERS[job.optimizer],
-        scheduler=SCHEDULERS.get(job.scheduler or ""),
-        scheduler_interval="batch",
         metrics={"accuracy": setting.metric()} if job.has_metric else None,
         max_duration=job.duration,
         eval_interval=job.interval,
         accumulate_batches=job.accumulates,
-        grad_clip_norm=job.clip,
         precision=job.precision,
         microbatch_size=Halving() if job.size == "auto" else job.size,
         progress=False,
         device="cpu",
-        features=[RememberSizes(False)],
+        features=[
+            RememberSizes(False),
+            Optimization(SCHEDULERS.get(job.scheduler or ""), "batch", job.clip),
+        ],
     )
     summary = trainer.fit()
     final = trainer.eval(setting.test_loader())

@@ -20,6 +20,7 @@ from automicro import Callback, CheckpointConfig, Trainer
 from automicro.callbacks import ExponentialMovingAverage
 from automicro.checkpoints.peers import open_peers, together
 from automicro.checkpoints.store import CheckpointStore
+from automicro.features import Optimization
 from automicro.trainer.progress import Progress
 from tests.checkpoints.faults import Faults, fail, kill
 from tests.ranks.wrapping import raised, whole, wrapped
@@ -97,13 +98,13 @@ def make_trainer(
 ) -> Trainer:
     torch.manual_seed(0)
     net = Net(noisy=noisy).double()
+    scheduler = more.pop("scheduler", functools.partial(step_lr, step_size=2, gamma=0.5))
     return Trainer(
         wrapped(kind, net, *net.blocks),
         make_loader(),
         loss_fn=nn.MSELoss(),
         optimizer=functools.partial(torch.optim.AdamW, lr=0.05),
-        scheduler=more.pop("scheduler", functools.partial(step_lr, step_size=2, gamma=0.5)),
-        scheduler_interval="batch",
+        features=[Optimization(scheduler, "batch")],
         max_duration=f"{until}ba",
         callbacks=callbacks,
         checkpoint=CheckpointConfig(folder=folder, interval="1ba"),

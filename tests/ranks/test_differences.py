@@ -15,6 +15,7 @@ from torchmetrics.classification import MulticlassAccuracy
 
 from automicro import Callback, CheckpointConfig, Microbatcher, Trainer
 from automicro.callbacks import ExponentialMovingAverage, MemoryMonitor
+from automicro.features import Optimization
 from automicro.loggers import JSONLinesLogger
 from automicro.trainer.same_on_all_ranks import MAY_DIFFER, outline_options
 from automicro.values import as_text
@@ -58,7 +59,12 @@ CASES: dict[str, tuple[str, Any, Any, str]] = {
         "batch_size=3, drop_last=False on rank 0; None on rank 1",
     ),
     "eval_interval": ("eval_interval", "1ep", "2ep", ": '1ep' on rank 0; '2ep' on rank 1"),
-    "grad_clip_norm": ("grad_clip_norm", 1.0, None, ": 1.0 on rank 0; None on rank 1"),
+    "grad_clip_norm": (
+        "features",
+        [Optimization(grad_clip_norm=1.0)],
+        [],
+        "'grad_clip_norm': 1.0}} on rank 0; {} on rank 1",
+    ),
     "learning rate": ("optimizer", sgd(0.1), sgd(0.2), "lr: 0.1 on rank 0; 0.2 on rank 1"),
     "max_duration": ("max_duration", "2ep", "3ep", ": '2ep' on rank 0; '3ep' on rank 1"),
     "metrics": (
@@ -89,7 +95,7 @@ CASES: dict[str, tuple[str, Any, Any, str]] = {
     ),
 }
 # Where the argument's name is not followed by what is said.
-WITHIN = ("checkpoint", "eval_dataloader", "learning rate", "train_dataloader")
+WITHIN = ("checkpoint", "eval_dataloader", "grad_clip_norm", "learning rate", "train_dataloader")
 
 
 def refuse(case: str, parallel: str = "ddp") -> None:

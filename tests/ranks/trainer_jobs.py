@@ -11,6 +11,7 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 from torchmetrics.classification import MulticlassAccuracy
 
 from automicro import Callback, CheckpointConfig, ParameterGroups, Trainer
+from automicro.features import with_features
 from tests.ranks.wrapping import whole, whole_parameters
 
 FEATURES, CLASSES = 6, 3
@@ -72,7 +73,7 @@ def make_trainer(model: nn.Module | None = None, **options: Any) -> Trainer:
         "train_dataloader": make_loader(25, 12 // world_size),
         "eval_dataloader": make_loader(11, 6 // world_size, shuffle=False),
     }
-    return Trainer(Net() if model is None else model, **{**settings, **options})
+    return Trainer(Net() if model is None else model, **with_features({**settings, **options}))
 
 
 def train(model: nn.Module | None = None, **options: Any) -> dict[str, Any]:

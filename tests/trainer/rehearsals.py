@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
 from automicro import Callback, MemoryBudget, Microbatcher, Trainer
+from automicro.features import with_features
 
 WORDS = 32
 
@@ -73,7 +74,7 @@ def make_trainer(model: nn.Module, loader: Any, **options: Any) -> Trainer:
         "seed": 0,
         "rehearse": "worst",
     }
-    return Trainer(model, loader, **{**settings, **options})
+    return Trainer(model, loader, **with_features({**settings, **options}))
 
 
 def count_ooms(seed: int, *, rehearse: str | None) -> tuple[int, int]:

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from automicro import Trainer, is_extra_pass
+from automicro.features import with_features
 from tests.outside import Unreached
 
 FEATURES, CLASSES, ROWS = 12, 3, 50
@@ -57,9 +58,8 @@ def make_trainer(model: nn.Module, loader: Any = None, **options: Any) -> Traine
         "progress": False,
         "scheduler_interval": "batch",
     }
-    return Trainer(
-        model, loader if loader is not None else make_loader(), **{**settings, **options}
-    )
+    data = loader if loader is not None else make_loader()
+    return Trainer(model, data, **with_features({**settings, **options}))
 
 
 def train_by_hand(

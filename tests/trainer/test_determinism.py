@@ -64,17 +64,15 @@ def test_two_runs_give_the_same_bits() -> None:
     assert_same(*models)
 
 
-def test_settings_come_back(other_settings: None) -> None:
-    before = settings()
-    with deterministic_algorithms(CPU):
-        assert settings() == DETERMINISTIC
-    assert settings() == before
+def test_settings_come_back_also_after_an_error(other_settings: None) -> None:
+    def run() -> None:
+        with deterministic_algorithms(CPU):
+            assert settings() == DETERMINISTIC
+            raise KeyboardInterrupt
 
-
-def test_settings_come_back_after_an_error(other_settings: None) -> None:
     before = settings()
-    with pytest.raises(KeyboardInterrupt), deterministic_algorithms(CPU):
-        raise KeyboardInterrupt
+    with pytest.raises(KeyboardInterrupt):
+        run()
     assert settings() == before
 
 

@@ -89,21 +89,11 @@ def test_an_empty_loader_is_an_error_with_its_reason(loader: Any, message: str) 
         make_trainer(make_model()).eval(loader)
 
 
-def test_an_iterator_for_several_epochs_is_refused_before_anything_trains() -> None:
-    with pytest.raises(ValueError, match=r"only once, but max_duration='2ep' needs more than one"):
-        make_trainer(make_model(), iter(list(make_loader())), max_duration="2ep")
-
-
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
         ({"optimizer": [1, 2]}, TypeError, "a list of 2, but each .* with a Microbatcher for each"),
         ({"optimizer": len}, TypeError, "optimizer is of type int, not a"),
-        (
-            {"optimizer": adam(nn.Linear(2, 2).parameters())},
-            ValueError,
-            "2 of the optimizer's 2 parameters are not in the model",
-        ),
         ({"scheduler": 3}, TypeError, "scheduler is a int without a step method"),
         ({"scheduler": lambda _: 3}, TypeError, "scheduler is a int without a step"),
         (
@@ -114,9 +104,9 @@ def test_an_iterator_for_several_epochs_is_refused_before_anything_trains() -> N
         ({"max_duration": "1e2ba"}, ValueError, "write a positive whole number of epochs"),
         ({"grad_clip_norm": 0}, ValueError, "grad_clip_norm=0 must be above 0"),
         ({"grad_clip_norm": "1"}, TypeError, "grad_clip_norm is '1', not a number"),
-        ({"device": "nowhere"}, ValueError, "device='nowhere' cannot be used here"),
         ({"device": "meta"}, ValueError, "holds no data"),
         ({"seed": 1.5}, TypeError, "seed is 1.5, not a whole number"),
+        ({"eval_dataloader": {}}, ValueError, "eval_dataloader={} names no evaluation. Pass"),
         ({"progress": "yes"}, TypeError, "progress is 'yes'; pass True"),
         ({"metrics": [MeanMetric()]}, TypeError, r"metrics need names\. Pass a mapping"),
         ({"accumulate_batches": 1.5}, TypeError, "1.5, not a whole number; pass an int such as 1"),
@@ -142,4 +132,4 @@ def test_fit_without_data_and_eval_without_data_say_what_to_pass() -> None:
 
 def test_a_scheduler_without_an_optimizer_is_refused() -> None:
     with pytest.raises(ValueError, match="but no optimizer"):
-        Trainer(make_model(), scheduler=schedule, loss_fn=nn.CrossEntropyLoss())
+        make_trainer(make_model(), scheduler=schedule, optimizer=None)

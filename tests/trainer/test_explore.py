@@ -1,6 +1,5 @@
 """Exploring sizes in a run: it changes nothing but time, and says how far it is."""
 
-from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -17,20 +16,6 @@ from automicro.features import Repeatable
 from automicro.policy.policy import Policy
 from automicro.step.results import StepResult
 from tests.trainer.runs import make_loader, make_model, make_trainer
-
-
-class Replay(Policy):
-    """The sizes of another run, one after the other."""
-
-    def __init__(self, sizes: Sequence[int]) -> None:
-        self.sizes = list(sizes)
-        self.done = 0
-
-    def propose(self, num_rows: int, cost: float | None = None) -> int:
-        return min(num_rows, self.sizes[self.done])
-
-    def record(self, outcome: Any) -> None:
-        self.done += 1
 
 
 class Noting(Explore):
@@ -103,9 +88,9 @@ def test_layers_that_average_over_rows_are_not_explored_unless_that_is_accepted(
 
 
 def test_a_seed_and_exploring_are_warned_of_and_deterministic_is_refused() -> None:
-    with pytest.warns(DeterminismWarning, match=r"by the clock, so two runs may"):
+    with pytest.warns(DeterminismWarning, match="by measured time, so two runs may"):
         make_trainer(make_model(), seed=1, microbatch_size="explore")
-    with pytest.raises(ValueError, match=r"deterministic=True .* give the size that it found"):
+    with pytest.raises(ValueError, match=r"Deterministic\(\), but .* pass the size that it found"):
         make_trainer(make_model(), deterministic=True, eval_microbatch_size=Explore())
     with pytest.raises(ValueError, match=r"repeatable=True was given. Leave"):
         Microbatcher(make_model(), microbatch_size="explore", features=[Repeatable()])

@@ -37,23 +37,20 @@ def send(number: signal.Signals) -> None:
     os.kill(os.getpid(), number)
 
 
-@pytest.mark.parametrize("number", BOTH)
-def test_the_first_signal_is_noted_and_said(number: signal.Signals) -> None:
+@pytest.mark.parametrize(
+    ("number", "saves", "said"),
+    [
+        (signal.SIGINT, False, "Ctrl-C: finishing this batch, then stopping; press again to stop"),
+        (signal.SIGTERM, True, "SIGTERM: finishing this batch, then saving; a second one stops"),
+    ],
+)
+def test_the_first_signal_is_noted_and_said(number: signal.Signals, saves: bool, said: str) -> None:
     lines: list[str] = []
-    with catching_signals(saves=True, say=lines.append) as interruption:
+    with catching_signals(saves=saves, say=lines.append) as interruption:
         assert interruption.name is None
         send(number)
         assert interruption.name == NAMES[number]
-    assert len(lines) == 1
-    assert lines[0].startswith(f"{NAMES[number]}: finishing this batch, then saving; ")
-    assert lines[0].endswith("stops at once" if number == signal.SIGTERM else "stop at once")
-
-
-def test_without_checkpoints_nothing_is_said_of_saving() -> None:
-    lines: list[str] = []
-    with catching_signals(say=lines.append):
-        send(signal.SIGINT)
-    assert lines == ["Ctrl-C: finishing this batch, then stopping; press again to stop at once"]
+    assert lines == [f"{said} at once"]
 
 
 @pytest.mark.parametrize("number", BOTH)

@@ -12,7 +12,7 @@ from automicro import Callback
 from automicro.checkpoints.store import CheckpointConfig
 from automicro.data import LengthBatchSampler
 from automicro.events.run import Run
-from automicro.features import CountData
+from automicro.features import CountData, with_features
 from automicro.trainer.trainer import Trainer
 from tests.trainer.runs import assert_same
 
@@ -43,14 +43,11 @@ def make_trainer(**options: Any) -> Trainer:
     return Trainer(
         nn.Sequential(nn.Linear(1, 4), nn.Tanh(), nn.Linear(4, 1)),
         DataLoader(rows, batch_sampler=sampler, collate_fn=collate),
-        **{
-            "loss_fn": nn.MSELoss(),
-            "optimizer": lambda parameters: torch.optim.Adam(parameters, lr=1e-2),
-            "device": "cpu",
-            "progress": False,
-            "probe": False,
-            **options,
-        },
+        loss_fn=nn.MSELoss(),
+        optimizer=lambda parameters: torch.optim.Adam(parameters, lr=1e-2),
+        device="cpu",
+        probe=False,
+        **with_features({"progress": False, **options}),
     )
 
 

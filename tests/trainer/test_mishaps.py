@@ -110,7 +110,7 @@ def test_early_stopping_waits_for_the_evaluation_that_it_names() -> None:
 def test_intervals_in_tokens_that_nobody_can_count_are_refused() -> None:
     evaluator = Evaluator(dataloader=make_loader(), interval="10tok")
     trainer = make_trainer(make_model(), eval_dataloader=evaluator)
-    with pytest.raises(ValueError, match=r"pass .*CountData"):
+    with pytest.raises(ValueError, match=r"Pass .*CountData"):
         trainer.fit()
 
 
@@ -151,7 +151,7 @@ def test_callbacks_that_are_no_list_are_named(wrong: Any) -> None:
 )
 def test_events_by_the_names_of_other_trainers_are_refused(name: str, event: str) -> None:
     foreign = type("Foreign", (Callback,), {name: lambda self, *_: None})
-    message = rf"Foreign\.{name} would never be called: the event is called {event}; rename"
+    message = rf"Foreign\.{name} would never be called: the event is called {event}. Rename"
     with pytest.raises(ValueError, match=message):
         make_trainer(make_model(), callbacks=[foreign()])
 

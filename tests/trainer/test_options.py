@@ -102,12 +102,14 @@ def test_flags_are_true_or_false() -> None:
         ("channels_last", r"convert the model: model.to\(memory_format=torch.channels_last\)"),
         ("max_time", r"give it to fit\(max_time='2h30m'\)"),
         ("parameter_groups", r"give optimizer=automicro.ParameterGroups"),
-        ("count_tokens", r"Give features=\[automicro.features.CountData\(tokens="),
+        ("count_tokens", r"Give features=\[automicro.features.CountData\(tokens=1\)\]"),
+        ("grad_clip_norm", r"Give features=\[automicro.features.Optimization\(grad_clip_norm=1"),
+        ("deterministic", r"Give features=\[automicro.features.Deterministic\(\)\]"),
     ],
 )
 def test_options_of_another_place_are_answered_with_it(option: str, instead: str) -> None:
     with pytest.raises(TypeError, match=instead):
-        make_trainer(make_model(), **{option: 1})
+        Trainer(make_model(), **{option: 1})
 
 
 def test_features_of_the_loop_are_refused_where_the_loop_is_the_callers() -> None:

@@ -161,18 +161,6 @@ def test_sharing_draws_no_random_number_of_the_process() -> None:
     assert torch.equal(torch.get_rng_state(), here)
 
 
-def collate(rows: list[Any]) -> Any:
-    return rows
-
-
-class Kept(DataLoader[Any]):
-    """A subclass whose constructor takes other arguments."""
-
-    def __init__(self, mark: str) -> None:
-        super().__init__(ROWS, batch_size=2, collate_fn=collate, num_workers=0)
-        self.mark = mark
-
-
 class Stream(IterableDataset[Any]):
     def __iter__(self) -> Any:
         return iter(range(4))

@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader
 
 from automicro import Callback, FitSummary, Halving, Outcome, Run, StepResult, Trainer
 from automicro.cli import main
-from automicro.features import RememberSizes
+from automicro.features import RememberSizes, with_features
 from automicro.remembered.cache import SizeCache
 from automicro.step.feature import Attempt
 from automicro.trainer.same_on_all_ranks import outline_options
@@ -73,7 +73,7 @@ def script(
         batchnorm="ignore",
         device="cpu",
         callbacks=[notes],
-        **{**given, **options},
+        **with_features({**given, **options}),
     )
     return notes, trainer.fit()
 

@@ -85,11 +85,11 @@ def documentation() -> dict[str, str]:
     from automicro.trainer.trainer import Trainer
 
     ours, trainer, primitive = map(read_entries, (RunConfig, Trainer, Microbatcher))
-    features = {
-        name: read_entries(class_of(word.feature))[word.argument]
-        for name, word in WORDS.items()
-        if word.argument is not None
-    }
+    features = {}
+    for name, word in WORDS.items():
+        feature = class_of(word.feature)
+        meaning = (inspect.getdoc(feature) or "").partition("\n")[0]
+        features[name] = read_entries(feature).get(word.argument or "", meaning)
     found = {**features, **trainer, **ours}
     texts = {
         key: primitive.get(key, "") if _is_elsewhere(found.get(key)) else found[key] for key in KEYS

@@ -48,7 +48,7 @@ GROUPS: Mapping[str, Mapping[str, Option]] = {
             words="a list of mappings", read="automicro.trainer.optimizer.read_patterns"
         ),
         "scheduler": _PLAIN,
-        "scheduler_interval": Option(choices="automicro.trainer.optimizer.SCHEDULER_INTERVALS"),
+        "scheduler_interval": Option(choices="automicro.options.SCHEDULER_INTERVALS"),
         "metrics": _METRICS,
         "update_metric": _FUNCTION,
         "count_tokens": _FUNCTION,
@@ -116,7 +116,7 @@ GROUPS: Mapping[str, Mapping[str, Option]] = {
         "batchnorm": Option(choices="automicro.step.split_guard.BATCHNORM_MODES"),
         "probe": _PLAIN,
         "remember_sizes": _PLAIN,
-        "rehearse": Option(choices="automicro.trainer.rehearsal.MODES"),
+        "rehearse": Option(choices="automicro.options.REHEARSALS"),
     },
     "Precision and numerics": {
         "precision": Option(choices="automicro.options.PRECISIONS"),

@@ -18,7 +18,7 @@ from automicro.callbacks import EarlyStopping, ExponentialMovingAverage
 from automicro.checkpoints.store import CheckpointConfig
 from automicro.events.callback import Callback
 from automicro.events.run import Run
-from automicro.features import RememberSizes
+from automicro.features import Feature, MicrobatchUnit, Nested, Optimization, RememberSizes
 from automicro.loggers import JSONLinesLogger
 from automicro.step.results import StepResult
 from automicro.trainer.evaluators import Evaluator
@@ -197,11 +197,10 @@ class Job:
             self.model,
             LOADERS[subject.loader](subject.num_rows),
             eval_dataloader=_evaluators(subject.evaluators),
-            features=[RememberSizes(False)],  # each life begins as the first one did
+            # Each life begins as the first one did.
+            features=[RememberSizes(False), *_features(subject, self.scheduler)],
             loss_fn=nn.CrossEntropyLoss(),
             optimizer=self.optimizer,
-            scheduler=self.scheduler,
-            scheduler_interval="batch",
             metrics={"accuracy": MulticlassAccuracy(CLASSES), "confidence": Confidence()},
             max_duration=subject.max_duration,
             accumulate_batches=subject.accumulate_batches,
@@ -211,12 +210,9 @@ class Job:
                 8 if is_deep else None if subject.batchnorm else Halving(refine=False)
             ),
             when_too_large=subject.when_too_large,
-            nested={"7": Halving(refine=False)} if subject.nested else None,
             eval_microbatch_size=Halving(refine=False),
-            microbatch_unit=cost_of if subject.by_cost else "rows",
             memory_limit=subject.memory_limit,
             precision=subject.precision,
-            grad_clip_norm=subject.grad_clip_norm,
             device="cpu",
             seed=subject.seed,
             progress=False,
@@ -225,6 +221,12 @@ class Job:
             loggers=[JSONLinesLogger(self.log.json)],
             checkpoint=self.config,
         )
+
+
+def _features(subject: Subject, scheduler: Any) -> list[Feature]:
+    found: list[Feature] = [Optimization(scheduler, "batch", subject.grad_clip_norm)]
+    found += [Nested({"7": Halving(refine=False)})] if subject.nested else []
+    return found + ([MicrobatchUnit(cost_of)] if subject.by_cost else [])
 
 
 def deep_blocks() -> list[nn.Module]:

@@ -8,6 +8,7 @@ import torch
 
 from automicro import Trainer
 from automicro.checkpoints.store import CheckpointConfig
+from automicro.features import with_features
 from tests.step.texts import Reader, texts
 
 # `Reader` notes what it sees, on purpose.
@@ -29,7 +30,7 @@ def run(folder: Path, duration: str, **options: Any) -> tuple[Trainer, Reader]:
         seed=0,
         checkpoint=CheckpointConfig(folder=folder, interval="1ba", resume="auto"),
         progress=False,
-        **sizes,
+        **with_features(sizes),
     )
     return trainer, model
 
