@@ -32,6 +32,19 @@ def default_tcp_store() -> TCPStore | None:
     return store if isinstance(store, TCPStore) else None
 
 
+def parts_of_tables() -> list[Any]:
+    """Return the types and functions in the table of contents of a distributed checkpoint."""
+    # Imported here because the import takes half a second, which only checkpoints should cost.
+    from torch.distributed.checkpoint import filesystem, metadata
+
+    # Without entries that are no tensors, which the reader of torch would unpickle.
+    return [
+        *(metadata.Metadata, metadata.MetadataIndex, metadata.StorageMeta, filesystem._StorageInfo),
+        *(metadata.TensorStorageMetadata, metadata.ChunkStorageMetadata, metadata.TensorProperties),
+        *(metadata._MEM_FORMAT_ENCODING, torch.serialization._get_layout),
+    ]
+
+
 def before_collectives(ask: Callable[[str, Mapping[str, Any]], None]) -> None:
     """Call a function before each collective of this process, from now on."""
     # All calls from Python, C++ and compiled code are operations of c10d, and this kernel runs

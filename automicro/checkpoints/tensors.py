@@ -1,43 +1,36 @@
 """Tensors on disk in the format of ``torch.distributed.checkpoint``, read without running code.
 
 The format's own table of contents, ``.metadata``, is a pickle, which runs code when it is read.
-It is written so that other tools can read the folder, but never read here. ``tensors.json`` has
-the same content as plain text. The tensors are read with ``weights_only=True``.
+It is written so that other tools can read the folder, but never read here. ``tensors.pt`` has the
+same content. Like the tensors, it is read with ``weights_only=True``.
 
 Each rank writes its own file. Reading needs no communication: each rank reads the tensors that it
 needs from any file, so the number of ranks can change.
 """
 
 import io
-import json
 import os
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from types import SimpleNamespace
 from typing import IO, Any
 
 import torch
 from torch import Tensor
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemReader, FileSystemWriter
-from torch.distributed.checkpoint.metadata import (
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    StorageMeta,
-    TensorProperties,
-    TensorStorageMetadata,
-)
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.checkpoint.storage import WriteResult
+from torch.serialization import safe_globals
 
 from automicro.checkpoints.manifest import NewFolder
 from automicro.checkpoints.state import Share
 from automicro.errors import DamagedCheckpointError
 from automicro.sharding import local
+from automicro.torch_private_distributed import parts_of_tables
 
-INDEX = "tensors.json"
+TABLE = "tensors.pt"
 
 
 class TensorsToWrite(DefaultSavePlanner):
@@ -71,19 +64,24 @@ class TensorsToWrite(DefaultSavePlanner):
 def write_contents(new: NewFolder, metadata: Metadata, results: list[list[WriteResult]]) -> None:
     """Write the table of contents, on rank 0, after all ranks have written their parts."""
     _Writer(new).finish(metadata, results)
-    with new.create(INDEX) as stream:
-        stream.write(json.dumps(_index_of(metadata, results), indent=1).encode())
+    # Older versions of torch set it only in a copy.
+    metadata.storage_data = {each.index: each.storage_data for part in results for each in part}
+    with new.create(TABLE) as stream:
+        torch.save(metadata, stream)
 
 
 def read_tensors(folder: Path, into: Mapping[str, Tensor]) -> None:
     """Read tensors from a folder into existing tensors on any device."""
-    path = folder / INDEX
-    try:
-        metadata = _metadata_of(json.loads(path.read_bytes()))
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
-        raise DamagedCheckpointError(
-            f"{path} is not a table of tensors ({error}); load another checkpoint"
-        ) from error
+    path = folder / TABLE
+    with safe_globals(parts_of_tables()):
+        metadata: Metadata = torch.load(path, weights_only=True)
+    # A checkpoint from an untrusted source must not name files outside its folder.
+    for place in metadata.storage_data.values():
+        if Path(place.relative_path).name != place.relative_path:
+            raise DamagedCheckpointError(
+                f"{path} names the file {place.relative_path!r}, outside of the folder; load "
+                "another checkpoint"
+            )
     reader, planner = FileSystemReader(folder), DefaultLoadPlanner(flatten_state_dict=False)
     planner.set_up_planner(dict(into), metadata, is_coordinator=True)
     reader.set_up_storage_reader(metadata, is_coordinator=True)
@@ -128,52 +126,3 @@ class _Writer(FileSystemWriter):
     def storage_meta(self) -> StorageMeta:
         # Leave out the name of the folder, because it will be renamed.
         return StorageMeta(save_id=self.save_id)
-
-
-def _index_of(metadata: Metadata, results: list[list[WriteResult]]) -> dict[str, Any]:
-    # `storage_data` of the metadata is not used: older versions of torch set it only in a copy.
-    places = {each.index: each.storage_data for of_rank in results for each in of_rank}
-    index = {}
-    for name, tensor in metadata.state_dict_metadata.items():
-        assert isinstance(tensor, TensorStorageMetadata), name
-        index[name] = {
-            "dtype": str(tensor.properties.dtype).removeprefix("torch."),
-            "shape": list(tensor.size),
-            "chunks": [
-                {
-                    "offsets": list(chunk.offsets),
-                    "shape": list(chunk.sizes),
-                    "file": (place := places[MetadataIndex(name, chunk.offsets)]).relative_path,
-                    "start": place.offset,
-                    "length": place.length,
-                }
-                for chunk in tensor.chunks
-            ],
-        }
-    return index
-
-
-def _metadata_of(index: Any) -> Metadata:
-    tensors: dict[str, Any] = {}
-    places = {}
-    for name, entry in index.items():
-        dtype = getattr(torch, entry["dtype"])
-        if not isinstance(dtype, torch.dtype):
-            raise TypeError(f"{name} has the dtype {entry['dtype']!r}")
-        chunks = []
-        for chunk in entry["chunks"]:
-            if Path(chunk["file"]).name != chunk["file"]:
-                raise ValueError(f"{name} lies in {chunk['file']!r}, outside of the folder")
-            offsets = torch.Size(chunk["offsets"])
-            chunks.append(ChunkStorageMetadata(offsets=offsets, sizes=torch.Size(chunk["shape"])))
-            # The reader of torch expects these attribute names.
-            places[MetadataIndex(name, offsets)] = SimpleNamespace(
-                relative_path=chunk["file"],
-                offset=chunk["start"],
-                length=chunk["length"],
-                transform_descriptors=None,
-            )
-        tensors[name] = TensorStorageMetadata(
-            properties=TensorProperties(dtype=dtype), size=torch.Size(entry["shape"]), chunks=chunks
-        )
-    return Metadata(state_dict_metadata=tensors, storage_data=places)

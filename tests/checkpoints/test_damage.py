@@ -1,23 +1,26 @@
 """Damaged checkpoints are passed over, and what is in one is never run."""
 
-import json
 import os
 import pickle
 import shutil
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata
 
 from automicro.checkpoints.manifest import MANIFEST, FileSum, NewFolder, write_manifest
 from automicro.checkpoints.reading import load_checkpoint
 from automicro.checkpoints.store import CheckpointStore
+from automicro.checkpoints.tensors import TABLE
 from automicro.errors import CheckpointError, CheckpointWarning, DamagedCheckpointError
 
-FILES = (".metadata", "__0_0.distcp", "tensors.json", "state.pt", "manifest.json")
+FILES = (".metadata", "__0_0.distcp", TABLE, "state.pt", "manifest.json")
 
 
 @pytest.fixture
@@ -173,6 +176,14 @@ def as_archive(bomb: Bomb, path: Path) -> None:
         torch.save({"model": bomb}, file)
 
 
+def forge_table(folder: Path, **values: Any) -> None:
+    """Change where the table says that a tensor lies."""
+    table = torch.load(folder / TABLE, weights_only=False)  # ours, of a moment ago
+    for place in table.storage_data.values():
+        vars(place).update(values)
+    torch.save(table, folder / TABLE)
+
+
 def forge_manifest(folder: Path) -> None:
     """Make a manifest that matches whatever is in the folder."""
     (folder / MANIFEST).unlink(missing_ok=True)
@@ -193,20 +204,29 @@ def test_a_planted_pickle_is_refused_and_does_not_run(
 
 
 @pytest.mark.parametrize("plant", [as_pickle, as_archive])
-@pytest.mark.parametrize("name", ["__0_0.distcp", "tensors.json", "state.pt"])
+@pytest.mark.parametrize("name", ["__0_0.distcp", TABLE, "state.pt"])
 def test_a_planted_pickle_with_a_forged_manifest_is_refused_and_does_not_run(
     store: CheckpointStore, bomb: Bomb, name: str, plant: Callable[[Bomb, Path], None]
 ) -> None:
     folder = newest_folder(store)
     plant(bomb, folder / name)
     if name == "__0_0.distcp":
-        index = json.loads((folder / "tensors.json").read_bytes())
-        index["model.w"]["chunks"][0] |= {"start": 0, "length": (folder / name).stat().st_size}
-        (folder / "tensors.json").write_text(json.dumps(index))
+        forge_table(folder, offset=0, length=(folder / name).stat().st_size)
     forge_manifest(folder)
     with pytest.raises(CheckpointError) as caught:
         load_checkpoint(folder)
     assert str(folder) in str(caught.value)
+    assert not exploded(bomb)
+
+
+def test_a_bomb_in_the_table_is_refused_and_does_not_run(
+    store: CheckpointStore, bomb: Bomb
+) -> None:
+    folder = newest_folder(store)
+    forge_table(folder, offset=bomb)
+    forge_manifest(folder)
+    with pytest.raises(CheckpointError, match="automicro wrote"):
+        load_checkpoint(folder)
     assert not exploded(bomb)
 
 
@@ -229,9 +249,7 @@ def test_the_bomb_is_one_for_readers_that_unpickle(store: CheckpointStore, bomb:
 @pytest.mark.parametrize("file", ["../00001-step-1/__0_0.distcp", "/etc/hostname"])
 def test_a_table_that_leads_out_of_the_folder_is_refused(store: CheckpointStore, file: str) -> None:
     folder = newest_folder(store)
-    index = json.loads((folder / "tensors.json").read_bytes())
-    index["model.w"]["chunks"][0]["file"] = file
-    (folder / "tensors.json").write_text(json.dumps(index))
+    forge_table(folder, relative_path=file)
     forge_manifest(folder)
     with pytest.raises(CheckpointError, match="outside of the folder"):
         load_checkpoint(folder)
@@ -239,10 +257,15 @@ def test_a_table_that_leads_out_of_the_folder_is_refused(store: CheckpointStore,
 
 def test_a_table_that_does_not_fit_the_structure_is_refused(store: CheckpointStore) -> None:
     folder = newest_folder(store)
-    index = json.loads((folder / "tensors.json").read_bytes())
-    for change in ({"shape": [7]}, {"dtype": "save"}, {"chunks": None}, {"dtype": "no_dtype"}):
-        changed = {"model.w": index["model.w"] | change}
-        (folder / "tensors.json").write_text(json.dumps(changed))
+    for change in (
+        {"state_dict_metadata": {}},
+        {"state_dict_metadata": {"model.w": BytesStorageMetadata()}},
+        {"storage_data": None},
+        {"storage_data": {}},
+    ):
+        table = torch.load(folder / TABLE, weights_only=False)
+        torch.save(replace(table, **change), folder / TABLE)
         forge_manifest(folder)
-        with pytest.raises(CheckpointError, match=r"automicro wrote|not a table of tensors"):
+        with pytest.raises(CheckpointError, match="automicro wrote"):
             load_checkpoint(folder)
+        torch.save(table, folder / TABLE)
