@@ -156,6 +156,7 @@ class _Note:
     values: list[Any] = field(default_factory=list)
     weights: list[Any] = field(default_factory=list)  # None: weighted by rows
     is_kept: bool = False  # `values` returns the values without joining them
+    is_set: bool = False  # the last value holds
     is_single: bool = False  # a single value without rows, even in a one-row microbatch
     joined: Any = None  # the batch's value
 
@@ -272,7 +273,7 @@ class Recorded:
                 note.joined = self._join_numbers(note)  # converted once the loss is known
             elif not (note.whole or note.is_kept):
                 note.joined = self._join(note)
-            if note.entries_of is not None:
+            if note.entries_of is not None and not note.is_set:
                 # In place, because other objects may hold a reference to this list.
                 note.entries_of.extend(note.joined)
 
@@ -356,7 +357,7 @@ class Recorded:
         elif self._is_open:
             self._record(what, value, weight, **how)
 
-    def _record(self, what: str, value: Any, weight: Any, **how: Any) -> None:
+    def _record(self, what: str, value: Any, weight: Any, **how: Any) -> _Note:
         key = what, self._times[what]
         self._times[what] += 1
         note = self._notes.setdefault(key, _Note(what=what, nth=key[1], **how))
@@ -365,6 +366,7 @@ class Recorded:
         note.values.append(detached(value))
         note.weights.append(weight)
         note.is_single = what in self._single
+        return note
 
     @property
     def has_told(self) -> bool:
@@ -441,12 +443,16 @@ class Recorded:
         for what, name, values in self._lists():
             new = values[self._starts.get(what, 0) :]
             if new:
-                del values[-len(new) :]
                 fold = self._fold_of(name)
                 how = {"reduce": fold or "mean", "is_known": fold is not None}
                 weight = self._counts.get(name)
                 if self._heard is None:
-                    self._record(what, new, weight, entries_of=values, **how)
+                    note = self._record(what, new, weight, **how)
+                    # A step that puts a new list in its place does not append to it.
+                    note.is_set |= note.entries_of is not None and note.entries_of is not values
+                    note.entries_of = values
+                    if not note.is_set:
+                        del values[-len(new) :]
                 elif len(new) != rows or rows == 1:
                     self.note(what, new, weight=weight, **how)
 
@@ -657,6 +663,8 @@ class Recorded:
             if self._sorted_by is not None and _holds_rows(first, sum(self.rows)):
                 self._refuse_rows(what)
             return first
+        if note.is_set:
+            return values[-1]
         # A step that returns None for each microbatch also returns None for the batch.
         if all(each is None for each in values):
             return None
