@@ -123,7 +123,7 @@ _FOLDS: Mapping[str, Callable[[Sequence[float], Sequence[float]], float]] = {
     "max": lambda values, _: max(values),
     "min": lambda values, _: min(values),
 }
-_LOOKS = 3  # comparisons of a state that steps change, per phase
+_LOOKS = 3  # first batches of a phase in which the state that steps change is compared
 _DEEPEST = 3  # levels of nested dictionaries that are searched
 _ROUNDING = 1e-4  # relative tolerance between a number of all rows and the fold of its parts
 RETURNS = "what the step returns"
@@ -131,7 +131,6 @@ _STEP = re.compile(r"\.(\w+)|\[(.+?)\](?=[.\[]|$)")  # one attribute or key of a
 _BESIDE = -1  # replaces the index of the call for a number outside the model that a step changes
 _Key = tuple[str, int]  # description of a call, and its index among calls with that description
 _Heard = dict[_Key, tuple[float, float]]  # value and weight
-_Tell = Callable[[Any, Any], Any]
 
 
 class Held(NamedTuple):
@@ -149,18 +148,21 @@ class _Note:
     what: str  # a description, equal in each microbatch
     nth: int = 0  # index among the calls with the same description
     reduce: str = "mean"  # declared reduction of several values
-    tell: _Tell | None = None  # the deferred call, which takes the batch's value and weight
+    is_known: bool = False  # whether no check has to confirm the reduction
+    tell: Callable[[Any, Any], Any] | None = None  # takes the batch's value and weight
     whole: Callable[[], Any] | None = None  # returns the batch's value if another object has it
+    entries_of: list[Any] | None = None  # the list to which the values, lists too, were appended
     indices: list[int] = field(default_factory=list)  # of the microbatches that made the call
     values: list[Any] = field(default_factory=list)
     weights: list[Any] = field(default_factory=list)  # None: weighted by rows
     is_kept: bool = False  # `values` returns the values without joining them
+    is_set: bool = False  # the last value holds
     is_single: bool = False  # a single value without rows, even in a one-row microbatch
     joined: Any = None  # the batch's value
 
-    def part(self, key: Any, values: Sequence[Any]) -> "_Note":
+    def part(self, key: Any, values: list[Any]) -> "_Note":
         """One entry of a structured value, by its key."""
-        return replace(self, what=f"{self.what}[{key!r}]", values=list(values), weights=[])
+        return replace(self, what=f"{self.what}[{key!r}]", values=values, entries_of=None)
 
 
 @dataclass(kw_only=True)
@@ -198,6 +200,8 @@ class Recorded:
 
     # Numbers are averaged by rows unless checks have shown that they are a sum, maximum, minimum or
     # the loss itself. Values with rows are concatenated. Any other value is named in one warning.
+    # Entries that a step appends to a list are taken out of it and recorded like other values, so
+    # that each microbatch finds the list as a whole batch would.
 
     def __init__(
         self,
@@ -220,9 +224,7 @@ class Recorded:
         self._roots, self._is_own, self._hosts, self._fold_of = beside, is_own, hosts, fold_of
         self._skip = skip
         self._beside = State(beside, skip=self._skipped, is_held=False)
-        self._num_split: collections.Counter[bool] = collections.Counter()
-        # Number of comparisons of each changed path, in training (True) and evaluation (False).
-        self._looks = collections.defaultdict[bool, collections.Counter[str]](collections.Counter)
+        self._num_split: collections.Counter[bool] = collections.Counter()  # by whether it trains
         self._dims, self._sorted_by, self._concat = dims, sorted_by, concat
         self._verdicts: dict[_Key, str] = {}
         self._checked: set[_Key] = set()
@@ -239,9 +241,9 @@ class Recorded:
         self._losses: list[Tensor | None] = []
         self._notes: dict[_Key, _Note] = {}
         self._later: list[Callable[[], None]] = []
-        self._lengths: list[dict[str, int]] = []
+        self._starts: dict[str, int] = {}  # lengths of lists before the step
         self._times: collections.Counter[str] = collections.Counter()
-        self._counts: list[Mapping[str, float]] = []
+        self._counts: Mapping[str, float] = {}  # of the current step
         self._may_be_loss: list[tuple[Tensor, Tensor]] = []
         self._first: Captured | None = None  # state after the first microbatch
         self._changed: set[str] = set()  # paths that the first microbatch changed
@@ -258,18 +260,22 @@ class Recorded:
     def begin(self) -> None:
         self._forget()
         self._beside.begin()
-        self._note_lengths()
+        self._measure_lists()
 
     def prepare(self) -> None:
         """Join the values of microbatches; later steps of a commit must not allocate memory."""
         self._is_open = False
-        for note in self._notes.values():
-            if not (note.whole or note.is_kept or all(map(is_number, note.values))):
-                note.joined = self._join(note)
         if self.is_split:
+            self._take_entries()
             self._compare()
-            for each in self._lists():
-                self._join_list(each)
+        for note in self._notes.values():
+            if self.is_split and all(map(is_number, note.values)) and not note.whole:
+                note.joined = self._join_numbers(note)  # converted once the loss is known
+            elif not (note.whole or note.is_kept):
+                note.joined = self._join(note)
+            if note.entries_of is not None and not note.is_set:
+                # In place, because other objects may hold a reference to this list.
+                note.entries_of.extend(note.joined)
 
     def commit(self) -> None:
         self._beside.commit()
@@ -285,9 +291,10 @@ class Recorded:
         """Whether at least two microbatches of the batch have started."""
         return len(self.rows) > 1
 
-    def _is_due(self, trains: bool) -> bool:
+    def _is_due(self) -> bool:
         """Whether this split batch looks for state that steps change: 1, 2, 3, then 4, 8, 16."""
         # Comparing a trainer's whole state is slow, and most steps change the same.
+        trains = torch.is_grad_enabled()
         self._num_split[trains] += 1
         count = self._num_split[trains]
         return count <= _LOOKS or count & (count - 1) == 0
@@ -309,17 +316,15 @@ class Recorded:
                 beside.roll_back()
             return
         self.is_filler = dist.is_initialized() and dist.get_world_size() > 1
+        if self.rows:
+            self._take_entries()
         self.rows.append(rows)
-        trains = torch.is_grad_enabled()
-        if len(self.rows) == 2 and self._is_due(trains):
+        if len(self.rows) == 2 and self._is_due():
             self._changed = self._places(self._beside.captured)
-            looks, paths = self._looks[trains], {*self._changed, ""}  # "": of any batch
-            if any(looks[each] < _LOOKS for each in paths):
-                looks.update(paths)
-                self._num_modules = self._modules()
-                self._first = capture(self._roots(), skip=self._skipped())
+            self._num_modules = self._modules()
+            self._first = capture(self._roots(), skip=self._skipped())
         self._times.clear()
-        self._counts.append(counts or {})
+        self._counts = counts or {}
         self._is_open = True
         yield
 
@@ -341,37 +346,27 @@ class Recorded:
             self.note(RETURNS, outputs, is_kept=is_kept)
         self._is_open = False
         self._losses.append(None if own is None else own.detach())
-        self._note_lengths()
         return None
 
-    def note(
-        self,
-        what: str,
-        value: Any,
-        *,
-        weight: Any = None,
-        reduce: str = "mean",
-        tell: _Tell | None = None,
-        whole: Callable[[], Any] | None = None,
-        is_kept: bool = False,
-    ) -> None:
-        """Record a value that a step emits; see `_Note` for the arguments."""
+    def note(self, what: str, value: Any, *, weight: Any = None, **how: Any) -> None:
+        """Record a value that a step emits; see `_Note` for further arguments."""
         if self._heard is not None:
-            for name, each in _numbers_in(what, value) if whole is None else ():
+            is_heard = not (how.get("whole") or how.get("is_known"))
+            for name, each in _numbers_in(what, value) if is_heard else ():
                 self._hear(name, each, self._heard_rows if weight is None else weight)
-            return
-        if not self._is_open:
-            return
+        elif self._is_open:
+            self._record(what, value, weight, **how)
+
+    def _record(self, what: str, value: Any, weight: Any, **how: Any) -> _Note:
         key = what, self._times[what]
         self._times[what] += 1
-        if key not in self._notes:
-            self._notes[key] = _Note(what=what, nth=key[1], reduce=reduce, tell=tell, whole=whole)
-        note = self._notes[key]
+        note = self._notes.setdefault(key, _Note(what=what, nth=key[1], **how))
         note.indices.append(len(self.rows) - 1)
         # Its graph would keep the microbatch's activations alive until the end of the batch.
         note.values.append(detached(value))
         note.weights.append(weight)
-        note.is_kept, note.is_single = is_kept, what in self._single
+        note.is_single = what in self._single
+        return note
 
     @property
     def has_told(self) -> bool:
@@ -424,16 +419,13 @@ class Recorded:
             )
 
     def _places(self, captured: Captured | None) -> set[str]:
-        """Paths changed since a capture, except joined lists and modules that count rows."""
+        """Paths changed since a capture, except inside modules that count rows."""
         assert captured is not None
-        roots, starts = self._roots(), self._lengths[0]
         with on_host():  # the comparison must not take device memory from the batch
             found = set(captured.changed())
-        # New entries of a growing list are joined. Modules such as metrics count rows themselves.
-        apart = [f"{each.what}." for each in self.held() if _counts_rows(each)]
-        for what, _, values in self._lists():
-            apart += [f"{what}[{n}]" for n in range(starts.get(what, 0), len(values))]
-        kept = (e for e in found if not (e.startswith(tuple(apart)) or self._fold_of(e) == "sum"))
+        roots = self._roots()
+        apart = tuple(f"{each.what}." for each in self.held() if _counts_rows(each))
+        kept = (e for e in found if not (e.startswith(apart) or self._fold_of(e) == "sum"))
         return {_with_ends(roots, each) for each in kept}
 
     def _modules(self) -> dict[str, int]:
@@ -445,8 +437,27 @@ class Recorded:
             for name, each in (root.named_modules() if isinstance(root, nn.Module) else ())
         }
 
-    def _note_lengths(self) -> None:
-        self._lengths.append({each.what: len(each.value) for each in self._lists()})
+    def _take_entries(self) -> None:
+        """Record the entries that a step has appended to lists, and take them out of the lists."""
+        rows = self.rows[-1] if self._heard is None else self._heard_rows
+        for what, name, values in self._lists():
+            new = values[self._starts.get(what, 0) :]
+            if new:
+                fold = self._fold_of(name)
+                how = {"reduce": fold or "mean", "is_known": fold is not None}
+                weight = self._counts.get(name)
+                if self._heard is None:
+                    note = self._record(what, new, weight, **how)
+                    # A step that puts a new list in its place does not append to it.
+                    note.is_set |= note.entries_of is not None and note.entries_of is not values
+                    note.entries_of = values
+                    if not note.is_set:
+                        del values[-len(new) :]
+                elif len(new) != rows or rows == 1:
+                    self.note(what, new, weight=weight, **how)
+
+    def _measure_lists(self) -> None:
+        self._starts = {each.what: len(each.value) for each in self._lists()}
 
     def _of(self, owner: Any, is_own: bool) -> dict[str, Any]:
         """Attributes that belong to the user (``is_own=True``), or all other attributes."""
@@ -484,32 +495,26 @@ class Recorded:
         if not 0 < rows <= together.left or rows == together.rows:
             together = self._together = _Together(rows=rows)
         self._heard, self._heard_rows = {}, rows
-        lengths = len(self._lengths)
+        starts, self._counts = self._starts, counts
         self._times.clear()
-        self._counts.append(counts)
         self._beside.begin()
         try:
+            # Parts start from the state that all rows together have left. Starting from 0, a number
+            # that a step sets would look like one that adds up.
             if together.state is not None:
-                self._go_on(together, together.state)
-            self._note_lengths()
+                together.state.put_back()
+            self._measure_lists()
             yield
         except BaseException:
             self._together = _Together()  # the next rows belong to another comparison
             raise
         finally:
-            self._heard = None
-            self._counts.pop()
-            del self._lengths[lengths:]
+            self._heard, self._starts = None, starts
             self._beside.roll_back()
-
-    def _go_on(self, together: _Together, state: Captured) -> None:
-        """Start a part from the state that all rows together have left."""
-        # Starting from 0, a number that a step sets would look like one that adds up.
         if not together.parts:
-            starts = self._numbers(together.moved)
+            before = self._numbers(together.moved)
             for place, number in together.moved.items():
-                together.heard[place, _BESIDE] = number - starts.get(place, 0.0), 1.0
-        state.put_back()
+                together.heard[place, _BESIDE] = number - before.get(place, 0.0), 1.0
 
     def _seen(self, loss: Tensor | None, outputs: Any, own: float | None) -> Output:
         """The loss, the outputs with rows, and the numbers of the finished step."""
@@ -519,14 +524,9 @@ class Recorded:
             dims = [dim for dim in self._dims if each.shape[dim : dim + 1] == (rows,)]
             if each.dim():
                 kept[path] = each.movedim(dims[0], 0) if dims else each
-        for what, each in _numbers_in(RETURNS, outputs):
-            self._hear(what, each, rows)
-        for what, name, values in self._lists():
-            new = values[self._lengths[-1].get(what, 0) :]
-            for value in new if len(new) != rows or rows == 1 else ():
-                for label, each in _numbers_in(what, value):
-                    self._know(name, (label, self._times[label]))
-                    self._hear(label, each, self._counts[-1].get(name, rows))
+        if outputs is not None:
+            self.note(RETURNS, outputs)
+        self._take_entries()
         told = dict(heard)  # a copy: `_learn` adds numbers outside the model
         self._learn(self._together, rows, heard)
         named = {
@@ -536,11 +536,6 @@ class Recorded:
         }
         is_loss = frozenset(name for name, (value, _) in named.items() if value == own)
         return Output(loss, {}, kept, told=named, told_as_loss=is_loss)
-
-    def _know(self, name: str, key: _Key) -> None:
-        """Use the known reduction for the numbers of a list."""
-        if (fold := self._fold_of(name)) is not None:
-            self._verdicts[key] = fold
 
     def _hear(self, what: str, value: Any, weight: Any) -> None:
         assert self._heard is not None
@@ -603,6 +598,7 @@ class Recorded:
                 if self.is_split and None not in note.weights:
                     weight = self._weight(note)
                 note.tell(self._settled(note, loss), weight)
+        self._settle(loss)
         for tell in self._later:
             tell()
         self._forget()
@@ -614,7 +610,8 @@ class Recorded:
 
     def join(self, what: str, values: Sequence[Any]) -> Any:
         """Join the values of microbatches into the value of the batch."""
-        return self._join(_Note(what=what, indices=list(range(len(values))), values=list(values)))
+        indices, weights = list(range(len(values))), [None] * len(values)
+        return self._join(_Note(what=what, indices=indices, values=list(values), weights=weights))
 
     def told(self, what: str, loss: Tensor | None) -> Any:
         """The batch's value of a record without a call; None if nothing was recorded."""
@@ -623,26 +620,22 @@ class Recorded:
 
     def _settled(self, note: _Note, loss: Tensor | None) -> Any:
         """The batch's value, or its loss if the value was the loss in each microbatch."""
-        # A loss may average over something other than rows, so its mean over rows would be wrong.
         if not self.is_split:
             return note.values[-1]
+        self._settle(loss)
+        if note.whole is not None:
+            return note.whole()
+        is_python = is_number(note.values[0]) and not isinstance(note.values[0], Tensor)
+        return note.joined.item() if is_python else note.joined
+
+    def _settle(self, loss: Tensor | None) -> None:
+        """Write the batch's loss, which may be no mean over rows, to where it was emitted."""
         for value, is_loss in self._may_be_loss:
             if loss is not None:
                 # Decide on the device: reading the answer would synchronize once for each number
                 # that is logged.
                 value.copy_(torch.where(is_loss, loss.to(value), value))
         self._may_be_loss.clear()
-        if note.whole is not None:
-            return note.whole()
-        if not all(map(is_number, note.values)):
-            return note.joined
-        joined = self._join_numbers(note)
-        are_losses = None if loss is None else self._is_loss(note)
-        if loss is None or are_losses is None:
-            return joined
-        if isinstance(joined, Tensor):
-            return torch.where(are_losses, loss.to(joined), joined)
-        return float(loss) if bool(are_losses) else joined
 
     def _is_loss(self, note: _Note) -> Tensor | None:
         """Whether the numbers equal the losses of the microbatches; None if they cannot."""
@@ -670,21 +663,34 @@ class Recorded:
             if self._sorted_by is not None and _holds_rows(first, sum(self.rows)):
                 self._refuse_rows(what)
             return first
+        if note.is_set:
+            return values[-1]
         # A step that returns None for each microbatch also returns None for the batch.
         if all(each is None for each in values):
             return None
+        if all(map(is_number, values)):
+            joined = self._join_numbers(note)
+            return joined if isinstance(first, Tensor) else joined.item()
+        is_appended = note.entries_of is not None
+        if all(isinstance(each, list) for each in values):
+            # One entry of each microbatch of one row is more likely one of the batch.
+            are_rows = not note.is_single and self._are_rows(values)
+            if are_rows and not (is_appended and max(self.rows) == 1):
+                self._refuse_rows(what)
+                return [each for value in values for each in value]
+            lengths = list(map(len, values))
+            if is_appended and lengths != lengths[:1] * len(self.rows):
+                self.name_once(
+                    what,
+                    f"{what} got {lengths} entries from the microbatches of one batch, so they "
+                    "depend on the microbatch size. Append once per batch, in a hook that runs "
+                    "after it",
+                )
+                return [each for value in values for each in value]
         if len(values) < len(self.rows) or any(type(each) is not type(first) for each in values):
             return self._as_they_are(what, values)
-        if all(map(is_number, values)):
-            joined, is_loss = self._join_numbers(note), self._is_loss(note)
-            if is_loss is not None and isinstance(joined, Tensor):
-                self._may_be_loss.append((joined, is_loss))
-            return joined
         if isinstance(first, Tensor):
             return self._join_tensors(note)
-        if isinstance(first, list) and not note.is_single and self._are_rows(values):
-            self._refuse_rows(what)
-            return [each for value in values for each in value]
         if kind_of(type(first)) in STRUCTURES or isinstance(first, list | tuple):
             keys = list(open_container(first)[0])
             opened = [dict(zip(*open_container(each), strict=True)) for each in values]
@@ -695,49 +701,54 @@ class Recorded:
         if isinstance(first, str | bytes | bool) and all(each == first for each in values):
             return first
         with contextlib.suppress(BatchError, TypeError):
-            together = concat_rows(list(values))
+            together = concat_rows(values)
             self._refuse_rows(what)
             return together
         return self._as_they_are(what, values)
 
-    def _join_numbers(self, note: _Note) -> Any:
+    def _join_numbers(self, note: _Note) -> Tensor:
         """Reduce numbers as checks have shown, or else as declared."""
-        first, rows = note.values[0], [self.rows[each] for each in note.indices]
+        rows = [self.rows[each] for each in note.indices]
         several = torch.stack([_tensor(each) for each in note.values])
-        fold = self._verdicts.get((note.what, note.nth)) or self._assumed(note, several, rows)
+        verdict = note.reduce if note.is_known else self._verdicts.get((note.what, note.nth))
+        fold = verdict or self._assumed(note, several, rows)
+        is_loss = self._is_loss(note)
         if fold in ("nanmin", "nanmax"):
             kept = several[~several.isnan()]
             several, fold = kept if len(kept) else several, fold.removeprefix("nan")
         if fold != "mean":
-            joined = several.sum(0) if fold == "sum" else getattr(several, f"a{fold}")(0)
-            return joined if isinstance(first, Tensor) else joined.item()
-        weights = note.weights
-        if not weights or None in weights or self._weight(note) != sum(weights):
-            weights = rows
-        # float32 would round integers above 2^24.
-        wide = torch.promote_types(several.dtype, torch.float32)
-        wide = wide if several.is_floating_point() else torch.float64
-        shares = torch.tensor(weights, dtype=wide).to(several.device) / sum(weights)
-        mean = (several.to(wide) * shares).sum(0)
-        # A mean of equal numbers may differ in the last bit, but a constant must stay exact.
-        is_same = (several == several[0]).all()
-        joined = torch.where(is_same, several[0].to(wide), mean).to(several.dtype)
-        return joined if isinstance(first, Tensor) else joined.item()
+            joined: Tensor = several.sum(0) if fold == "sum" else getattr(several, f"a{fold}")(0)
+        else:
+            weights = note.weights
+            if None in weights or self._weight(note) != sum(weights):
+                weights = rows
+            # float32 would round integers above 2^24.
+            wide = torch.promote_types(several.dtype, torch.float32)
+            wide = wide if several.is_floating_point() else torch.float64
+            shares = torch.tensor(weights, dtype=wide).to(several.device) / sum(weights)
+            mean = (several.to(wide) * shares).sum(0)
+            # A mean of equal numbers may differ in the last bit, but a constant must stay exact.
+            is_same = (several == several[0]).all()
+            joined = torch.where(is_same, several[0].to(wide), mean).to(several.dtype)
+        if is_loss is not None:
+            self._may_be_loss.append((joined, is_loss))
+        return joined
 
     def _assumed(self, note: _Note, several: Tensor, rows: Sequence[int]) -> str:
         """The reduction of numbers that no check has shown; a guess is reported in a warning."""
         fold = note.reduce if note.reduce in _FOLDS else "mean"
         is_same = bool((several == several[0]).all())
+        is_checked = (note.what, note.nth) in self._checked
         if several.tolist() == list(rows):
             # With equal sizes, a count of rows looks like a constant that happens to be as large.
             fold, is_sure = "sum", not is_same
         elif fold == "mean" and not several.is_floating_point():
             fold, is_sure = "mean" if is_same else "sum", is_same
+        elif fold == "mean" and (is_same or is_checked or None not in note.weights):
+            is_sure = True
         else:
-            is_mean = fold == "mean" and (is_same or (note.what, note.nth) in self._checked)
-            is_weighted = fold == "mean" and bool(note.weights) and None not in note.weights
-            is_loss = None if is_mean or is_weighted else self._is_loss(note)
-            is_sure = is_mean or is_weighted or (is_loss is not None and bool(is_loss))
+            is_loss = self._is_loss(note)
+            is_sure = is_loss is not None and bool(is_loss)
         if not is_sure:
             self.name_once(
                 note.what,
@@ -776,33 +787,6 @@ class Recorded:
                 for entry in piece
             )
         )
-
-    def _join_list(self, growing: Held) -> None:
-        """Replace the entries that each microbatch appended to a list with those of the batch."""
-        what, name, values = growing
-        ends = [each.get(what, 0) for each in self._lengths]
-        pieces = [values[one:other] for one, other in itertools.pairwise(ends)]
-        lengths = [len(each) for each in pieces]
-        # If the list was cleared or shortened during the batch, indices no longer identify entries.
-        if len(values) != ends[-1] or not any(lengths):
-            return
-        if self._are_rows(pieces) and max(lengths) > 1:
-            self._refuse_rows(what)
-            return
-        if len(set(lengths)) > 1:
-            self.name_once(
-                what,
-                f"{what} got {lengths} entries from the microbatches of one batch, so they depend "
-                "on the microbatch size. Append once per batch, in a hook that runs after it",
-            )
-            return
-        for nth, each in enumerate(zip(*pieces, strict=True)):
-            note = _Note(what=what, nth=nth, values=list(each), indices=list(range(len(each))))
-            self._know(name, (what, nth))
-            note.weights = [counts.get(name) for counts in self._counts]
-            # In place, because other objects may hold a reference to this list.
-            values[ends[0] + nth] = self._join(note)
-        del values[ends[0] + lengths[0] :]
 
     # Errors and warnings
 
@@ -947,7 +931,7 @@ def weakly(method: Callable[..., Any]) -> Callable[..., Any]:
         >>> step()
         Traceback (most recent call last):
         ...
-        ReferenceError: the object of Host.step is there no more
+        ReferenceError: the object of Host.step no longer exists
     """
     if not inspect.ismethod(method):
         return method

@@ -40,7 +40,7 @@ from automicro.microbatcher import Microbatcher
 from automicro.reach import OF_EVERY_MODULE
 from automicro.state.part import State
 from automicro.state.tensors import seen_version
-from automicro.step.metrics import MetricGuard, Metrics
+from automicro.step.metrics import MetricGuard, Metrics, is_of_torchmetrics
 from automicro.step.results import EvalResult, StepResult
 from automicro.transaction.rng import RandomState, devices_of
 from automicro.transaction.transaction import Part
@@ -708,10 +708,8 @@ _OF_A_CALL = BatchLayout({"0": "fields"})  # positional arguments, each with all
 _REDUCED = {"SumMetric": "sum", "MaxMetric": "max", "MinMetric": "min"}
 
 
-def _is_metric(module: nn.Module) -> bool:
-    torchmetrics = sys.modules.get("torchmetrics")  # code that made one has imported it
-    kinds = () if torchmetrics is None else (torchmetrics.Metric, torchmetrics.MetricCollection)
-    return isinstance(module, kinds)
+def _is_metric(module: Any) -> bool:
+    return is_of_torchmetrics(module) or is_of_torchmetrics(module, "MetricCollection")
 
 
 def _emptied(metric: Any) -> Any:

@@ -19,16 +19,14 @@ import functools
 import itertools
 import weakref
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
-from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from automicro.batch.layout import BatchLayout, balanced_sizes
+from automicro.batch.layout import BatchLayout
 from automicro.batch.tensors import map_tensors
-from automicro.batch.types import register_batch_type
 from automicro.errors import (
     BatchError,
     LossError,
@@ -551,7 +549,7 @@ class Enabled(Results):
             targets = _targets_in(_as_batch(row))
             return targets is None or bool((targets[..., 1:] != IGNORED).any())
 
-        rows = self._cut(batch, 1)
+        rows = self._layout.split(batch, [1] * self._layout.num_rows(batch))
         return list(itertools.islice(filter(counts, rows), _ASKED)) or rows[:1]
 
     def _mean(self, model: nn.Module) -> Any:
@@ -582,9 +580,6 @@ class Enabled(Results):
             # The whole batch resolves ambiguities of the layout that one microbatch might not.
             self._layout.num_rows(batch)
         return batch
-
-    def _cut(self, batch: Any, size: int) -> list[Any]:
-        return self._layout.split(batch, balanced_sizes(self._layout.num_rows(batch), size))
 
     def _inner(self, model: nn.Module) -> nn.Module:
         inner = self._trainer.accelerator.unwrap_model(model, keep_torch_compile=False)
@@ -681,10 +676,6 @@ def _no_backward(loss: Tensor, **options: Any) -> None:
     raise LossError("a backward was called outside the step of a batch. Call it inside one")
 
 
-def _label_tokens(targets: Tensor) -> float:
-    return float((targets[..., 1:] != IGNORED).sum())
-
-
 def _tokens_of(trainer: Any, flat: Any) -> dict[str, float]:
     """The numbers of tokens that TRL's means over tokens are computed over, by metric."""
     # Only TRL needs them, and counting synchronizes with the device.
@@ -704,7 +695,8 @@ def _tokens_of(trainer: Any, flat: Any) -> dict[str, float]:
     targets = _targets_behind(_virtual_tokens(trainer), flat)
     if targets is None:
         return {}
-    return dict.fromkeys(("entropy", "mean_token_accuracy"), _label_tokens(targets))
+    counted = float((targets[..., 1:] != IGNORED).sum())
+    return dict.fromkeys(("entropy", "mean_token_accuracy"), counted)
 
 
 def _completion_mask(flat: Mapping[str, Any]) -> Tensor:
@@ -777,77 +769,41 @@ def _in_order(joined: Any, order: Sequence[int]) -> Any:
 # Batches whose rows are not the rows of their tensors
 
 
-def _as_rows(trainer: Any, inputs: Any) -> Any:
-    """Convert a trainer's batch into one that is split by the rows of its loss."""
-    if not isinstance(inputs, Mapping):
-        return inputs
-    if {each.__name__ for each in trainer.__class__.__mro__} & _WITH_PAIRS:
-        return Pairs(dict(inputs))
-    sequences = Sequences.read(inputs)
-    return inputs if sequences is None else sequences
-
-
-def _as_batch(batch: Any) -> Any:
-    """Convert a result of `_as_rows`, or a slice of it, back into a copy of the trainer's batch."""
-    if isinstance(batch, Pairs | Sequences):
-        return batch.flat()
-    return copy.copy(batch) if isinstance(batch, Mapping) else batch
-
-
-@dataclass
-class Pairs:
+class Pairs(dict[str, Any]):
     """A batch of all preferred rows followed by all rejected rows; one row is a pair.
 
-    >>> pairs = Pairs({"input_ids": torch.arange(6), "margin": torch.arange(3)})
-    >>> pairs.num_rows, pairs.take(1, 3).fields["input_ids"].tolist()
-    (3, [1, 2, 4, 5])
+    >>> pairs = Pairs.read({"input_ids": torch.arange(6), "margin": torch.arange(3)})
+    >>> pairs["pairs"]["input_ids"].tolist(), pairs.flat()["input_ids"].tolist()
+    ([[0, 3], [1, 4], [2, 5]], [0, 1, 2, 3, 4, 5])
     """
 
-    fields: dict[str, Any]  # those as long as ``input_ids`` have both blocks
-
-    @property
-    def num_rows(self) -> int:
-        return len(self.fields["input_ids"]) // 2
+    @classmethod
+    def read(cls, batch: Mapping[str, Any]) -> "Pairs":
+        """Put each row next to its partner, without which it has no loss."""
+        both = {
+            name: torch.stack(value.chunk(2), 1)
+            for name, value in batch.items()
+            if isinstance(value, Tensor) and value.shape[:1] == batch["input_ids"].shape[:1]
+        }
+        return cls(pairs=both, rest={k: each for k, each in batch.items() if k not in both})
 
     def flat(self) -> dict[str, Any]:
-        return dict(self.fields)
-
-    def take(self, start: int, stop: int) -> "Pairs":
-        half = self.num_rows
-
-        def part(value: Any) -> Any:
-            if not isinstance(value, Tensor) or value.dim() == 0:
-                return value
-            # Slice both blocks, because a row without its partner has no loss.
-            if len(value) == 2 * half:
-                return torch.cat([value[start:stop], value[half + start : half + stop]])
-            if len(value) == half:
-                return value[start:stop]
-            raise ValueError(
-                f"a batch of {half} pairs has a tensor of {len(value)} rows, and it is unknown "
-                "which row belongs to which pair"
-            )
-
-        return Pairs({name: part(value) for name, value in self.fields.items()})
+        pairs = {name: torch.cat(each.unbind(1)) for name, each in self["pairs"].items()}
+        return {**self["rest"], **pairs}
 
 
 _ENDS = ("cu_seq_lens_q", "cu_seq_lens_k")
 _LONGEST = ("max_length_q", "max_length_k")
 
 
-@dataclass
-class Sequences:
+class Sequences(dict[str, Any]):
     """A batch that packs sequences into one row of tensors without padding; a sequence is a row.
 
     >>> places = torch.tensor([[0, 1, 0, 1, 2]])
-    >>> sequences = Sequences.read({"input_ids": torch.arange(5)[None], "position_ids": places})
-    >>> sequences.num_rows, sequences.take(1, 2).flat()["input_ids"].tolist()
-    (2, [[2, 3, 4]])
+    >>> batch = Sequences.read({"input_ids": torch.arange(5)[None], "position_ids": places})
+    >>> [each["input_ids"].tolist() for each in batch["sequences"]]
+    [[[0, 1]], [[2, 3, 4]]]
     """
-
-    fields: dict[str, Tensor]  # those with one entry per position
-    ends: list[int]  # the start of each sequence, and the end of the last one
-    others: dict[str, Any]  # fields that follow from the lengths or are the same for all sequences
 
     @classmethod
     def read(cls, batch: Mapping[str, Any]) -> "Sequences | None":
@@ -861,8 +817,7 @@ class Sequences:
             ends = batch[_ENDS[0]].tolist()
         elif isinstance(places, Tensor) and places.shape == tokens.shape and length:
             # Positions restart at each sequence, at 0 or at a padding offset.
-            starts = (places[0] == places[0, 0]).nonzero().flatten().tolist()
-            ends = [*starts, length]
+            ends = [*(places[0] == places[0, 0]).nonzero().flatten().tolist(), length]
         else:
             return None
         # If a sequence's first target counts, the previous sequence predicts it as its next token.
@@ -872,47 +827,43 @@ class Sequences:
             return None
         if isinstance(batch.get("attention_mask"), Tensor):
             return None  # one mask covers all sequences
-        fields = {
-            name: value
+        lengths = [stop - start for start, stop in itertools.pairwise(ends)]
+        cut = {
+            name: torch.split(value, lengths, 1)
             for name, value in batch.items()
             if isinstance(value, Tensor) and value.shape[:2] == (1, length)
         }
-        others = {name: value for name, value in batch.items() if name not in fields}
-        return cls(fields=fields, ends=ends, others=others)
-
-    @property
-    def num_rows(self) -> int:
-        return len(self.ends) - 1
+        rows = [dict(zip(cut, row, strict=True)) for row in zip(*cut.values(), strict=True)]
+        # These follow from the lengths, and are not rows.
+        rest = {name: None if name in _ENDS else each for name, each in batch.items()}
+        return cls(sequences=rows, rest={k: each for k, each in rest.items() if k not in cut})
 
     def flat(self) -> dict[str, Any]:
-        found: dict[str, Any] = {**self.others, **self.fields}
-        lengths = [stop - start for start, stop in zip(self.ends, self.ends[1:], strict=False)]
-        device = self.fields["input_ids"].device
-        for name in _ENDS:
-            if name in found:
-                found[name] = torch.tensor(self.ends, dtype=torch.int32, device=device)
-        for name in _LONGEST:
-            if name in found:
-                found[name] = max(lengths)
+        rows, found = self["sequences"], dict(self["rest"])
+        found |= {name: torch.cat([row[name] for row in rows], 1) for name in rows[0]}
+        lengths, device = [row["input_ids"].shape[1] for row in rows], found["input_ids"].device
+        ends = [0, *itertools.accumulate(lengths)]
+        for name in found.keys() & {*_ENDS}:
+            found[name] = torch.tensor(ends, dtype=torch.int32, device=device)
+        found |= dict.fromkeys(found.keys() & {*_LONGEST}, max(lengths))
         if "seq_idx" in found:
             # Numbers start at 0 in each microbatch, because kernels use them as indices.
             numbers = torch.arange(len(lengths), dtype=found["seq_idx"].dtype, device=device)
             found["seq_idx"] = numbers.repeat_interleave(torch.tensor(lengths, device=device))[None]
         return found
 
-    def take(self, start: int, stop: int) -> "Sequences":
-        begin, end = self.ends[start], self.ends[stop]
-        return Sequences(
-            fields={name: value[:, begin:end] for name, value in self.fields.items()},
-            ends=[each - begin for each in self.ends[start : stop + 1]],
-            others=self.others,
-        )
+
+def _as_rows(trainer: Any, inputs: Any) -> Any:
+    """Convert a trainer's batch into one that is split by the rows of its loss."""
+    if not isinstance(inputs, Mapping):
+        return inputs
+    if {each.__name__ for each in trainer.__class__.__mro__} & _WITH_PAIRS:
+        return Pairs.read(inputs)
+    return Sequences.read(inputs) or inputs
 
 
-for _kind in (Pairs, Sequences):
-    register_batch_type(
-        _kind,
-        num_rows=lambda value: value.num_rows,
-        take=lambda value, start, stop: value.take(start, stop),
-        map_tensors=lambda value, change: replace(value, fields=map_tensors(value.fields, change)),
-    )
+def _as_batch(batch: Any) -> Any:
+    """Convert a result of `_as_rows`, or a slice of it, back into a copy of the trainer's batch."""
+    if isinstance(batch, Pairs | Sequences):
+        return batch.flat()
+    return copy.copy(batch) if isinstance(batch, Mapping) else batch

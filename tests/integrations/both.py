@@ -1,10 +1,12 @@
 """A module in its host alone and with automicro: one comparison for every host."""
 
+import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from automicro import MemoryBudget, SampleTooLargeError
@@ -84,3 +86,13 @@ def at_any_limit(run: Run, *, close: float, limits: int = 20, first: int = 1) ->
         ended += 1
         check(ours, plain, close=close)
     assert limits // 3 <= ended
+
+
+def on_ranks(job: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Run in a process of a world, as ``torchrun`` and ``accelerate launch`` start it."""
+    rank = str(dist.get_rank())
+    os.environ.update(
+        RANK=rank, LOCAL_RANK=rank, WORLD_SIZE="2", LOCAL_WORLD_SIZE="2", OMP_NUM_THREADS="1",
+        MASTER_ADDR="127.0.0.1", MASTER_PORT="29500", NODE_RANK="0",
+    )  # fmt: skip
+    return job(int(rank), *args, **kwargs)

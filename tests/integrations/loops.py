@@ -50,44 +50,14 @@ class Example:
 
     model: Callable[[float], nn.Module]
     data: Callable[[torch.dtype], tuple[Any, Any]]
-    collate: Callable[[list[Any]], Any] | None
     scheduler: Callable[[torch.optim.Optimizer, int], Any]
-    loss_fn: Callable[[Any, Any], Tensor] | None
+    loss_fn: Callable[[Any, Any], Tensor]
     batch_size: int
     average: str = "auto"
 
 
-def bert(dropout: float) -> nn.Module:
-    from transformers import BertConfig, BertForSequenceClassification
-
-    config = BertConfig(
-        vocab_size=64, hidden_size=16, num_hidden_layers=2, num_attention_heads=2,
-        intermediate_size=32, max_position_embeddings=32,
-        hidden_dropout_prob=dropout, attention_probs_dropout_prob=dropout,
-    )  # fmt: skip
-    return BertForSequenceClassification(config)
-
-
-def sentences(dtype: torch.dtype) -> tuple[Any, Any]:
-    drawn = torch.Generator().manual_seed(1)
-    lengths = torch.randint(4, 30, (134,), generator=drawn).tolist()
-    rows = [
-        {"input_ids": torch.randint(1, 64, (n,), generator=drawn), "labels": torch.tensor(n % 2)}
-        for n in lengths
-    ]
-    return rows[:86], rows[86:]
-
-
-def pad(rows: list[Any]) -> dict[str, Tensor]:
-    ids = nn.utils.rnn.pad_sequence([row["input_ids"] for row in rows], batch_first=True)
-    labels = torch.stack([row["labels"] for row in rows])
-    return {"input_ids": ids, "attention_mask": (ids != 0).long(), "labels": labels}
-
-
 def warm_up(optimizer: torch.optim.Optimizer, steps: int) -> Any:
-    from transformers import get_linear_schedule_with_warmup
-
-    return get_linear_schedule_with_warmup(optimizer, 3, steps)
+    return torch.optim.lr_scheduler.LinearLR(optimizer, 0.1, total_iters=3)
 
 
 def cnn(dropout: float) -> nn.Module:
@@ -139,10 +109,9 @@ def tag_loss(outputs: Tensor, tags: Tensor) -> Tensor:
     return nn.functional.cross_entropy(outputs.flatten(0, 1), tags.flatten())
 
 
-NLP = Example(bert, sentences, pad, warm_up, None, 16)
-CV = Example(cnn, digits, None, one_cycle, nn.functional.cross_entropy, 64)
-TAGS = Example(Tagger, tagged, None, warm_up, tag_loss, 12, average="tokens")
-EXAMPLES = {"nlp": NLP, "cv": CV, "tags": TAGS}
+CV = Example(cnn, digits, one_cycle, nn.functional.cross_entropy, 64)
+TAGS = Example(Tagger, tagged, warm_up, tag_loss, 12, average="tokens")
+EXAMPLES = {"cv": CV, "tags": TAGS}
 
 
 def sgd(parameters: Any, lr: float) -> torch.optim.Optimizer:
@@ -341,12 +310,12 @@ def train(
     dtype = torch.float64 if precision == "float64" else torch.float32
     with on_host():  # a limit is one of steps
         train_rows, eval_rows = example.data(dtype)
-        size, collate = example.batch_size, example.collate
-        shuffled = DataLoader(train_rows, size, shuffle=True, collate_fn=collate)
+        size = example.batch_size
+        shuffled: Any = DataLoader(train_rows, size, shuffle=True)
         train_loader, eval_loader = made.prepare(
             example.model(dropout).to(dtype),
             kind,
-            [shuffled, DataLoader(eval_rows, 2 * size, collate_fn=collate)],
+            [shuffled, DataLoader(eval_rows, 2 * size)],
             lambda optimizer: example.scheduler(optimizer, 3 * len(shuffled) + 4),
         )
     model = made.model
@@ -382,9 +351,7 @@ def train(
             else:
                 with torch.no_grad():
                     outputs = loss_of(example, model, batch)[1]
-            labels = batch["labels"] if isinstance(batch, dict) else batch[1]
-            predictions = getattr(outputs, "logits", outputs).argmax(dim=-1)
-            seen.append(torch.stack(made.gather((predictions, labels))))
+            seen.append(torch.stack(made.gather((outputs.argmax(dim=-1), batch[1]))))
         found = torch.cat(seen, dim=1)
         logged.append({"rows": found.shape[1], "hits": int((found[0] == found[1]).sum())})
     if saves is not None:
@@ -408,9 +375,6 @@ def running(example: Example, host: str, **case: Any) -> Callable[[Any], Trained
 
 
 def loss_of(example: Example, model: nn.Module, batch: Any) -> tuple[Tensor, Any]:
-    if example.loss_fn is None:
-        outputs = model(**batch)
-        return outputs.loss, outputs
     inputs, targets = batch
     outputs = model(inputs)
     return example.loss_fn(outputs, targets), outputs

@@ -80,6 +80,19 @@ def test_a_list_of_as_many_tensors_as_there_are_rows_is_joined_tensor_by_tensor(
         assert len(found) == 2
 
 
+def test_a_list_that_each_step_puts_in_place_of_another_is_named() -> None:
+    kept = SimpleNamespace(last=[0.0])
+    recorded = Recorded(lambda: {"kept": kept})
+    recorded.begin()
+    for number in (1.0, 2.0):
+        with recorded.step(2):
+            kept.last = [number]
+            recorded.came_to(None)
+    with pytest.warns(MetricWarning, match=r"kept\.last changed"):
+        recorded.prepare()
+    assert kept.last == [2.0]
+
+
 class Counter:
     """What a step counts beside its model, from nothing or from 0."""
 

@@ -13,6 +13,8 @@ pytest.importorskip("trl")
 import datasets
 from transformers.utils import logging
 
+from automicro import BatchError
+from automicro.batch.layout import BatchLayout
 from automicro.integrations.transformers import Pairs, enable
 from tests.integrations.both import furthest
 from tests.integrations.transformers_runs import losses, run
@@ -31,13 +33,13 @@ def quiet(capsys: pytest.CaptureFixture[str]) -> Iterator[None]:
 
 def test_pairs_are_cut_as_pairs() -> None:
     batch = {"input_ids": torch.arange(8), "ref_chosen_logps": torch.arange(4), "name": "kept"}
-    part = Pairs(batch).take(1, 3)
-    assert part.num_rows == 2
-    assert part.flat()["input_ids"].tolist() == [1, 2, 5, 6]
-    assert part.flat()["ref_chosen_logps"].tolist() == [1, 2]
-    assert part.flat()["name"] == "kept"
-    with pytest.raises(ValueError, match="4 pairs has a tensor of 3 rows"):
-        Pairs({**batch, "odd": torch.arange(3)}).take(0, 1)
+    layout = BatchLayout(0)
+    part = layout.split(Pairs.read(batch), [1, 2, 1])[1].flat()
+    assert part["input_ids"].tolist() == [1, 2, 5, 6]
+    assert part["ref_chosen_logps"].tolist() == [1, 2]
+    assert part["name"] == "kept"
+    with pytest.raises(BatchError, match="rows of the batch do not agree"):
+        layout.num_rows(Pairs.read({**batch, "odd": torch.arange(3)}))
 
 
 @pytest.mark.parametrize("loss_type", ["aot", "sft", "bco_pair"])

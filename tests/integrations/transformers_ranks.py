@@ -1,19 +1,9 @@
-"""Two processes under torchrun: a trainer of Hugging Face's or TRL's, plain and with automicro.
+"""Trainers of Hugging Face's or TRL's on two ranks, plain and with automicro."""
 
-    torchrun --nproc-per-node 2 -m tests.integrations.transformers_ranks FOLDER NAME ACCUMULATION
-        [fsdp2]
-
-Rank 1 alone runs out of memory with more than half of a batch. Rank 0 writes what was found.
-"""
-
-import gc
-import json
-import sys
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from transformers import GPT2LMHeadModel
 
 from automicro.integrations.transformers import enable
@@ -73,34 +63,26 @@ def fail_above(trainer: Any, rows: int, *, of_pairs: bool) -> Any:
     return trainer.model.register_forward_pre_hook(fail, with_kwargs=True)
 
 
-def main(folder: Path, name: str, accumulation: int, strategy: str = "ddp") -> None:
-    found: dict[str, Any] = {}
+def compare_on_ranks(
+    rank: int, folder: str, name: str, accumulation: int, strategy: str = "ddp"
+) -> dict[str, Any]:
+    """One rank's part; rank 1 alone runs out of memory with more than half of a batch."""
     how: dict[str, Any] = {"is_sharded": strategy == "fsdp2"}
-    alone = make(folder, name, accumulation, with_us=False, **how)
+    alone = make(Path(folder), name, accumulation, with_us=False, **how)
     plain = runs.run(alone)
-    found["kind"] = type(alone.model_wrapped).__name__
-    ours = make(folder, name, accumulation, with_us=True, **how)
-    handle = None
-    if dist.get_rank() == 1:
-        handle = fail_above(ours, 4, of_pairs=name in ("DPO", "Reward"))
+    ours = make(Path(folder), name, accumulation, with_us=True, **how)
+    handle = fail_above(ours, 4, of_pairs=name in ("DPO", "Reward")) if rank == 1 else None
     got = runs.run(ours)
     if handle is not None:
         handle.remove()
-    found["differs"] = furthest(got[0], plain[0])
-    found["losses"] = [runs.losses(each[1]) for each in (plain, got)]
-    found["microbatch_size"] = ours.automicro.microbatch_size
-    found["evaluations"] = [float(ours.evaluate()["eval_loss"])]
+    evaluations = [float(ours.evaluate()["eval_loss"])]
+    size = ours.automicro.microbatch_size
     ours.automicro.disable()
-    found["evaluations"].append(float(ours.evaluate()["eval_loss"]))
-    every: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(every, found)
-    if dist.get_rank() == 0:
-        (folder / "found.json").write_text(json.dumps(every), encoding="utf-8")
-    dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]), *sys.argv[4:])
-    # A process group that lives on in a cycle of trainers ends the interpreter by SIGABRT, now and
-    # then (pytorch#190489).
-    gc.collect()
+    evaluations.append(float(ours.evaluate()["eval_loss"]))
+    return {
+        "kind": type(alone.model_wrapped).__name__,
+        "differs": furthest(got[0], plain[0]),
+        "losses": [runs.losses(each[1]) for each in (plain, got)],
+        "microbatch_size": size,
+        "evaluations": evaluations,
+    }

@@ -167,20 +167,17 @@ CHECKPOINTING = next(
 
 CASES = {
     "causal": Case(),
-    "accumulation 4": Case(arguments={"gradient_accumulation_steps": 4}),
-    "clipping": Case(arguments={"max_grad_norm": 0.05}),
-    "warm-up": Case(arguments={"warmup_steps": 5, "lr_scheduler_type": "cosine"}),
-    "label smoothing": Case(arguments={"label_smoothing_factor": 0.1}),
+    "accumulation 4": Case(arguments={
+        "gradient_accumulation_steps": 4, "max_grad_norm": 0.05, "warmup_steps": 2,
+        "lr_scheduler_type": "cosine",
+    }),
     "smoothing, accumulation": Case(
         arguments={"label_smoothing_factor": 0.1, "gradient_accumulation_steps": 2}
     ),
     "gradient checkpointing": Case(arguments={CHECKPOINTING: True}),
     "encoder-decoder": Case(model=t5),
     "classifier": Case(model=bert, data=classes),
-    "own module": Case(model=Own, data=classes),
-    "own module, accumulation": Case(
-        model=Own, data=classes, arguments={"gradient_accumulation_steps": 4}
-    ),
+    "own module": Case(model=Own, data=classes, arguments={"gradient_accumulation_steps": 4}),
     "ignores num_items": Case(
         model=Deaf, data=classes, arguments={"gradient_accumulation_steps": 2}
     ),
@@ -191,7 +188,7 @@ CASES = {
         model=Own, data=classes, arguments={"compute_loss_func": mean_of_rows}
     ),
     "frozen base": Case(model=peft_gpt2),
-}
+}  # fmt: skip
 
 
 # Of TRL's: the kind of trainer, and its arguments.
