@@ -112,8 +112,8 @@ def suggestion(name: object, known: Iterable[object]) -> str:
     return "" if near is None else f" (did you mean {near!r}?)"
 
 
-def removed(**instead: str) -> Callable[[type[T]], type[T]]:
-    """Let a constructor answer arguments that it no longer takes with what to do instead.
+def removed(**instead: str) -> Callable[[T], T]:
+    """Let a class or function answer arguments that it no longer takes with what to do instead.
 
     >>> @removed(step="Use one per batch")
     ... class Schedule: ...
@@ -123,18 +123,21 @@ def removed(**instead: str) -> Callable[[type[T]], type[T]]:
     TypeError: Schedule has no argument step. Use one per batch
     """
 
-    def decorate(cls: type[T]) -> type[T]:
-        construct = cls.__init__
+    def decorate(subject: T) -> T:
+        is_class = isinstance(subject, type)
+        call: Any = subject.__init__ if is_class else subject  # type: ignore[misc]
 
-        # `functools.wraps` keeps the constructor's own signature for help() and configs.
-        @functools.wraps(construct)
-        def answering(self: T, *args: Any, **kwargs: Any) -> None:
+        # `functools.wraps` keeps the signature for help() and configs.
+        @functools.wraps(call)
+        def answering(*args: Any, **kwargs: Any) -> Any:
             for name in instead.keys() & kwargs.keys():
-                raise TypeError(f"{type(self).__name__} has no argument {name}. {instead[name]}")
-            construct(self, *args, **kwargs)
+                owner: Any = type(args[0]) if is_class else subject
+                raise TypeError(f"{owner.__name__} has no argument {name}. {instead[name]}")
+            return call(*args, **kwargs)
 
-        cls.__init__ = answering  # type: ignore[assignment, method-assign]
-        return cls
+        if is_class:
+            subject.__init__ = answering  # type: ignore[misc]
+        return subject if is_class else answering  # type: ignore[return-value]
 
     return decorate
 

@@ -4,7 +4,9 @@ The Trainer, configs and integrations have one option for each feature: ``rememb
 stands for ``features=[RememberSizes()]``. `with_features` converts these options.
 """
 
+import contextlib
 import importlib
+import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
@@ -134,6 +136,14 @@ class UpdateMetric(Feature):
     """
 
     def __init__(self, update: Callable[..., None]) -> None:
+        with contextlib.suppress(ValueError):  # some builtins have no signature
+            try:
+                inspect.signature(update).bind("metric", "outputs", "microbatch")
+            except TypeError as error:
+                raise TypeError(
+                    f"update_metric cannot be called with three arguments ({error}). Pass a "
+                    "function (metric, outputs, microbatch) → None"
+                ) from None
         self._update = update
 
     def attach(self, setup: Setup) -> None:
@@ -309,7 +319,7 @@ def _in_place(cls: str, name: str, value: Any, known: Mapping[str, Any]) -> str:
 INSTEAD = {
     "eval_loss_average": "give loss_average a function of the microbatch, or evaluate elsewhere",
     "channels_last": "convert the model: model.to(memory_format=torch.channels_last)",
-    "max_time": "give it to fit(max_time='2h30m')",
+    "max_time": "give it to fit(max_time='2h30m') of the Trainer",
     "parameter_groups": "give optimizer=automicro.ParameterGroups(torch.optim.AdamW, [{…}])",
 }
 

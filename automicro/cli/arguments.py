@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
-from automicro.cli.config.keys import TO_TRAIN
+from automicro.cli.config.keys import KEYS, TO_TRAIN
 from automicro.cli.output import results_alone
 from automicro.errors import ConfigError, nearest
 
@@ -127,6 +127,8 @@ def _files_near(path: Path) -> str:
     folders = {Path(), Path("configs"), path.parent}
     found = sorted({str(each) for folder in folders for each in folder.glob("[!.]*.y*ml")})
     names = {Path(each).stem: each for each in found}
+    if str(path).partition(".")[0] in KEYS and path.suffix not in (".yaml", ".yml"):
+        return f": to set the key, write {path}=VALUE"
     near = nearest(path.stem, names)
     if near is not None:
         return f": did you mean {names[near]!r}?"
