@@ -62,7 +62,8 @@ class ExponentialMovingAverage(Callback):
         update_interval: str | Duration = "1ba",
         evaluate: bool = True,
     ) -> None:
-        if not isinstance(decay, Real) or not 0 <= decay < 1:
+        given: Any = decay
+        if not isinstance(given, Real) or not 0 <= decay < 1:
             raise ValueError(
                 f"decay={decay!r} is not a number of at least 0 and below 1. Pass one such as 0.999"
             )
