@@ -1,7 +1,6 @@
 """Loggers for TensorBoard, W&B and MLflow."""
 
 import importlib.util
-import io
 import json
 import os
 import re
@@ -17,8 +16,6 @@ from automicro.errors import describe_error
 from automicro.files import write_whole
 from automicro.loggers.lines import AppendFile, OpenLogger
 from automicro.showing import json_values
-
-_RGBA = 4  # TensorBoard's number for this color space
 
 
 class TensorBoardLogger(OpenLogger):
@@ -89,26 +86,6 @@ class TensorBoardLogger(OpenLogger):
 
         scalars = [Summary.Value(tag=name, simple_value=each) for name, each in values.items()]
         self._write(step=step, summary=Summary(value=scalars))
-
-    def show(self, name: str, picture: Any, *, step: int) -> None:
-        """Write a figure to the images.
-
-        Args:
-            name: name under which the figure is shown.
-            picture: a matplotlib figure, such as those of `automicro.tools.pictures`.
-            step: number of optimization batches done.
-
-        Raises:
-            OSError: the event cannot be written; the file is left unchanged.
-        """
-        from tensorboard.compat.proto.summary_pb2 import Summary
-
-        picture.savefig(target := io.BytesIO(), format="png")
-        # Width and height are at fixed offsets in a PNG, so no decoder is needed.
-        png = target.getvalue()
-        size = {"width": int.from_bytes(png[16:20]), "height": int.from_bytes(png[20:24])}
-        image = Summary.Image(encoded_image_string=png, colorspace=_RGBA, **size)
-        self._write(step=step, summary=Summary(value=[Summary.Value(tag=name, image=image)]))
 
     def _write(self, **content: Any) -> None:
         from tensorboard.compat.proto.event_pb2 import Event

@@ -1,7 +1,6 @@
 """A picture of speed and memory, drawn by matplotlib (``pip install 'automicro[pictures]'``).
 
-It is a matplotlib figure. A notebook displays it, ``run.show(name, figure)`` passes it to the
-loggers, and `save` writes it to a file.
+It is a matplotlib figure. A notebook displays it, and `save` writes it to a file.
 """
 
 import os
