@@ -116,16 +116,15 @@ def test_help_shows_every_command_with_an_example(capsys: pytest.CaptureFixture[
     assert err == ""
 
 
-@pytest.mark.parametrize("name", COMMANDS)
 def test_the_help_of_a_command_shows_its_own_examples(
-    name: str, capsys: pytest.CaptureFixture[str]
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    assert main([name, "--help"]) == 0
-    out = capsys.readouterr().out
-    command = COMMANDS[name]
-    for example in command.examples:
-        assert f"automicro {name}" in example
-        assert f"\n  {example}\n" in out
+    for name, command in COMMANDS.items():
+        assert main([name, "--help"]) == 0
+        out = capsys.readouterr().out
+        for example in command.examples:
+            assert f"automicro {name}" in example
+            assert f"\n  {example}\n" in out
 
 
 def test_debug_shows_the_traceback_of_a_mistake(capsys: pytest.CaptureFixture[str]) -> None:
