@@ -12,34 +12,16 @@ from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 from automicro.errors import suggestion
 from automicro.options import GRADIENT_SUMS, NON_FINITE_MODES, SYNCS, check_choice
-from automicro.step.feature import Feature
+from automicro.step.feature import Feature as Feature
 from automicro.step.setup import Setup
 from automicro.units import duration_meant
 
 if TYPE_CHECKING:
-    from automicro.carry import Carry
-    from automicro.lengths.sorting import MicrobatchUnit
-    from automicro.nested.parts import Nested
-    from automicro.remembered.recollection import RememberSizes
-    from automicro.savers.levels import WhenTooLarge
-
-__all__ = [
-    "Carry",
-    "CountData",
-    "Feature",
-    "GradientSums",
-    "MicrobatchUnit",
-    "Nested",
-    "NonFinite",
-    "RankReduction",
-    "RememberSizes",
-    "Repeatable",
-    "StepState",
-    "StrictDivisible",
-    "UpdateMetric",
-    "WhenTooLarge",
-    "with_features",
-]
+    from automicro.carry import Carry as Carry
+    from automicro.lengths.sorting import MicrobatchUnit as MicrobatchUnit
+    from automicro.nested.parts import Nested as Nested
+    from automicro.remembered.recollection import RememberSizes as RememberSizes
+    from automicro.savers.levels import WhenTooLarge as WhenTooLarge
 
 # These modules are imported only when their features are used.
 _HOMES = {
@@ -49,6 +31,11 @@ _HOMES = {
     "RememberSizes": "automicro.remembered.recollection",
     "WhenTooLarge": "automicro.savers.levels",
 }
+_HERE = """
+    CountData Feature GradientSums NonFinite RankReduction Repeatable StepState StrictDivisible
+    UpdateMetric with_features
+"""
+__all__ = sorted([*_HOMES, *_HERE.split()])
 
 
 class GradientSums(Feature):
