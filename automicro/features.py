@@ -4,7 +4,9 @@ The Trainer, configs and integrations have one option for each feature: ``rememb
 stands for ``features=[RememberSizes()]``. `with_features` converts these options.
 """
 
+import contextlib
 import importlib
+import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
@@ -22,38 +24,16 @@ from automicro.options import (
     read_amount,
     read_flag,
 )
-from automicro.step.feature import Feature
+from automicro.step.feature import Feature as Feature
 from automicro.step.setup import Setup
 from automicro.units import duration_meant
 
 if TYPE_CHECKING:
-    from automicro.carry import Carry
-    from automicro.lengths.sorting import MicrobatchUnit
-    from automicro.nested.parts import Nested
-    from automicro.remembered.recollection import RememberSizes
-    from automicro.savers.levels import WhenTooLarge
-
-__all__ = [
-    "Carry",
-    "Compile",
-    "CountData",
-    "Deterministic",
-    "Feature",
-    "GradientSums",
-    "MicrobatchUnit",
-    "Nested",
-    "NonFinite",
-    "Optimization",
-    "RankReduction",
-    "Rehearse",
-    "RememberSizes",
-    "Repeatable",
-    "StepState",
-    "StrictDivisible",
-    "UpdateMetric",
-    "WhenTooLarge",
-    "with_features",
-]
+    from automicro.carry import Carry as Carry
+    from automicro.lengths.sorting import MicrobatchUnit as MicrobatchUnit
+    from automicro.nested.parts import Nested as Nested
+    from automicro.remembered.recollection import RememberSizes as RememberSizes
+    from automicro.savers.levels import WhenTooLarge as WhenTooLarge
 
 # These modules are imported only when their features are used.
 _HOMES = {
@@ -63,6 +43,11 @@ _HOMES = {
     "RememberSizes": "automicro.remembered.recollection",
     "WhenTooLarge": "automicro.savers.levels",
 }
+_HERE = """
+    Compile CountData Deterministic Feature GradientSums NonFinite Optimization RankReduction
+    Rehearse Repeatable StepState StrictDivisible UpdateMetric with_features
+"""
+__all__ = sorted([*_HOMES, *_HERE.split()])
 
 
 class GradientSums(Feature):
@@ -150,6 +135,14 @@ class UpdateMetric(Feature):
     """
 
     def __init__(self, update: Callable[..., None]) -> None:
+        with contextlib.suppress(ValueError):  # some builtins have no signature
+            try:
+                inspect.signature(update).bind("metric", "outputs", "microbatch")
+            except TypeError as error:
+                raise TypeError(
+                    f"update_metric cannot be called with three arguments ({error}). Pass a "
+                    "function (metric, outputs, microbatch) → None"
+                ) from None
         self._update = update
 
     def attach(self, setup: Setup) -> None:
@@ -390,7 +383,7 @@ def _in_place(cls: str, name: str, value: Any, known: Mapping[str, Any]) -> str:
 INSTEAD = {
     "eval_loss_average": "give loss_average a function of the microbatch, or evaluate elsewhere",
     "channels_last": "convert the model: model.to(memory_format=torch.channels_last)",
-    "max_time": "give it to fit(max_time='2h30m')",
+    "max_time": "give it to fit(max_time='2h30m') of the Trainer",
     "parameter_groups": "give optimizer=automicro.ParameterGroups(torch.optim.AdamW, [{…}])",
 }
 

@@ -1,8 +1,13 @@
-"""Representations of objects: as one line, and as text in notebooks."""
+"""Representations of objects: as one line, as text in notebooks, and as JSON values."""
 
+import dataclasses
 import html
 import inspect
+import json
 import reprlib
+from collections.abc import Callable, Mapping
+from types import NoneType
+from typing import Any
 
 _SHORT = reprlib.Repr()
 _SHORT.maxother = _SHORT.maxstring = 60
@@ -54,3 +59,27 @@ def html_text(text: str) -> str:
     heading = f"<strong>{html.escape(first)}</strong>"
     rest = rest.strip("\n")
     return f"{heading}<pre>{html.escape(rest)}</pre>" if rest else heading
+
+
+def json_values(value: Any, read_constant: Callable[[str], Any] = str) -> Any:
+    """Return a value in which anything that JSON lacks is text, and NaN what a function returns.
+
+    >>> json_values({"lr": (0.1, float("nan")), 3: {True}, (1, 2): None})
+    {'lr': [0.1, 'NaN'], '3': [True], '(1, 2)': None}
+    """
+    return json.loads(json.dumps(_plain(value)), parse_constant=read_constant)
+
+
+def _plain(value: Any) -> Any:
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        value = {each.name: getattr(value, each.name) for each in dataclasses.fields(value)}
+    if isinstance(value, Mapping):
+        # JSON itself turns a number, a bool or None into a name.
+        names = [each if isinstance(each, _PLAIN) else str(each) for each in value]
+        return dict(zip(names, map(_plain, value.values()), strict=True))
+    if isinstance(value, list | tuple | set | frozenset):
+        return list(map(_plain, value))
+    return value if isinstance(value, _PLAIN) else str(value)
+
+
+_PLAIN = (str, int, float, NoneType)

@@ -1,4 +1,4 @@
-"""Durations, clock times and amounts of memory in readable notation."""
+"""Durations, times and amounts of memory in readable notation."""
 
 import math
 import re
@@ -248,17 +248,14 @@ _PARTS = re.compile(
     r"(?:(?P<d>[0-9]+)\s*d)?\s*(?:(?P<h>[0-9]+)\s*h)?\s*(?:(?P<m>[0-9]+)\s*m)?\s*"
     r"(?:(?P<s>[0-9]+)\s*s)?"
 )
-_CLOCK = re.compile(r"(?:([0-9]+)-)?([0-9]+):([0-5][0-9]):([0-5][0-9])")
 _HOW = "write whole numbers, as in '1d', '2h30m', '45m' or '90s'"
 
 
 def parse_time(text: str | timedelta) -> float:
-    """Parse days, hours, minutes and seconds, or a clock time H:MM:SS, into seconds.
+    """Parse days, hours, minutes and seconds into seconds.
 
-    ``"1-12:00:00"`` is a day and twelve hours, in the notation of batch systems.
-
-    >>> parse_time("2h30m"), parse_time("90s"), parse_time("1:30:00")
-    (9000.0, 90.0, 5400.0)
+    >>> parse_time("2h30m"), parse_time("90s")
+    (9000.0, 90.0)
     """
     if isinstance(text, timedelta):
         seconds = text.total_seconds()
@@ -273,10 +270,6 @@ def parse_time(text: str | timedelta) -> float:
 
 def _read(text: str) -> int:
     stripped = text.strip().lower()
-    clock = _CLOCK.fullmatch(stripped)
-    if clock is not None:
-        days, hours, minutes, seconds = (int(part or 0) for part in clock.groups())
-        return 86400 * days + 3600 * hours + 60 * minutes + seconds
     # Every part is optional, so empty text matches, too.
     parts = _PARTS.fullmatch(stripped)
     if parts is None or not stripped:

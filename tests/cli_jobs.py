@@ -27,13 +27,6 @@ def bug():
     raise AttributeError("a bug in the user's code")
 
 
-def late_bug():
-    def loss(outputs, targets):
-        raise KeyError("a bug while training")
-
-    return loss
-
-
 def loss_of_kind(kind, weight):
     raise ValueError("no such kind")
 

@@ -112,7 +112,7 @@ def test_unknown_arguments_are_named(capsys: pytest.CaptureFixture[str]) -> None
     assert main(["cache", "all"]) == 2
     said = capsys.readouterr().err
     assert said.endswith(
-        "automicro cache: error: unknown argument 'all': cache takes options only\n"
+        "automicro cache: error: unknown argument 'all': cache accepts only options\n"
     )
     assert main(["cache", "--clean"]) == 2
     assert "unknown option '--clean' (did you mean '--clear'?): use" in capsys.readouterr().err

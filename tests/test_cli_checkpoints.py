@@ -86,16 +86,12 @@ def test_a_second_signal_in_the_same_batch_says_how_to_go_on_as_well(
     assert capsys.readouterr().err.splitlines()[-1].endswith("the same command resumes from there")
 
 
-def test_an_interruption_without_checkpoints_says_so(capsys: pytest.CaptureFixture[str]) -> None:
-    assert interrupted()[0] == 130
-    last = capsys.readouterr().err.splitlines()[-1]
-    assert last == (
-        "automicro: Ctrl-C: stopped after batch 5, without a checkpoint: the same command starts "
-        "over; with run_dir=runs/first checkpoint={} it can resume"
-    )
-
-
 GOING_ON: dict[str, tuple[list[str], str]] = {
+    "no folder": (
+        [],
+        "without a checkpoint: the same command starts over; with run_dir=runs/first "
+        "checkpoint={} it can resume",
+    ),
     "a folder named after the time": (
         ["run_dir=${oc.env:A_NAME}", "checkpoint={}"],
         "saved in b c/checkpoints: the same command with 'run_dir=b c' resumes from there",
@@ -132,9 +128,12 @@ def test_ctrl_c_is_told_once_with_how_to_go_on(
 def test_a_finished_run_started_again_trains_nothing_and_says_what_it_came_to(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
+    never_better = "{call: automicro.callbacks.EarlyStopping, args: {patience: 1, min_delta: 9.0}}"
     command = ["run_dir=a", "checkpoint={}", f"eval_dataloader={EVAL_DATA}"]
+    command.append(f"callbacks=[{never_better}]")
     assert train(*command) == 0
     assert capsys.readouterr().out.splitlines()[-1].startswith("wrote ")
+    assert json.loads(Path("a/summary.json").read_text())["epochs"] == 2, "a callback ended it"
     before = {each: each.stat().st_mtime_ns for each in Path("a").rglob("*")}
     assert train(*command) == 0
     *again, last = capsys.readouterr().out.splitlines()
@@ -145,16 +144,9 @@ def test_a_finished_run_started_again_trains_nothing_and_says_what_it_came_to(
     out, err = capsys.readouterr()
     assert json.loads(out) == json.loads(Path("a/summary.json").read_text())
     assert "there is nothing to do" in err
-
-
-def test_a_run_that_callbacks_ended_is_at_its_end(capsys: pytest.CaptureFixture[str]) -> None:
-    never_better = "{call: automicro.callbacks.EarlyStopping, args: {patience: 1, min_delta: 9.0}}"
-    command = ["run_dir=a", "checkpoint={}", f"eval_dataloader={EVAL_DATA}"]
-    command.append(f"callbacks=[{never_better}]")
-    assert train(*command, "--json") == 0
-    assert json.loads(capsys.readouterr().out)["epochs"] == 2
-    assert train(*command, "--json") == 0
-    assert json.loads(capsys.readouterr().out)["epochs"] == 2
+    for code in (0, 2):
+        assert train("run_dir=b", "checkpoint={resume: never}") == code
+    assert "holds the summary.json and the weights.pt of a run already" in capsys.readouterr().err
 
 
 def test_a_run_whose_time_was_over_goes_on(
@@ -169,13 +161,6 @@ def test_a_run_whose_time_was_over_goes_on(
     assert train(*command) == 0
     assert json.loads(capsys.readouterr().out)["steps"] == 8
     assert json.loads(Path("a/summary.json").read_text())["steps"] == 8
-
-
-def test_a_run_that_never_resumes_is_not_overwritten(capsys: pytest.CaptureFixture[str]) -> None:
-    command = ["run_dir=a", "checkpoint={resume: never}"]
-    assert train(*command) == 0
-    assert train(*command) == 2
-    assert "holds the summary.json and the weights.pt of a run already" in capsys.readouterr().err
 
 
 def test_a_longer_run_goes_on_from_the_checkpoints_of_another_and_then_from_its_own(

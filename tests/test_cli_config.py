@@ -32,17 +32,7 @@ def test_with_set_only_the_keys_that_are_set(capsys: pytest.CaptureFixture[str])
     }
 
 
-@pytest.mark.parametrize(
-    "wrong",
-    [
-        "model.call=torch.nn.Linaer",
-        "optimizer.args.learning_rate=1",
-        "max_duration=3",
-        "non_finite=halt",
-        "weights=none.pt",
-        "metrics.a={call: no.such}",
-    ],
-)
+@pytest.mark.parametrize("wrong", ["model.call=torch.nn.Linaer", "weights=none.pt"])
 def test_all_that_train_would_check_is_checked_with_the_same_words(
     wrong: str, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -18,29 +18,23 @@ def in_a_folder_with_a_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     enter_folder_with_job(tmp_path, monkeypatch)
 
 
-def save_perfect_weights() -> str:
+def test_loss_and_metrics_are_printed_one_per_line_or_as_one_object(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     weight = torch.zeros(2, 1024)
     weight[0, 0] = weight[1, 1] = 100.0
     torch.save({"weight": weight, "bias": torch.zeros(2)}, "perfect.pt")
-    return "weights=perfect.pt"
-
-
-def test_loss_and_metrics_are_printed_one_per_line(capsys: pytest.CaptureFixture[str]) -> None:
-    weights = save_perfect_weights()
-    assert main(["eval", "job.yaml", DATA, f"metrics.accuracy={ACCURACY}", weights]) == 0
+    command = ["eval", "job.yaml", DATA, f"metrics.accuracy={ACCURACY}", "weights=perfect.pt"]
+    assert main(command) == 0
     out, err = capsys.readouterr()
     values = dict(line.split(maxsplit=1) for line in out.splitlines())
     assert list(values) == ["loss", "accuracy"]
     assert float(values["accuracy"]) == 1
     assert err == ""
-
-
-def test_as_json_the_values_are_one_object(capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = [DATA, f"metrics.accuracy={ACCURACY}", save_perfect_weights(), "--json"]
-    assert main(["eval", "job.yaml", *arguments]) == 0
+    assert main([*command, "loss_fn.call=cli_job.nan_loss", "--json"]) == 0
     out = capsys.readouterr().out
     assert out.count("\n") == 1
-    assert json.loads(out)["accuracy"] == 1
+    assert json.loads(out) == {"loss": None, "accuracy": 1}  # JSON has no NaN
 
 
 def test_initial_weights_are_warned_of_on_stderr(capsys: pytest.CaptureFixture[str]) -> None:
@@ -66,8 +60,3 @@ def test_what_only_training_needs_is_neither_required_nor_looked_at() -> None:
     )
     groups = "parameter_groups=[{params: '*.bias'}]"
     assert main(["eval", "small.yaml", DATA, groups]) == 0
-
-
-def test_a_loss_that_is_not_a_number_is_null_in_json(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["eval", "job.yaml", DATA, "loss_fn.call=cli_job.nan_loss", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["loss"] is None

@@ -1,7 +1,6 @@
 """What the command line says of a mistake in the user's own code, data and config: whole blocks."""
 
 import re
-import signal
 import sys
 import warnings
 from pathlib import Path
@@ -10,9 +9,6 @@ import pytest
 
 from automicro.cli import main
 from automicro.errors import Stopped, facts_of, remember
-from automicro.trainer.signals import Interruption
-from automicro.trainer.surroundings import noting
-from automicro.trainer.trainer import Trainer
 from tests.cli_jobs import enter_folder_with_job
 
 MODULE = """\
@@ -107,14 +103,6 @@ FAILED = {
         "in evaluation, batch 1",
         "at my_code.py:11, in forward: return self.head(x)",
     ),
-    ("train", "model.args.in_features=5"): (
-        f"the run failed: {SHAPES}",
-        FIRST_BATCH,
-    ),
-    ("train", "train_dataloader.call=my_code.high", "train_dataloader.args={batch_size: 12}"): (
-        "the run failed: IndexError: Target 2 is out of bounds.",
-        FIRST_BATCH,
-    ),
     (
         "train",
         "train_dataloader={call: my_code.high, args: {batch_size: 12}}",
@@ -126,11 +114,6 @@ FAILED = {
     ("train", BROKEN_LOADER): (
         "the run failed: ValueError: row 14 is broken",
         "in training, epoch 1, batch 2 of the epoch (1 batch done)",
-        "at my_code.py:20, in __getitem__",
-    ),
-    ("verify", BROKEN_LOADER, "train_dataloader.args.batch_size=24"): (
-        "the run failed: ValueError: row 14 is broken",
-        "while taking the first batch of train_dataloader",
         "at my_code.py:20, in __getitem__",
     ),
     (
@@ -222,40 +205,6 @@ def test_what_cannot_be_made_is_a_mistake_in_the_config_with_its_place(
     assert said(capsys) == [f"automicro: {place}: {first}", *expected]
 
 
-WRITTEN = {
-    "optimizer.call=torch.optim.Adamw": (
-        "optimizer.call='torch.optim.Adamw': 'torch.optim' has no 'Adamw' "
-        "(did you mean 'AdamW'?): correct the path"
-    ),
-    "optimizer.call=AdamW": (
-        "optimizer.call='AdamW': there is no module 'AdamW' (did you mean 'torch.optim.AdamW'?): "
-        "write the whole path"
-    ),
-    "optimizer.args.lr=${optimizer.args.lrr}": (
-        "optimizer.args.lr=${optimizer.args.lrr}: Interpolation key 'optimizer.args.lrr' not found "
-        "(did you mean 'optimizer.args.lr'?): correct it. Use ${key} from the top level, "
-        "${oc.env:NAME,default} or ${now:%Y-%m-%d}"
-    ),
-    "batchnorm=off": (
-        "batchnorm=false: expected warn, error, disable, ignore or exact; YAML reads yes, no, on "
-        "and off as true or false"
-    ),
-    "seed=": (
-        "the override 'seed=' is not of the form key=value: write it like optimizer.args.lr=0.001, "
-        "seed=null for none, or 'run_dir=\"\"' for an empty text"
-    ),
-}
-
-
-@pytest.mark.parametrize(("override", "message"), WRITTEN.items())
-def test_a_slip_of_the_pen_is_answered_with_what_was_meant(
-    override: str, message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["config", "job.yaml", override]) == 2
-    place = "" if message.startswith("the override") else f"the override {override!r}: "
-    assert capsys.readouterr().err == f"automicro: {place}{message}\n"
-
-
 def test_a_function_can_be_handed_over_as_the_message_says(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
@@ -283,23 +232,6 @@ def test_warnings_are_one_line_each_and_those_of_one_line_of_torch_come_once(
     assert len(broadcast) == 1
     assert re.search(r"^automicro: warning: UserWarning: .* \(torch/.*\.py:\d+\)$", broadcast[0])
     assert warnings.showwarning is before
-
-
-def test_ctrl_c_between_batches_is_one_sentence(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def end(trainer: Trainer, **_: object) -> None:
-        interruption = Interruption()
-        interruption.take_note(signal.SIGINT)
-        with noting(lambda: "in training, epoch 3, batch 20 of the epoch (83 batches done)"):
-            interruption.raise_if_interrupted(where="after batch 83")
-
-    monkeypatch.setattr(Trainer, "fit", end)
-    assert main(["train", "job.yaml", "progress=false"]) == 130
-    assert said(capsys) == [
-        "automicro: Ctrl-C: stopped after batch 83, without a checkpoint: the same command starts "
-        "over; with run_dir=runs/first checkpoint={} it can resume"
-    ]
 
 
 def test_what_is_known_of_an_exception_is_kept_whatever_its_class_does() -> None:

@@ -82,16 +82,6 @@ print(repr(pickle.loads(pickle.dumps(SampleTooLargeError("one row")))))
     assert imported_by(code, folder=tmp_path) == "SampleTooLargeError('one row')\n"
 
 
-def test_a_trainer_takes_no_torchmetrics_where_nobody_gives_a_metric(tmp_path: Path) -> None:
-    code = """\
-import sys, torch
-from automicro import Trainer
-Trainer(torch.nn.Linear(1, 1), [], optimizer=torch.optim.SGD, loss_fn=torch.nn.MSELoss())
-print([name for name in ("torchmetrics", "transformers", "matplotlib") if name in sys.modules])
-"""
-    assert imported_by(code, folder=tmp_path) == "[]\n"
-
-
 # What one process that trains has no use for, and seconds to import.
 FOR_OTHERS = (
     "torch.distributed.fsdp",

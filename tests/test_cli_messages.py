@@ -27,9 +27,6 @@ WRONG_COMMANDS = {
     (): f"no command was given: give one of {ALL}, such as automicro train job.yaml",
     ("trian", "a"): f"there is no command 'trian' (did you mean 'train'?): give one of {ALL}",
     ("job.yaml",): f"there is no command 'job.yaml': give one of {ALL}",
-    ("evaluate", "job.yaml"): (
-        f"there is no command 'evaluate' (did you mean 'eval'?): give one of {ALL}"
-    ),
     ("--quiet",): (
         "unknown option '--quiet': use --version, --debug, or key=value for a key of the config"
     ),
@@ -48,7 +45,6 @@ WRONG_COMMANDS = {
     ("verify", "job.yaml", "--json"): (
         "unknown option '--json': use --debug, or key=value for a key of the config"
     ),
-    ("torture", "a.b"): f"there is no command 'torture': give one of {ALL}",
 }
 
 
@@ -76,16 +72,10 @@ def needs_config(command: str) -> str:
 WRONG_USES: dict[tuple[str, ...], str] = {
     ("train",): needs_config("train"),
     ("eval", "weights=weights.pt"): needs_config("eval"),
-    ("verify",): needs_config("verify"),
-    ("config", "--set"): needs_config("config"),
     ("train", "job.yaml", "seed", "1"): (
-        "there is no file 'seed': give the path of a YAML file, such as job.yaml"
+        "there is no file 'seed': to set the key, write seed=VALUE"
     ),
     ("train", "job2.yaml"): "there is no file 'job2.yaml': did you mean 'job.yaml'?",
-    ("config", "--keys", "lern_rate"): (
-        "no key matches 'lern_rate': give part of a name, a pattern such as '*_size', or none for "
-        "all keys"
-    ),
     ("config", "--keys", "optimzer"): (
         "no key matches 'optimzer' (did you mean 'optimizer'?): give part of a name, a pattern "
         "such as '*_size', or none for all keys"
@@ -111,14 +101,10 @@ WRONG_USES: dict[tuple[str, ...], str] = {
     ): (
         "{override}: ValueError: no such kind\n"
         "  while making loss_fn (cli_job.loss_of_kind)\n"
-        "  at cli_job.py:30, in loss_of_kind"
+        "  at cli_job.py:23, in loss_of_kind"
     ),
     ("train", "job.yaml", "memory_limit=120%"): (
         "{override}: memory_limit: '120%' is not a share of a device: give one such as '80%' or 0.8"
-    ),
-    ("train", "job.yaml", "model={call: cli_job.bug}"): (
-        "{override}: AttributeError: a bug in the user's code\n  while making model (cli_job.bug)\n"
-        "  at cli_job.py:19, in bug"
     ),
     ("train", "job.yaml", "model={call: cli_job.nan_loss}", "weights=good.pt"): (
         "{override}: model is of type function, not a torch.nn.Module; pass the module itself"
@@ -175,56 +161,34 @@ def test_a_mistake_ends_with_2_and_one_message(
     assert out == ""
 
 
-ALL_WRONG = """\
-model: {call: torch.nn.Linear, args: {in_featurs: 8, out_feature: 2}}
-train_dataloader: {call: torch.utils.data.DataLoader, args: {dataset: [1], batch_size: "${sede}"}}
-loss_fn: {call: nn.CrossEntropyLoss}
-optimizer: {call: torch.optim.SGD, args: {lr: 0.1}}
-metrics:
-  accuracy: {cal: torchmetrics.MeanMetric}
-  mean: {call: torchmetrics.MeanMetrics}
-max_durations: 3
-seed: many
-precision: bf61
-"""
-
-
-def test_all_mistakes_are_told_at_once_each_with_what_brought_it_in(
-    capsys: pytest.CaptureFixture[str],
+@pytest.mark.parametrize(
+    ("line", "message"),
+    {
+        "model: {call: torch.nn.Linear, args: {in_featurs: 8}}": (
+            "model: torch.nn.Linear takes no argument 'in_featurs'"
+        ),
+        "max_time: ${sede}": "max_time=${sede}: Interpolation key 'sede' not found",
+        "loss_fn: {call: nn.CrossEntropyLoss}": "loss_fn.call='nn.CrossEntropyLoss': there is no",
+        "metrics: {accuracy: {cal: a.B}}": "metrics.accuracy has an unknown key 'cal'",
+        "metrics: {a: {call: torchmetrics.M}}": "metrics.a.call='torchmetrics.M': 'torchmetrics' ",
+        "max_durations: 3": "unknown key 'max_durations'",
+        "seed: many": "seed='many' (text): expected a whole number or null",
+        "precision: bf61": "precision='bf61' is not known",
+    }.items(),
+)
+def test_a_mistake_is_told_with_what_brought_it_in(
+    line: str, message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    Path("wrong.yaml").write_text(ALL_WRONG, encoding="utf-8")
-    Path("also.yaml").write_text("divice: cuda\nprobe: true\n", encoding="utf-8")
-    overrides = ["optimizer.args.rate=0.2", "memory_limit=lots", "seed.x=1", "probe=false"]
-    assert main(["train", "wrong.yaml", "also.yaml", *overrides]) == 2
-    headline, *lines = capsys.readouterr().err.splitlines()
-    assert headline == f"automicro: {len(lines)} mistakes:"
-    assert sorted(line.split(" (did you mean")[0] for line in lines) == [
-        "  also.yaml:1: unknown key 'divice'",
-        "  the override 'memory_limit=lots': memory_limit: cannot read 'lots' as an amount of "
-        "memory: write a positive number with a unit, B, KiB, MiB, GiB, TiB (powers of 1024) or "
-        "kB, MB, GB, TB (powers of 1000), such as '24MiB'",
-        "  the override 'optimizer.args.rate=0.2': optimizer: torch.optim.SGD takes no argument "
-        "'rate': it takes lr, momentum, dampening, "
-        "weight_decay, nesterov, maximize, foreach, differentiable, fused after the model's "
-        "parameters",
-        "  the override 'seed.x=1' cannot be set, because seed is 'many' and has no 'x' in "
-        "it. Replace all of it with seed=VALUE",
-        "  wrong.yaml:10: precision='bf61' is not known",
-        "  wrong.yaml:1: model: torch.nn.Linear takes no argument 'in_featurs'",
-        "  wrong.yaml:2: train_dataloader.args.batch_size=${sede}: Interpolation key 'sede' not "
-        "found",
-        "  wrong.yaml:3: loss_fn.call='nn.CrossEntropyLoss': there is no module 'nn'",
-        "  wrong.yaml:6: metrics.accuracy has an unknown key 'cal'",
-        "  wrong.yaml:7: metrics.mean.call='torchmetrics.MeanMetrics': 'torchmetrics' has no "
-        "'MeanMetrics'",
-        "  wrong.yaml:8: unknown key 'max_durations'",
-        "  wrong.yaml:9: seed='many' (text): expected a whole number or null",
-    ]
-    # What was put right is no mistake.
-    assert main(["train", "wrong.yaml", "also.yaml", "seed=1", "loss_fn=null"]) == 2
-    said = capsys.readouterr().err
-    assert "seed=" not in said
-    assert "CrossEntropyLoss" not in said
+    Path("also.yaml").write_text(f"# more\n{line}\n", encoding="utf-8")
+    key, value = line.split(": ", 1)
+    for inputs, place in (
+        (["also.yaml"], "also.yaml:2"),
+        ([f"{key}={value}"], f"the override '{key}={value}'"),
+    ):
+        assert main(["config", "job.yaml", *inputs]) == 2
+        assert capsys.readouterr().err.startswith(f"automicro: {place}: {message}")
+    # A mistake that a later override puts right is none.
+    assert main(["config", "job.yaml", "seed=many", "seed=1"]) == 0
 
 
 def test_behind_a_pipe_an_error_comes_after_what_was_printed(

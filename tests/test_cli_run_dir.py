@@ -11,8 +11,6 @@ from torch import nn
 
 from automicro.cli import main
 from automicro.cli.run_dir import RunDir
-from automicro.trainer.report import FitSummary
-from automicro.trainer.trainer import Trainer
 from tests.cli_jobs import enter_folder_with_job
 from tests.config_jobs import load_config
 
@@ -68,19 +66,6 @@ def test_a_finished_run_of_the_same_config_is_not_overwritten(
     message = message.replace("'a'", f"'{Path('a').resolve()}'")
     assert complaint(capsys, f"run_dir={Path('a').resolve()}") == message
     assert {each: each.read_bytes() for each in Path("a").iterdir()} == written
-
-
-def test_an_interrupted_run_leaves_its_config_and_can_be_started_again(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    def interrupt(trainer: Trainer, **_: object) -> FitSummary:
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch:
-        patch.setattr(Trainer, "fit", interrupt)
-        assert train("run_dir=a") == 130
-    assert os.listdir("a") == ["config.yaml"]
-    assert train("run_dir=a") == 0
 
 
 def test_a_file_appears_whole_or_not_at_all(monkeypatch: pytest.MonkeyPatch) -> None:

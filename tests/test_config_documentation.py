@@ -66,13 +66,10 @@ def test_every_mistake_is_answered_as_shown(
         assert line.startswith(shown.removesuffix("…").rstrip())
 
 
-def test_three_mistakes_are_shown() -> None:
+def test_three_mistakes_are_shown_and_every_command_has_a_row() -> None:
     assert len(MISTAKES) == 3
-
-
-@pytest.mark.parametrize("name", COMMANDS)
-def test_every_command_has_a_row(name: str) -> None:
-    assert f"\n| `{name}` | " in PAGE
+    for name in COMMANDS:
+        assert f"\n| `{name}` | " in PAGE
 
 
 def test_exit_codes_are_those_of_the_help() -> None:

@@ -1,6 +1,5 @@
 """Callbacks, loggers, checkpoints, evaluations by name, and max_time in a config."""
 
-import importlib
 import json
 from pathlib import Path
 
@@ -62,28 +61,6 @@ def test_loggers_take_down_the_config_as_it_ran() -> None:
     assert first["run"]["config"]["seed"] == 4
     assert first["run"]["model"] == "Linear"
     assert rest[0]["train/microbatch_size"] == 2
-
-
-def test_pictures_reach_the_loggers_of_a_config(monkeypatch: pytest.MonkeyPatch) -> None:
-    Path("album.py").write_text(
-        "import torch\nfrom automicro import Callback\n\n\ndef loader():\n"
-        "    return [(torch.ones(2, 8), torch.zeros(2, dtype=torch.long))]\n\n\n"
-        "class Album:\n    shown = []\n\n    def start(self, run, *, resume_step): ...\n\n"
-        "    def log(self, values, *, step): ...\n\n    def close(self): ...\n\n"
-        "    def show(self, name, picture, *, step):\n"
-        "        self.shown.append((name, picture, step))\n\n\n"
-        "class Painter(Callback):\n    def batch_end(self, run, result):\n"
-        "        run.show('sizes', 'a picture')\n"
-    )
-    monkeypatch.syspath_prepend(".")
-    config = job(
-        "train_dataloader={call: album.loader}",
-        "loggers=[{call: album.Album}]",
-        "callbacks=[{call: album.Painter}]",
-    )
-    build_trainer(config).fit()
-    shown = importlib.import_module("album").Album.shown
-    assert shown[0] == ("sizes", "a picture", 1)
 
 
 TRAINING = (

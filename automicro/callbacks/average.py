@@ -1,6 +1,7 @@
 """An exponential moving average of the weights."""
 
 from collections.abc import Mapping
+from numbers import Real
 from typing import Any
 
 import torch
@@ -13,7 +14,6 @@ from automicro.events.run import Run
 from automicro.memory.budget import active_budget
 from automicro.sharding import is_sharded, local
 from automicro.showing import short
-from automicro.torch_private import is_uninitialized
 from automicro.units import Duration, read_duration
 
 
@@ -25,8 +25,7 @@ class ExponentialMovingAverage(Callback):
 
     Each update computes ``average = decay · average + (1 - decay) · weights``, for all parameters
     and for floating point buffers (BatchNorm's statistics); other buffers are not averaged. The
-    average starts from the weights at the start of the first `fit`, or after the first batch if the
-    model is lazy.
+    average starts from the weights at the start of the first `fit`.
 
     Evaluations use the average. Parameters are pointed to it and back, so training continues with
     the same weights, bit for bit, and nothing is copied. If an evaluation ends with an error, the
@@ -63,16 +62,17 @@ class ExponentialMovingAverage(Callback):
         update_interval: str | Duration = "1ba",
         evaluate: bool = True,
     ) -> None:
-        if not 0 <= decay < 1:
+        given: Any = decay
+        if not isinstance(given, Real) or not 0 <= decay < 1:
             raise ValueError(
-                f"decay={decay} must be at least 0 and below 1. Pass a number such as 0.999"
+                f"decay={decay!r} is not a number of at least 0 and below 1. Pass one such as 0.999"
             )
         self._decay = float(decay)
         self._interval = read_duration("update_interval", update_interval)
         self._evaluate = evaluate
         self._model: nn.Module | None = None
         self._average: dict[str, Tensor] | None = None
-        self._is_placed = True  # False for an average that was loaded but not yet copied
+        self._is_placed = False  # whether the average is a copy on the model's device
         self._updated_at = 0  # in the interval's unit
         self._set_aside: list[tuple[Tensor, Tensor]] = []  # tensors and their training weights
 
@@ -111,13 +111,10 @@ class ExponentialMovingAverage(Callback):
         self.restore()
         self._adopt(run)
         budget = active_budget()
-        if self._average is not None and budget is not None and run.device.type == "cpu":
-            # The simulated device of this fit is a new one, and the average takes memory on it as
-            # well.
-            budget.track(self._average)  # from an earlier fit
-        tensors = (*run.model.parameters(), *run.model.buffers())
-        if self._average is None and not any(map(is_uninitialized, tensors)):
-            self._begin(run)
+        if budget is not None and run.device.type == "cpu":
+            # The simulated device of this fit is a new one, and an average from an earlier fit
+            # takes memory on it as well.
+            budget.track(self._average)
 
     def _restore_at(self, *_: Any, **__: Any) -> None:
         """Restore the training weights if necessary."""
@@ -128,9 +125,9 @@ class ExponentialMovingAverage(Callback):
     def eval_start(self, run: Run) -> None:
         """Switch the model to the average."""
         self.restore()
-        self._adopt(run)
         if not self._evaluate or self._average is None:
             return
+        self._adopt(run)
         for name, tensor in _averaged(run.model).items():
             # With equal precision this is the average itself, without a copy.
             average = self._average[name].to(tensor.dtype)
@@ -155,60 +152,51 @@ class ExponentialMovingAverage(Callback):
         self._is_placed = False
         self._updated_at = state["updated_at"]
 
+    @torch.no_grad()
     def _adopt(self, run: Run) -> None:
-        """Bind the average to the run's model, and copy a loaded average to the model's device."""
+        """Bind the average to the run's model, and copy what it starts from to its device."""
         if self._model is not None and self._model is not run.model:
             raise ValueError(
                 "this ExponentialMovingAverage averages the weights of another model. Make a new "
                 "one for each model"
             )
         self._model = run.model
-        if self._average is None or self._is_placed:
+        if self._is_placed:
             return
         tensors = _averaged(run.model)
-        _require_same_names(self._average, tensors)
+        if self._average is None:
+            self._updated_at = run.state.done(self._interval.unit)
+        start = tensors if self._average is None else self._average
+        _require_same_names(start, tensors)
         self._average = {
             # Always a copy, because the loaded tensors might belong to a shared checkpoint.
-            name: self._average[name].to(tensor.device, _dtype_for(tensor), copy=True)
+            name: start[name].detach().to(tensor.device, _dtype_for(tensor), copy=True)
             for name, tensor in tensors.items()
         }
         self._is_placed = True
 
     @torch.no_grad()
-    def _begin(self, run: Run) -> None:
-        self._average = {
-            name: tensor.detach().to(dtype=_dtype_for(tensor), copy=True)
-            for name, tensor in _averaged(run.model).items()
-        }
-        self._updated_at = run.state.done(self._interval.unit)
-
     def _update_if_due(self, run: Run, *_: Any, **__: Any) -> None:
         """Update the average if an interval has passed."""
         done, every = run.state.done(self._interval.unit), self._interval.value
-        if self._average is None:
-            self._begin(run)
-        elif done // every > self._updated_at // every:
-            self._update(self._average, run.model)
-            self._updated_at = done
+        if self._average is None or done // every <= self._updated_at // every:
+            return
+        self._updated_at = done
+        tensors = _averaged(run.model)
+        _require_same_names(self._average, tensors)
+        alike = []
+        for name, tensor in tensors.items():
+            average = self._average[name]
+            if average.dtype == tensor.dtype:
+                alike.append((average, tensor))
+            else:
+                average.lerp_(tensor.to(average.dtype), 1 - self._decay)
+        # One call, because a kernel for each parameter would cost more than the update itself.
+        if alike:
+            update = get_ema_multi_avg_fn(self._decay)  # type: ignore[no-untyped-call]
+            update(*map(list, zip(*alike, strict=True)), 0)
 
     batch_end = epoch_end = _update_if_due
-
-    @torch.no_grad()
-    def _update(self, averages: dict[str, Tensor], model: nn.Module) -> None:
-        tensors = _averaged(model)
-        _require_same_names(averages, tensors)
-        by_type: dict[tuple[torch.dtype, torch.device], list[str]] = {}
-        for name, tensor in tensors.items():
-            # One call for each type and device, because a kernel for each parameter would cost more
-            # than the update itself.
-            if averages[name].dtype == tensor.dtype:
-                by_type.setdefault((tensor.dtype, tensor.device), []).append(name)
-            else:
-                averages[name].lerp_(tensor.to(averages[name].dtype), 1 - self._decay)
-        # Torch's function is fused on devices that support it.
-        update = get_ema_multi_avg_fn(self._decay)  # type: ignore[no-untyped-call]
-        for names in by_type.values():
-            update([averages[name] for name in names], [tensors[name] for name in names], 0)
 
 
 @torch.no_grad()

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Mapping
+from numbers import Real
 from typing import Any
 
 from automicro.errors import suggestion, warn
@@ -54,7 +55,8 @@ class EarlyStopping(Callback):
         self._patience = read_count("patience", patience)
         # Multiplied by the sign, smaller is better in both modes.
         self._sign = 1 if check_choice("mode", mode, ("min", "max")) == "min" else -1
-        if not min_delta >= 0:
+        given: Any = min_delta
+        if not isinstance(given, Real) or not min_delta >= 0:
             raise ValueError(f"min_delta={min_delta!r} must be 0 or above; mode sets the direction")
         self._min_delta = float(min_delta)
         self._best: float | None = None

@@ -52,7 +52,7 @@ class GrowthSchedule(Callback):
     """
 
     _logged_as = "train/size"
-    _resize: Any = None
+    _own_resize: Any = None  # of a class for one kind of data
 
     def __init__(
         self,
@@ -71,8 +71,7 @@ class GrowthSchedule(Callback):
         self._over = read_duration("over", over)
         self._steps = None if steps is None else read_count("steps", steps)
         self._multiple_of = read_count("multiple_of", multiple_of)
-        if resize is not None:
-            vars(self)["_resize"] = resize
+        self._resize = self._own_resize if resize is None else resize
         if not callable(self._resize):
             raise TypeError(
                 f"resize={resize!r} cannot be called. Pass a function (batch, size) → batch"
@@ -133,7 +132,7 @@ class ImageSizeSchedule(GrowthSchedule):
 
     _logged_as = "train/image_size"
 
-    def _resize(self, batch: Any, size: int) -> Any:
+    def _own_resize(self, batch: Any, size: int) -> Any:
         return resize_images(batch, size, multiple_of=self._multiple_of)
 
 
@@ -226,7 +225,7 @@ class SequenceLengthSchedule(GrowthSchedule):
 
     _logged_as = "train/sequence_length"
 
-    def _resize(self, batch: Any, size: int) -> Any:
+    def _own_resize(self, batch: Any, size: int) -> Any:
         return cut_tokens(batch, size)
 
 

@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import logging
 import os
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -27,10 +28,11 @@ from automicro.torch_private import (
     can_record_memory,
     dump_memory_snapshot,
     is_compiled,
-    is_uninitialized,
     tell_no_more,
     tell_of_shortage,
 )
+
+logger = logging.getLogger(__name__)
 
 
 @removed(
@@ -73,6 +75,7 @@ class OutOfMemoryReport(Callback):
         self._max_reports = read_count("max_reports", max_reports)
         self._snapshot = snapshot
         self._left = self._max_reports - len(list(self._folder.glob("oom-*.json")))
+        self._said_full = False
         self._batch: Any = None
         self._taken: Path | None = None  # snapshot of this attempt's last refused request
         self._why_not: Exception | None = None
@@ -126,6 +129,14 @@ class OutOfMemoryReport(Callback):
         try:
             if self._left > 0:
                 self._report(run, failure, forward)
+            elif not self._said_full:
+                self._said_full = True
+                logger.warning(
+                    "%s has %d reports, so this failure and later ones get none. Raise "
+                    "max_reports, or name another folder",
+                    self._folder,
+                    self._max_reports,
+                )
         # Also after Ctrl-C, so that no snapshot is left behind.
         finally:
             self._drop_snapshot()
@@ -212,10 +223,7 @@ def describe_failure(run: Run, failure: OutOfMemory, batch: Any) -> dict[str, An
     device = OccupiedDevice(run.device, run.modules, run.optimizer)
     residents = device.measure(training=attempt.phase == "train")
     sizes = [
-        each.nbytes
-        for module in run.modules
-        for each in (*module.parameters(), *module.buffers())
-        if not is_uninitialized(each)
+        each.nbytes for module in run.modules for each in (*module.parameters(), *module.buffers())
     ]
     on_device = [each.nbytes for _, each in tensor_leaves(batch) if each.device == run.device]
     held = [

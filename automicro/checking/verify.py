@@ -27,7 +27,7 @@ from automicro.checking.report import (
     finding,
 )
 from automicro.checking.rows import telling_rows
-from automicro.errors import BatchError, LossError, RollbackError, describe_error, text_of
+from automicro.errors import BatchError, LossError, RollbackError, describe_error, removed, text_of
 from automicro.loss import averages as means
 from automicro.loss.averages import Average, LossAverage
 from automicro.loss.conventions import choose_convention
@@ -363,6 +363,7 @@ def _cuts(num_rows: int, sizes: Sequence[int] | None) -> list[int]:
     return sorted(set(cuts), reverse=True)
 
 
+@removed(dtype="Cast the model and the batch: model.to(torch.float32)")
 def verify(
     model: nn.Module,
     batch: Any,

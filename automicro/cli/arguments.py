@@ -2,13 +2,14 @@
 
 import argparse
 import contextlib
+import inspect
 import os
 from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
 from typing import TYPE_CHECKING, TextIO
 
-from automicro.cli.config.keys import TO_TRAIN
+from automicro.cli.config.keys import KEYS, TO_TRAIN
 from automicro.cli.output import results_alone
 from automicro.errors import ConfigError, nearest
 
@@ -20,17 +21,16 @@ FORM = "CONFIG [CONFIG …] [key=value …]"
 """Usage text for the files and overrides, which argparse cannot distinguish."""
 
 
-@dataclass(frozen=True, kw_only=True)
 class Command:
-    """One command of ``automicro``."""
+    """One command of ``automicro``: a module with a docstring, ``run`` and ``EXAMPLES``."""
 
-    doc: str  # help text, the docstring of its file; lists of commands show the first line
-    examples: Sequence[str]  # complete command lines; lists of commands show the first one
-    run: Callable[[argparse.Namespace], int]  # returns the exit code
-    add_arguments: Callable[[argparse.ArgumentParser], None] = lambda parser: None
-    takes_config: bool = True  # whether it takes files and overrides
-    json: str = ""  # help of --json; empty if there is no such option
-    place: int = 100  # position in lists of commands, unique
+    def __init__(self, module: ModuleType) -> None:
+        self.doc = inspect.getdoc(module) or ""  # lists of commands show the first line
+        self.run: Callable[[argparse.Namespace], int] = module.run  # returns the exit code
+        self.examples: Sequence[str] = module.EXAMPLES  # complete command lines
+        self._add_arguments = getattr(module, "add_arguments", None)
+        self._takes_config = getattr(module, "TAKES_CONFIG", True)  # files and overrides
+        self._json = getattr(module, "JSON", "")  # help of --json, if there is such an option
 
     @property
     def brief(self) -> str:
@@ -43,8 +43,9 @@ class Command:
         examples = "".join(f"  {example}\n" for example in self.examples)
         parser.description = self.doc
         parser.epilog = f"examples:\n{examples}"
-        self.add_arguments(parser)
-        if self.takes_config:
+        if self._add_arguments is not None:
+            self._add_arguments(parser)
+        if self._takes_config:
             parser.add_argument(
                 "inputs",
                 metavar="CONFIG",
@@ -52,8 +53,8 @@ class Command:
                 help="YAML files, merged in order (later ones win), and key=value overrides, "
                 "with dots for nested keys and YAML for values",
             )
-        if self.json:
-            parser.add_argument("--json", action="store_true", help=self.json)
+        if self._json:
+            parser.add_argument("--json", action="store_true", help=self._json)
 
 
 def split_inputs(inputs: Sequence[str], *, command: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
@@ -127,6 +128,8 @@ def _files_near(path: Path) -> str:
     folders = {Path(), Path("configs"), path.parent}
     found = sorted({str(each) for folder in folders for each in folder.glob("[!.]*.y*ml")})
     names = {Path(each).stem: each for each in found}
+    if str(path).partition(".")[0] in KEYS and path.suffix not in (".yaml", ".yml"):
+        return f": to set the key, write {path}=VALUE"
     near = nearest(path.stem, names)
     if near is not None:
         return f": did you mean {names[near]!r}?"

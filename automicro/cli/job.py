@@ -10,8 +10,7 @@ from torch import nn
 
 from automicro.cli.config.build import Recipe
 from automicro.cli.config.load import LoadedConfig, read_config
-from automicro.cli.errors import summarize_error
-from automicro.errors import ConfigError, DataLoaderError, keys_of
+from automicro.errors import ConfigError, DataLoaderError
 from automicro.trainer.device import choose_device
 from automicro.trainer.processes import process_in_environment
 from automicro.trainer.surroundings import noting
@@ -34,22 +33,15 @@ class Job:
         # Including the yield, because code inside the block might import more modules.
         with _importing_beside(*self._files):
             self.loaded = read_config(
-                self._files,
-                self._overrides,
-                required=required,
-                num_devices=num_processes,
-                check=lambda config, at: Recipe(config, without=unused, at=at),
+                self._files, self._overrides, required=required, num_devices=num_processes
             )
-            yield self.loaded.checked
+            with self.making():
+                recipe = Recipe(self.loaded.config, without=unused)
+            yield recipe
 
-    @contextlib.contextmanager
-    def making(self) -> Iterator[None]:
+    def making(self) -> contextlib.AbstractContextManager[None]:
         """Turn errors in creating the objects of a config into config errors."""
-        try:
-            yield
-        except Exception as error:
-            text = str(error) if isinstance(error, ConfigError) else summarize_error(error)
-            raise ConfigError(f"{self.loaded.sources.origin(keys_of(error))}: {text}") from error
+        return self.loaded.sources.explaining()
 
     def _count_processes(self) -> int:
         try:

@@ -4,12 +4,13 @@ Nothing here imports torch in a single process.
 """
 
 import contextlib
-import dataclasses
 import json
 import os
 import sys
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, TextIO
+
+from automicro.showing import json_values
 
 if TYPE_CHECKING:
     from automicro.trainer.processes import Process
@@ -22,12 +23,7 @@ def to_json(values: Any, *, indent: int | None = None) -> str:
     '{"loss": null, "steps": 3}'
     """
     # Python would write NaN and Infinity, which other JSON parsers refuse.
-    plain = json.loads(json.dumps(values, default=_plain), parse_constant=lambda constant: None)
-    return json.dumps(plain, indent=indent)
-
-
-def _plain(value: Any) -> Any:
-    return dataclasses.asdict(value) if dataclasses.is_dataclass(value) else str(value)  # type: ignore[arg-type]
+    return json.dumps(json_values(values, lambda constant: None), indent=indent)
 
 
 @contextlib.contextmanager

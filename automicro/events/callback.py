@@ -247,9 +247,8 @@ class Callbacks:
         for callback, method in self._listeners[event]:
             call = partial(method, run, *subject)
             with _blaming(callback, f"at {event}", explains=event not in STEP_EVENTS) as where:
-                if (
-                    event in _CALLED_ONCE or run.world_size > 1
-                ):  # a repeated call could leave peers waiting
+                # A repeated call could leave peers waiting.
+                if event in _CALLED_ONCE or run.world_size > 1:
                     call()
                 else:
                     once_more(call, run.device, doing=f"calling {where}")

@@ -5,7 +5,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
@@ -333,7 +333,6 @@ class Requests:
     expected: ExpectedValues = field(default_factory=ExpectedValues)
     logged: dict[str, float] = field(default_factory=dict)
     unlogged: dict[str, float] = field(default_factory=dict)
-    unshown: dict[str, Any] = field(default_factory=dict)
     stop_reason: str | None = None
     wants_checkpoint: bool = False
 
@@ -411,14 +410,12 @@ class Run:
         self.requests.logged.update(values)
         self.requests.unlogged.update(values)
 
-    def show(self, name: str, picture: Any) -> None:
-        """Send a figure to the loggers that support figures, at the current batch.
-
-        Args:
-            name: name under which the figure is logged.
-            picture: a matplotlib figure, such as those of `automicro.tools.pictures`.
-        """
-        self.requests.unshown[name] = picture
+    def show(self, *_: Any) -> NoReturn:
+        """Refuse figures, which went."""
+        raise TypeError(
+            "loggers take no figures. Write them with the logger's own package, such as "
+            "SummaryWriter(folder).add_figure(…)"
+        )
 
     def stop(self, reason: str) -> None:
         """Request that training ends after this batch or this evaluation.

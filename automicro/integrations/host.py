@@ -26,7 +26,7 @@ from automicro.batch.joining import concat_rows
 from automicro.batch.tensors import builder, map_tensors, open_container, tensor_leaves
 from automicro.batch.types import STRUCTURES, kind_of
 from automicro.errors import BatchError, LossError, MetricWarning, warn
-from automicro.features import WORDS, with_features
+from automicro.features import INSTEAD, WORDS, with_features
 from automicro.loss.conventions import Output
 from automicro.loss.passes import is_extra_pass
 from automicro.microbatcher import Microbatcher
@@ -53,10 +53,8 @@ def check_options(call: str, options: Mapping[str, Any], own: Mapping[str, str])
         if name in own:
             raise TypeError(f"{call}({name}=…) is set by {own[name]}. Leave it out")
         if name not in known:
-            raise TypeError(
-                f"{call}({name}=…) is not known. Pass options of Microbatcher: "
-                f"{', '.join(sorted(known))}"
-            )
+            instead = f"pass options of Microbatcher: {', '.join(sorted(known))}"
+            raise TypeError(f"{call}({name}=…) is not known: {INSTEAD.get(name, instead)}")
 
 
 def microbatcher_of(

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from automicro.loggers.logger import RESERVED_NAMES
+from automicro.showing import json_values
 
 
 class AppendFile:
@@ -80,30 +81,33 @@ def _kept_bytes(path: Path, resume_step: int | None) -> int:
     return sum(map(len, lines))
 
 
-class FileLogger:
-    """Base of loggers with a file that is open from `start` to `close`."""
+class OpenLogger:
+    """Base of loggers with a file or a run that is open from `start` to `close`."""
 
     def __init__(self, path: str | Path) -> None:
         self._path = Path(path)
-        self._file: AppendFile | None = None
+        self._open: Any = None
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({str(self._path)!r})"
 
     @property
-    def _opened(self) -> AppendFile:
-        if self._file is None:
+    def _opened(self) -> Any:
+        if self._open is None:
             raise RuntimeError(f"{self!r} is not open. Call start({{}}) before log(…)")
-        return self._file
+        return self._open
 
     def close(self) -> None:
-        """Close the file."""
-        file, self._file = self._file, None
-        if file is not None:
-            file.close()
+        """Write what is left, and close the file or end the run. Closing twice does nothing."""
+        is_open, self._open = self._open, None
+        if is_open is not None:
+            self._end(is_open)
+
+    def _end(self, file: Any) -> None:
+        file.close()
 
 
-class JSONLinesLogger(FileLogger):
+class JSONLinesLogger(OpenLogger):
     """Writes one JSON object per line: the step, the time, and the values by name.
 
     The first line of a run has the description of the run under ``"run"`` instead of values. Each
@@ -139,8 +143,8 @@ class JSONLinesLogger(FileLogger):
         self.close()
         # Checked before the file is opened, so that a file of another program is never changed.
         kept = _kept_bytes(self._path, resume_step) if self._path.is_file() else 0
-        self._file = AppendFile(self._path)
-        self._file.cut(kept)
+        self._open = AppendFile(self._path)
+        self._open.cut(kept)
         self._write({"run": run}, resume_step or 0)
 
     def log(self, values: Mapping[str, float], *, step: int) -> None:
@@ -162,18 +166,3 @@ class JSONLinesLogger(FileLogger):
         text = json.dumps(json_values(line), ensure_ascii=False, allow_nan=False)
         # A lone surrogate cannot be encoded; JSON has an escape for it.
         self._opened.write(text.encode(errors="backslashreplace") + b"\n")
-
-
-def json_values(value: Any) -> Any:
-    """Return a value in which anything that JSON lacks is text.
-
-    >>> json_values({"lr": (0.1, float("nan")), 3: Path("data")})
-    {'lr': [0.1, 'NaN'], '3': 'data'}
-    """
-    return json.loads(json.dumps(value, default=_plain), parse_constant=str)
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return dict(value)
-    return list(value) if isinstance(value, set | frozenset) else str(value)

@@ -20,9 +20,6 @@ class Logger(Protocol):
     Implement these three methods. An exception in one of them becomes a warning and never stops the
     run, see `LoggerGroup`.
 
-    A logger that can show figures also has ``show(name, picture, *, step)``, where ``picture`` is a
-    matplotlib figure.
-
     There is no ``flush``: logged values should survive the death of the process. A logger that
     buffers values writes them every few seconds, and in `close`.
     """
@@ -192,23 +189,6 @@ class LoggerGroup:
                 for each in self._loggers
             ]
         _tell(messages)
-
-    def show(self, name: str, picture: Any, *, step: int) -> None:
-        """Show a figure in every logger that supports figures.
-
-        Args:
-            name: name under which the figure is shown.
-            picture: a matplotlib figure, such as those of `automicro.tools.pictures`.
-            step: number of optimization batches done.
-        """
-        showing = [(each, getattr(each.logger, "show", None)) for each in self._loggers]
-        _tell(
-            [
-                each.attempt(f"show {name!r}", partial(show, name, picture, step=step))
-                for each, show in showing
-                if show is not None
-            ]
-        )
 
     def close(self) -> None:
         """Close every logger."""

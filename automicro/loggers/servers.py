@@ -1,7 +1,6 @@
 """Loggers for TensorBoard, W&B and MLflow."""
 
 import importlib.util
-import io
 import json
 import os
 import re
@@ -15,12 +14,11 @@ from typing import Any
 
 from automicro.errors import describe_error
 from automicro.files import write_whole
-from automicro.loggers.lines import AppendFile, FileLogger, json_values
+from automicro.loggers.lines import AppendFile, OpenLogger
+from automicro.showing import json_values
 
-_RGBA = 4  # TensorBoard's number for this color space
 
-
-class TensorBoardLogger(FileLogger):
+class TensorBoardLogger(OpenLogger):
     """Writes event files for ``tensorboard --logdir FOLDER``.
 
     Values are scalars under their own names, in float32 as TensorBoard stores them. The description
@@ -65,7 +63,7 @@ class TensorBoardLogger(FileLogger):
         self.close()
         # Readers sort files by name, and two starts might be within a second.
         name = f"events.out.tfevents.{time.time_ns()}.{socket.gethostname()}.{os.getpid()}"
-        self._file = AppendFile(self._path / name)
+        self._open = AppendFile(self._path / name)
         self._write(file_version="brain.Event:2")
         if resume_step is not None:
             # Readers then ignore this and later steps in earlier files. Files are not truncated,
@@ -89,26 +87,6 @@ class TensorBoardLogger(FileLogger):
         scalars = [Summary.Value(tag=name, simple_value=each) for name, each in values.items()]
         self._write(step=step, summary=Summary(value=scalars))
 
-    def show(self, name: str, picture: Any, *, step: int) -> None:
-        """Write a figure to the images.
-
-        Args:
-            name: name under which the figure is shown.
-            picture: a matplotlib figure, such as those of `automicro.tools.pictures`.
-            step: number of optimization batches done.
-
-        Raises:
-            OSError: the event cannot be written; the file is left unchanged.
-        """
-        from tensorboard.compat.proto.summary_pb2 import Summary
-
-        picture.savefig(target := io.BytesIO(), format="png")
-        # Width and height are at fixed offsets in a PNG, so no decoder is needed.
-        png = target.getvalue()
-        size = {"width": int.from_bytes(png[16:20]), "height": int.from_bytes(png[20:24])}
-        image = Summary.Image(encoded_image_string=png, colorspace=_RGBA, **size)
-        self._write(step=step, summary=Summary(value=[Summary.Value(tag=name, image=image)]))
-
     def _write(self, **content: Any) -> None:
         from tensorboard.compat.proto.event_pb2 import Event
         from tensorboard.summary.writer.record_writer import (  # type: ignore[import-untyped]
@@ -127,21 +105,14 @@ def _require(package: str, logger: str) -> None:
         )
 
 
-class _ServerLogger:
+class _ServerLogger(OpenLogger):
     """Base of loggers whose folder names a run on a server, so that a resume continues it."""
 
     _note = ""  # name of the file that names the run
 
-    def __init__(self, folder: str | Path) -> None:
-        self._folder = Path(folder)
-        self._run: Any = None  # while it is open
-
-    def __repr__(self) -> str:
-        return f"{type(self).__name__}({str(self._folder)!r})"
-
     def _named(self, resume_step: int | None) -> tuple[str | None, int]:
         """Return the run to continue and the last step that it surely has, or None and -1."""
-        path = self._folder / self._note
+        path = self._path / self._note
         if resume_step is None or not path.exists():
             return None, -1
         try:
@@ -154,9 +125,9 @@ class _ServerLogger:
             ) from error
 
     def _name(self, run: str, *, step: int = -1) -> None:
-        self._folder.mkdir(parents=True, exist_ok=True)
+        self._path.mkdir(parents=True, exist_ok=True)
         text = json.dumps({"run": run, "step": step}).encode()
-        write_whole(self._folder / self._note, lambda file: file.write(text))
+        write_whole(self._path / self._note, lambda file: file.write(text))
 
 
 class WandbLogger(_ServerLogger):
@@ -225,8 +196,8 @@ class WandbLogger(_ServerLogger):
         # create a second run.
         name = name or uuid.uuid4().hex[:12]
         self._name(name, step=self._step)
-        self._run = wandb.init(
-            dir=str(self._folder), id=name, resume="allow", config=json_values(run), **self._options
+        self._open = wandb.init(
+            dir=str(self._path), id=name, resume="allow", config=json_values(run), **self._options
         )
 
     def log(self, values: Mapping[str, float], *, step: int) -> None:
@@ -236,16 +207,14 @@ class WandbLogger(_ServerLogger):
             Exception: an error of W&B.
         """
         # W&B has the steps up to an orderly end, and online it counts them itself.
-        if step > self._step and step >= self._run.step:
-            self._run.log(values, step=step)
+        run = self._opened
+        if step > self._step and step >= run.step:
+            run.log(values, step=step)
             self._newest = step
 
-    def close(self) -> None:
-        """Send remaining values, and end the run."""
-        run, self._run = self._run, None
-        if run is not None:
-            run.finish()
-            self._name(run.id, step=max(self._step, self._newest))
+    def _end(self, run: Any) -> None:
+        run.finish()
+        self._name(run.id, step=max(self._step, self._newest))
 
 
 _MOST_PARAMETERS = 100  # per call
@@ -305,8 +274,8 @@ class MLflowLogger(_ServerLogger):
         self.close()
         where, is_set = self._tracking_uri, is_tracking_uri_set()  # type: ignore[no-untyped-call]
         if where is None and not is_set:
-            self._folder.mkdir(parents=True, exist_ok=True)
-            where = f"sqlite:///{self._folder.resolve()}/mlflow.db"
+            self._path.mkdir(parents=True, exist_ok=True)
+            where = f"sqlite:///{self._path.resolve()}/mlflow.db"
         client = MlflowClient(where)
         name, _ = self._named(resume_step)
         self._steps.clear()
@@ -318,7 +287,7 @@ class MLflowLogger(_ServerLogger):
             for metric in client.get_run(name).data.metrics:
                 history = client.get_metric_history(name, metric)
                 self._steps[metric] = max(each.step for each in history)
-        self._run = client, name
+        self._open = client, name
 
     def log(self, values: Mapping[str, float], *, step: int) -> None:
         """Send the values that MLflow does not have yet.
@@ -328,7 +297,7 @@ class MLflowLogger(_ServerLogger):
         """
         from mlflow.entities import Metric
 
-        (client, name), now = self._run, int(time.time() * 1000)
+        (client, name), now = self._opened, int(time.time() * 1000)
         named = {_NOT_IN_NAMES.sub("_", each): value for each, value in values.items()}
         # A step is sent only once, because MLflow would keep both values.
         new = [
@@ -339,12 +308,9 @@ class MLflowLogger(_ServerLogger):
         client.log_batch(name, metrics=new)
         self._steps.update({each.key: step for each in new})
 
-    def close(self) -> None:
-        """End the run."""
-        run, self._run = self._run, None
-        if run is not None:
-            client, name = run
-            client.set_terminated(name, "FINISHED")
+    def _end(self, run: Any) -> None:
+        client, name = run
+        client.set_terminated(name, "FINISHED")
 
     def _create(self, client: Any, run: Mapping[str, Any]) -> str:
         from mlflow.entities import Param

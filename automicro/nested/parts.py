@@ -371,7 +371,12 @@ class MissingLogits:
     def __torch_function__(cls, *_: Any, **__: Any) -> Any:
         cls._refuse()
 
-    __getitem__ = __iter__ = __len__ = __add__ = __mul__ = __truediv__ = __matmul__ = _refuse
+    # Without these, Python would compare it by identity, and NumPy would make an array of it.
+    __eq__ = __ne__ = __lt__ = __le__ = __gt__ = __ge__ = __array__ = _refuse
+    __getitem__ = __iter__ = __len__ = __bool__ = __float__ = __int__ = __neg__ = __abs__ = _refuse
+    __add__ = __sub__ = __mul__ = __truediv__ = __floordiv__ = __matmul__ = __pow__ = _refuse
+    __radd__ = __rsub__ = __rmul__ = __rtruediv__ = __rmatmul__ = _refuse
+    __hash__ = object.__hash__
 
 
 def _without_logits(output: Any) -> Any:

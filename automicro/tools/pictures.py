@@ -1,13 +1,14 @@
 """A picture of speed and memory, drawn by matplotlib (``pip install 'automicro[pictures]'``).
 
-It is a matplotlib figure. A notebook displays it, ``run.show(name, figure)`` passes it to the
-loggers, and `save` writes it to a file.
+It is a matplotlib figure. A notebook displays it, and `save` writes it to a file.
 """
 
 import os
 from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
+
+from automicro.errors import removed
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -55,6 +56,7 @@ def check_name(path: str | os.PathLike[str]) -> None:
         )
 
 
+@removed(limit_bytes="Draw the line: speed_and_memory(…).axes[-1].axhline(limit)")
 def speed_and_memory(points: Iterable[Point], *, chosen: int | None = None) -> "Figure":
     """Draw rows per second and peak memory against the microbatch size.
 

@@ -1,15 +1,11 @@
 """pytest plugin that checks whether a model still fits, by planning its peak without a GPU.
 
-There are two ways: call `assert_fits` in any test, or mark a test that returns a model and a batch
-with ``@pytest.mark.fits("80GiB")``. pytest loads this plugin if ``automicro[pytest]`` is installed;
-only tests that use it import torch.
+Call `assert_fits` in any test; a fixture has the same name. pytest loads this plugin if
+``automicro[pytest]`` is installed; only tests that use it import torch.
 """
 
-import functools
-import inspect
 import sys
-import unittest
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,10 +16,6 @@ if TYPE_CHECKING:
 
 _WHOLE = sys.maxsize  # rows of a microbatch that is never cut
 _OURS = str(Path(__file__).parents[1])
-_HOW = (
-    "return (model, batch), or a mapping with 'model', 'batch' and other arguments of "
-    "automicro.plan such as 'loss_fn' and 'optimizer'"
-)
 
 
 def assert_fits(model: Any, batch: Any, memory: Any = None, **options: Any) -> "PlanReport":
@@ -79,57 +71,21 @@ def _without_our_lines(error: BaseException) -> BaseException:
     return error.with_traceback(lines)
 
 
+@pytest.fixture(name="assert_fits")
+def give_assert_fits() -> "Callable[..., PlanReport]":
+    """Return `assert_fits`."""
+    return assert_fits
+
+
 def pytest_configure(config: pytest.Config) -> None:
-    """Register the marker."""
-    # With --strict-markers, pytest refuses markers that are not registered.
-    config.addinivalue_line(
-        "markers",
-        "fits(memory=None, **options): check that a training step of the returned model and "
-        "batch fits, planned without a GPU; options are those of automicro.plan",
-    )
+    """Register the mark that went, because pytest would only warn of an unknown mark."""
+    config.addinivalue_line("markers", "fits: is gone; call assert_fits in the test")
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Refuse marked tests whose return value is lost."""
-    cls = getattr(item, "cls", None)
-    is_unittest = cls is not None and issubclass(cls, unittest.TestCase)
-    if is_unittest and item.get_closest_marker("fits") is not None:
+    """Refuse marked tests, which would check nothing."""
+    if item.get_closest_marker("fits") is not None:
         raise pytest.UsageError(
-            f"{item.nodeid} is marked with fits, but unittest drops the values that its tests "
-            "return: make it a plain function, or call assert_fits in it"
+            f"{item.nodeid} is marked with fits, which checks nothing any more. Call "
+            "assert_fits(model, batch, '80GiB') in the test"
         )
-
-
-@pytest.hookimpl(wrapper=True)
-def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> Iterator[Any]:
-    """Check the return value of a marked test before pytest warns about it."""
-    __tracebackhide__ = True
-    marker = pyfuncitem.get_closest_marker("fits")
-    if marker is None:
-        return (yield)
-    test = pyfuncitem.obj
-    pyfuncitem.obj = _judging(test, marker)
-    try:
-        return (yield)
-    finally:
-        # A plugin that reruns the test would otherwise find it wrapped, and wrap it again.
-        pyfuncitem.obj = test
-
-
-def _judging(test: Callable[..., Any], marker: pytest.Mark) -> Callable[..., None]:
-    @functools.wraps(test)
-    def judge(*args: Any, **options: Any) -> None:
-        __tracebackhide__ = True
-        found = test(*args, **options)
-        if inspect.isgenerator(found):
-            found = next(found)
-        if isinstance(found, tuple) and len(found) == 2:
-            found = {"model": found[0], "batch": found[1]}
-        if not isinstance(found, Mapping) or not {"model", "batch"} <= set(found):
-            raise TypeError(
-                f"{test.__name__} is marked with fits and returned {type(found).__name__}; {_HOW}"
-            )
-        given: dict[str, Any] = {**found, **marker.kwargs}
-        assert_fits(given.pop("model"), given.pop("batch"), *marker.args, **given)
-
-    return judge

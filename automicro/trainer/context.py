@@ -60,16 +60,13 @@ class RunContext:
             self.run.log({name: float(value) for name, value in known.items()})
 
     def flush(self) -> None:
-        """Send the values and pictures logged since the last flush to the loggers."""
+        """Send the values logged since the last flush to the loggers."""
         if values := self.run.requests.take("unlogged"):
             self.loggers.log(values, step=self.state.batch)
-        for name, picture in self.run.requests.take("unshown").items():
-            self.loggers.show(name, picture, step=self.state.batch)
 
     def forget(self) -> None:
-        """Discard the values and pictures logged since the last flush."""
+        """Discard the values logged since the last flush."""
         self.run.requests.take("unlogged")
-        self.run.requests.take("unshown")
 
 
 Told: TypeAlias = tuple[str, Any, str | None]

@@ -145,19 +145,13 @@ def test_a_schedule_of_freezing_takes_up_where_training_stands() -> None:
     assert [p.requires_grad for p in model.parameters()] == [True] * 2 + [False] * 2 + [True] * 2
 
 
-@pytest.mark.parametrize(
-    ("pattern", "message"),
-    [
-        ("encoder.*", "no parameter matches 'encoder.*'. There are 6, such as"),
-        ("3", "use 'module.*' for those of a module"),
-    ],
-)
-def test_a_pattern_that_matches_nothing_is_an_error(pattern: str, message: str) -> None:
-    with pytest.raises(ValueError, match=message.replace("*", r"\*")):
-        trainer_with(FreezeSchedule({pattern: "2ba"})).fit()
-
-
-def test_a_parameter_to_unfreeze_must_be_in_the_optimizer() -> None:
+def test_what_cannot_be_frozen_is_an_error() -> None:
+    for pattern, message in (
+        ("encoder.*", r"no parameter matches 'encoder\.\*'. There are 6, such as"),
+        ("3", r"use 'module\.\*' for those of a module"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            trainer_with(FreezeSchedule({pattern: "2ba"})).fit()
     model = make_model()
     optimizer = torch.optim.SGD(model[5].parameters(), lr=0.1)
     with pytest.raises(ValueError, match="the optimizer does not have it"):
@@ -324,18 +318,3 @@ def test_a_schedule_may_have_a_function_of_ones_own() -> None:
     shapes = Shapes()
     trainer_with(GrowthSchedule(4, FEATURES, over="4ba", resize=hide), shapes).fit()
     assert shapes.widths == [(4, 4), (6, 6), (8, 8), (10, 10)]
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"start": 2, "end": 4, "resize": 3}, "resize=3 cannot be called"),
-        ({"start": 8, "end": 4}, "Swap them"),
-        ({"start": 0, "end": 4}, "start=0 must be at least 1"),
-        ({"start": 2, "end": 4, "over": "0ba"}, "over='0ba'"),
-        ({"start": 2, "end": 4, "steps": 0}, "steps=0"),
-    ],
-)
-def test_senseless_growth_is_refused(options: dict[str, Any], message: str) -> None:
-    with pytest.raises((TypeError, ValueError), match=message):
-        ImageSizeSchedule(**{"over": "4ba", **options})

@@ -91,15 +91,8 @@ def test_the_error_of_a_fixed_size_names_the_report(tmp_path: Path) -> None:
     assert f"More in {only} (automicro doctor reads it)." in "\n".join(raised.value.__notes__)
 
 
-def test_a_report_that_was_not_written_is_not_named(tmp_path: Path) -> None:
-    report = OutOfMemoryReport(tmp_path, max_reports=1)
-    with pytest.raises(SampleTooLargeError) as raised:
-        run_out_of_memory(report, memory_limit="80KiB")
-    assert "oom-" not in str(raised.value)
-
-
 def test_a_folder_takes_at_most_so_many_reports_and_those_of_earlier_runs_stay(
-    tmp_path: Path,
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     (tmp_path / "oom-0001.json").write_text("earlier")
     for _ in range(2):
@@ -107,6 +100,14 @@ def test_a_folder_takes_at_most_so_many_reports_and_those_of_earlier_runs_stay(
     assert [path.name for path in sorted(tmp_path.iterdir())] == ["oom-0001.json", "oom-0002.json"]
     assert (tmp_path / "oom-0001.json").read_text() == "earlier"
     assert json.loads((tmp_path / "oom-0002.json").read_text())["attempt"] == 1
+    # A failure without a report names none, and this is said once.
+    with pytest.raises(SampleTooLargeError) as raised:
+        run_out_of_memory(OutOfMemoryReport(tmp_path, max_reports=2), memory_limit="80KiB")
+    assert "oom-" not in str(raised.value)
+    said = [
+        each.getMessage() for each in caplog.records if "Raise max_reports" in each.getMessage()
+    ]
+    assert len(said) == 3  # in each of these runs
 
 
 def test_a_full_disk_is_a_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -118,9 +119,6 @@ def test_a_full_disk_is_a_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         summary = run_out_of_memory(OutOfMemoryReport(tmp_path / "oom"))
     assert summary.train_ooms >= 2
     assert not list((tmp_path / "oom").iterdir())
-
-
-def test_a_folder_that_cannot_be_made_is_a_warning(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.warns(AutomicroWarning, match="name another folder"):
         run_out_of_memory(OutOfMemoryReport(tmp_path / "file" / "oom"))

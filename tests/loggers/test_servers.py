@@ -16,8 +16,14 @@ from typing import Any
 import pytest
 from pytest_mock import MockerFixture
 
-from automicro.loggers import LoggerGroup, MLflowLogger, WandbLogger
-from automicro.loggers.logger import Logger
+from automicro.loggers import (
+    JSONLinesLogger,
+    Logger,
+    LoggerGroup,
+    MLflowLogger,
+    TensorBoardLogger,
+    WandbLogger,
+)
 from tests.processes import KILLED, end, start
 
 Rows = list[tuple[int, str, float]]
@@ -228,7 +234,10 @@ def test_names_and_values_that_mlflow_would_refuse(tmp_path: Path) -> None:
     assert run.data.metrics["nan"] != run.data.metrics["nan"]
 
 
-@pytest.mark.parametrize(("logger", "package"), [(WandbLogger, "wandb"), (MLflowLogger, "mlflow")])
+PACKAGES = [(TensorBoardLogger, "tensorboard"), (WandbLogger, "wandb"), (MLflowLogger, "mlflow")]
+
+
+@pytest.mark.parametrize(("logger", "package"), PACKAGES)
 def test_without_the_package_the_logger_says_what_to_install(
     logger: Any, package: str, mocker: MockerFixture
 ) -> None:
@@ -237,13 +246,26 @@ def test_without_the_package_the_logger_says_what_to_install(
         logger("runs/one")
 
 
-@pytest.mark.parametrize("name", ["id", "resume", "dir", "config"])
+@pytest.mark.parametrize(
+    "make", [JSONLinesLogger, TensorBoardLogger, WandbLogger, MLflowLogger], ids=repr
+)
+def test_a_logger_that_is_not_open_says_so(make: Any, tmp_path: Path) -> None:
+    logger = make(str(tmp_path / "log"))
+    assert isinstance(logger, Logger)
+    assert repr(logger) == f"{make.__name__}({str(tmp_path / 'log')!r})"
+    logger.close()
+    with pytest.raises(RuntimeError, match=r"is not open. Call start\(\{\}\) before log"):
+        logger.log({"train/loss": 0.5}, step=1)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("name", ["id", "config"])
 def test_what_the_wandb_logger_sets_itself_is_refused(name: str) -> None:
     with pytest.raises(TypeError, match=f"sets '{name}' itself. Leave it out"):
         WandbLogger("runs/one", **{name: "x"})
 
 
-@pytest.mark.parametrize("content", ["", "[]", '{"run": "1f2e"}', '{"step": null}'])
+@pytest.mark.parametrize("content", ["", '{"run": "1f2e"}'])
 def test_a_file_that_names_no_run_is_left_as_it_is(content: str, tmp_path: Path) -> None:
     path = tmp_path / "wandb.json"
     path.write_text(content, encoding="utf-8")
@@ -255,9 +277,10 @@ def test_a_file_that_names_no_run_is_left_as_it_is(content: str, tmp_path: Path)
 def test_loggers_import_none_of_the_packages_until_they_begin(tmp_path: Path) -> None:
     code = """\
 import sys
-from automicro.loggers import MLflowLogger, WandbLogger
-WandbLogger("a"), MLflowLogger("b")
-print([name for name in ("wandb", "mlflow", "sqlalchemy") if name in sys.modules])
+from automicro.loggers import MLflowLogger, TensorBoardLogger, WandbLogger
+WandbLogger("a"), MLflowLogger("b"), TensorBoardLogger("c")
+names = ("wandb", "mlflow", "sqlalchemy", "tensorboard")
+print([name for name in names if name in sys.modules])
 """
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=tmp_path

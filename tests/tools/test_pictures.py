@@ -5,16 +5,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
-from torch import nn
 
-from automicro import Trainer
-from automicro.events.callback import Callback
-from automicro.events.run import Run
-from automicro.features import RememberSizes
-from automicro.loggers import TensorBoardLogger
 from automicro.tools.pictures import Point, save, speed_and_memory
-from tests.models import Mlp, x, y
 
 GIB = 1 << 30
 POINTS: list[Point] = [
@@ -56,39 +48,3 @@ def test_a_picture_is_saved_by_its_suffix(tmp_path: Path) -> None:
     assert "<svg" in save(figure, tmp_path / "a.svg").read_text()
     with pytest.raises(ValueError, match=r"'.*a\.html': name a file that ends in \.png or \.svg"):
         save(figure, tmp_path / "a.html")
-
-
-def images(folder: Path) -> list[tuple[str, int, bytes]]:
-    from tensorboard.backend.event_processing.event_accumulator import (  # type: ignore[import-untyped]
-        EventAccumulator,
-    )
-
-    found = EventAccumulator(str(folder)).Reload()
-    return [
-        (tag, event.step, event.encoded_image_string)
-        for tag in found.Tags()["images"]
-        for event in found.Images(tag)
-    ]
-
-
-class ShowsOnce(Callback):
-    """Shows a picture at the second batch."""
-
-    def batch_end(self, run: Run, result: Any) -> None:
-        if run.state.batch == 2:
-            run.show("a/picture", speed_and_memory(POINTS))
-
-
-def test_a_callback_shows_a_picture_at_the_batch_that_is_running(tmp_path: Path) -> None:
-    Trainer(
-        Mlp(),
-        [(x(), y())] * 3,
-        loss_fn=nn.CrossEntropyLoss(),
-        optimizer=torch.optim.AdamW,
-        loggers=[TensorBoardLogger(tmp_path)],
-        callbacks=[ShowsOnce()],
-        progress=False,
-        features=[RememberSizes(False)],
-        device="cpu",
-    ).fit()
-    assert [(name, step) for name, step, _ in images(tmp_path)] == [("a/picture", 2)]

@@ -65,91 +65,44 @@ def run_pytest(folder: Path, test: str, *options: str) -> Done:
     return Done(int(code), printed.getvalue())
 
 
-MARKED = """
-@pytest.mark.fits({arguments})
-def test_{name}():
-    return {{"model": Net(), "batch": BATCH, "loss_fn": LOSS, "optimizer": torch.optim.AdamW}}
-"""
-CASES = {
-    "fits": ('"64MiB"', None),
-    "fits_in_microbatches": ('"8MiB"', None),
-    "fits_a_device": ('device="a100-80gb", rows=32', None),
-    "not_whole": ('"8MiB", whole=True', "the batch does not fit whole"),
-    "no_row": ('"512KiB"', "Net does not fit: not even one row fits"),
-    "of_what": ("", "Give it, as in memory='24GiB', or name a device"),
-    "typo": ('"8MiB", row=4', "plan() has no argument 'row' (did you mean"),
-    "unnamed": ('"8MiB", 32', "takes from 2 to 3 positional arguments but 4 were given"),
-    "twice": ('"8MiB", memory=1', "got multiple values for argument 'memory'"),
-    "both_cut": (
-        '"8MiB", whole=True, microbatch_size=4',
-        "got multiple values for keyword argument 'microbatch_size'",
-    ),
-}
+TESTS = """
+def test_fits(assert_fits):
+    assert_fits(Net(), BATCH, "8MiB", loss_fn=LOSS, optimizer=torch.optim.AdamW)
 
-
-def test_marked_tests_fail_where_their_model_does_not_fit(tmp_path: Path) -> None:
-    tests = (MARKED.format(name=name, arguments=given) for name, (given, _) in CASES.items())
-    done = run_pytest(tmp_path, "".join(tests), "-W", "error", "--strict-markers")
-    assert "7 failed, 3 passed" in done.stdout
-    assert "Net fits" not in done.stdout  # what does not fit does not say that it does
-    assert "def plan(" not in done.stdout  # errors of arguments show none of our lines
-    for name, (_, words) in CASES.items():
-        assert (f"FAILED test_net.py::test_{name} " in done.stdout) == (words is not None)
-        assert words is None or words in done.stdout
-
-
-def test_a_pair_will_do_and_anything_else_is_refused(tmp_path: Path) -> None:
-    pair = """
-class Loses(Net):
-    def forward(self, x):
-        return {"loss": super().forward(x).square().mean()}
-
-@pytest.mark.fits("64MiB")
-def test_pair():
-    return Loses(), {"x": BATCH[0]}
-
-@pytest.mark.fits("64MiB")
-def test_none():
-    Net()
-
-@pytest.mark.fits("64MiB")
-def test_other_key():
-    return {"model": Net(), "batch": BATCH, "loss_fn": LOSS, "optim": torch.optim.AdamW}
+def test_not_whole(assert_fits):
+    assert_fits(Net(), BATCH, "8MiB", loss_fn=LOSS, optimizer=torch.optim.AdamW, whole=True)
 
 class Broken(Net):
     def forward(self, x):
         return self.no_such_part(x)
 
-@pytest.mark.fits("64MiB")
-def test_broken():
-    return {"model": Broken, "batch": BATCH, "loss_fn": LOSS}
+def test_broken(assert_fits):
+    assert_fits(Broken, BATCH, "64MiB", loss_fn=LOSS)
 
 @pytest.mark.fits("64MiB")
-def test_no_loss():
+def test_marked():
     return Net(), BATCH
-
-import unittest
-
-class TestOld(unittest.TestCase):
-    @pytest.mark.fits("64MiB")
-    def test_dropped(self):
-        return Net(), BATCH
 """
-    done = run_pytest(tmp_path, pair)
-    assert "4 failed, 1 passed, 1 error" in done.stdout
-    assert "nothing says how to compute a loss" in done.stdout
+
+
+def test_a_test_fails_where_its_model_does_not_fit(tmp_path: Path) -> None:
+    done = run_pytest(tmp_path, TESTS, "-W", "error", "--strict-markers")
+    assert "2 failed, 1 passed, 1 error" in done.stdout
+    assert "the batch does not fit whole" in done.stdout
+    assert "Net fits" not in done.stdout  # what does not fit does not say that it does
     assert ">       return self.no_such_part(x)" in done.stdout
     assert "automicro/tools/plan" not in done.stdout  # nor any other line of ours
-    assert "returned NoneType; return (model, batch)" in done.stdout
-    assert "has no argument 'optim' (did you mean 'optimizer'?)" in done.stdout
-    assert "unittest drops the values that its tests return" in done.stdout
+    assert "Call assert_fits(model, batch, '80GiB') in the test" in done.stdout
 
 
 def test_assert_fits_returns_the_plan_or_tells_it() -> None:
     options = {"loss_fn": LOSS, "optimizer": adam}
     assert assert_fits(Blocks(), batch(), "64MiB", **options).microbatch_size == len(batch()[0])
+    assert assert_fits(Blocks(), batch(), device="a100-80gb", rows=32, **options).fits
     with pytest.raises(AssertionError, match="not even one row fits"):
         assert_fits(Blocks(), batch(), "1MiB", **options)
+    with pytest.raises(TypeError, match="multiple values for keyword argument 'microbatch_size'"):
+        assert_fits(Blocks(), batch(), "8MiB", whole=True, microbatch_size=4, **options)
     with pytest.raises(ValueError, match="memory='24GiB', or name a device"):
         assert_fits(Blocks(), batch(), **options)
     with pytest.raises(TypeError, match=r"plan\(\) has no argument 'row' .*'rows'"):

@@ -17,13 +17,20 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from textwrap import shorten
 from typing import TYPE_CHECKING
 
-from automicro.cli.arguments import Command
 from automicro.cli.output import to_json
 from automicro.errors import ConfigError
 from automicro.units import describe_count, format_bytes
 
 if TYPE_CHECKING:
     from automicro.remembered.cache import RememberedSize
+
+EXAMPLES = (
+    "automicro cache",
+    "automicro cache --clear",
+    "automicro cache --json",
+)
+JSON = "print them as JSON"
+TAKES_CONFIG = False
 
 _SHORT = 50  # characters
 _FILE_LETTERS = 8
@@ -107,17 +114,3 @@ COLUMNS: Mapping[str, Callable[[RememberedSize], object]] = {
     "written": _date,
     "file": lambda size: f"{size.file[:_FILE_LETTERS]}…",
 }
-
-COMMAND = Command(
-    doc=__doc__,
-    examples=(
-        "automicro cache",
-        "automicro cache --clear",
-        "automicro cache --json",
-    ),
-    add_arguments=add_arguments,
-    run=run,
-    takes_config=False,
-    json="print them as JSON",
-    place=10,
-)

@@ -6,8 +6,15 @@ With it, the Tab key completes commands, options and files. Needs shtab: pip ins
 
 import argparse
 
-from automicro.cli.arguments import Command
 from automicro.errors import ConfigError
+
+EXAMPLES = (
+    'eval "$(automicro complete bash)"   # in ~/.bashrc',
+    'eval "$(automicro complete zsh)"    # in ~/.zshrc, after compinit',
+    "automicro complete fish | source    # in ~/.config/fish/config.fish",
+    "automicro complete tcsh             # into a file that ~/.tcshrc sources",
+)
+TAKES_CONFIG = False
 
 SHELLS = ("bash", "zsh", "fish", "tcsh")
 
@@ -35,18 +42,3 @@ def run(arguments: argparse.Namespace) -> int:
             vars(action)["complete"] = paths[action.metavar]
     print(shtab.complete(parser, arguments.shell))
     return 0
-
-
-COMMAND = Command(
-    doc=__doc__,
-    examples=(
-        'eval "$(automicro complete bash)"   # in ~/.bashrc',
-        'eval "$(automicro complete zsh)"    # in ~/.zshrc, after compinit',
-        "automicro complete fish | source    # in ~/.config/fish/config.fish",
-        "automicro complete tcsh             # into a file that ~/.tcshrc sources",
-    ),
-    add_arguments=add_arguments,
-    run=run,
-    takes_config=False,
-    place=11,
-)

@@ -16,9 +16,17 @@ import textwrap
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from automicro.cli.arguments import Command, reading
+from automicro.cli.arguments import reading
 from automicro.cli.config.keys import GROUPS, KEYS, TO_TRAIN
 from automicro.errors import ConfigError, suggestion
+
+EXAMPLES = (
+    "automicro config job.yaml",
+    "automicro config base.yaml gpu.yaml seed=1 --set",
+    "automicro config --keys",
+    "automicro config --keys batch",
+    "automicro config --template > job.yaml",
+)
 
 TEMPLATE = Path(__file__).parents[1] / "config" / "template.yaml"
 ELSEWHERE = "see `Microbatcher`"
@@ -193,18 +201,3 @@ def _in_yaml(text: str) -> str:
     for python, yaml in {"None": "null", "True": "true", "False": "false"}.items():
         text = re.sub(rf"\b{python}\b", yaml, text)
     return text.replace("``", "`")
-
-
-COMMAND = Command(
-    doc=__doc__,
-    examples=(
-        "automicro config job.yaml",
-        "automicro config base.yaml gpu.yaml seed=1 --set",
-        "automicro config --keys",
-        "automicro config --keys batch",
-        "automicro config --template > job.yaml",
-    ),
-    add_arguments=add_arguments,
-    run=run,
-    place=6,
-)

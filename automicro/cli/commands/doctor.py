@@ -11,9 +11,15 @@ the message of the error. No code in it is run.
 import argparse
 from pathlib import Path
 
-from automicro.cli.arguments import Command
 from automicro.cli.output import to_json
 from automicro.errors import ConfigError, describe_error
+
+EXAMPLES = (
+    "automicro doctor runs/1/oom/oom-0001.json",
+    "automicro doctor snapshot.pickle --memory 24GiB",
+)
+JSON = "print it as JSON"
+TAKES_CONFIG = False
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -41,17 +47,3 @@ def run(arguments: argparse.Namespace) -> int:
         raise ConfigError(f"{path} cannot be read ({describe_error(error)})") from error
     print(to_json(diagnosis.to_dict()) if arguments.json else diagnosis)
     return 0
-
-
-COMMAND = Command(
-    doc=__doc__,
-    examples=(
-        "automicro doctor runs/1/oom/oom-0001.json",
-        "automicro doctor snapshot.pickle --memory 24GiB",
-    ),
-    add_arguments=add_arguments,
-    run=run,
-    takes_config=False,
-    json="print it as JSON",
-    place=8,
-)

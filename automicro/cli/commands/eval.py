@@ -9,9 +9,18 @@ are neither created nor checked.
 import argparse
 import sys
 
-from automicro.cli.arguments import Command, reading
+from automicro.cli.arguments import reading
 from automicro.cli.config.keys import LISTS
 from automicro.cli.output import to_json, warn
+
+EXAMPLES = (
+    "automicro eval job.yaml weights=runs/first/weights.pt",
+    "automicro eval runs/first/config.yaml weights=runs/first/weights.pt --json",
+    "automicro eval job.yaml weights=runs/first/checkpoints",
+    "automicro eval job.yaml eval_dataloader.args.batch_size=90 memory_limit=null",
+    "torchrun --nproc-per-node 2 -m automicro eval job.yaml parallel=ddp",
+)
+JSON = "print one JSON object in place of lines"
 
 # Keys that an evaluation does not need, so their objects do not have to exist.
 UNUSED = frozenset({"train_dataloader", "optimizer", "scheduler", "checkpoint", *LISTS})
@@ -37,18 +46,3 @@ def run(arguments: argparse.Namespace) -> int:
             for name, value in values.items():
                 print(f"{name:<{width}}  {describe_number(value)}", file=results)
     return 0
-
-
-COMMAND = Command(
-    doc=__doc__,
-    examples=(
-        "automicro eval job.yaml weights=runs/first/weights.pt",
-        "automicro eval runs/first/config.yaml weights=runs/first/weights.pt --json",
-        "automicro eval job.yaml weights=runs/first/checkpoints",
-        "automicro eval job.yaml eval_dataloader.args.batch_size=90 memory_limit=null",
-        "torchrun --nproc-per-node 2 -m automicro eval job.yaml parallel=ddp",
-    ),
-    run=run,
-    json="print one JSON object in place of lines",
-    place=2,
-)

@@ -8,9 +8,16 @@ Prints a table, the size, and the nearest global batch that the size divides.
 
 import argparse
 
-from automicro.cli.arguments import Command, reading, whole_number
+from automicro.cli.arguments import reading, whole_number
 from automicro.cli.config.keys import LISTS, mistake
 from automicro.cli.output import to_json
+
+EXAMPLES = (
+    "automicro explore job.yaml",
+    "automicro explore job.yaml --eval --max-steps 20",
+    "automicro explore job.yaml --max-rows 512 memory_limit=64MiB --json",
+)
+JSON = "print one JSON object in place of a table"
 
 # Keys that do not affect the speed of forward and backward.
 UNUSED = frozenset({"scheduler", "checkpoint", *LISTS})
@@ -95,17 +102,3 @@ def run(arguments: argparse.Namespace) -> int:
             save(report.picture(), arguments.picture)
         print(to_json(report.to_dict()) if arguments.json else report, file=results)
     return 0
-
-
-COMMAND = Command(
-    doc=__doc__,
-    examples=(
-        "automicro explore job.yaml",
-        "automicro explore job.yaml --eval --max-steps 20",
-        "automicro explore job.yaml --max-rows 512 memory_limit=64MiB --json",
-    ),
-    add_arguments=add_arguments,
-    run=run,
-    json="print one JSON object in place of a table",
-    place=4,
-)

@@ -11,10 +11,17 @@ import argparse
 from dataclasses import replace
 from functools import partial
 
-from automicro.cli.arguments import Command, reading, whole_number
+from automicro.cli.arguments import reading, whole_number
 from automicro.cli.config.keys import LISTS
 from automicro.cli.output import to_json
 from automicro.errors import ConfigError
+
+EXAMPLES = (
+    "automicro plan job.yaml --device a100-80gb",
+    "automicro plan job.yaml --memory 24GiB --ranks 8 when_too_large=recompute",
+    "automicro plan job.yaml --memory 24GiB train_dataloader.args.batch_size=512 --json",
+)
+JSON = "print all of it as JSON"
 
 # Keys that do not affect the memory of a step.
 UNUSED = frozenset({"eval_dataloader", "scheduler", "checkpoint", *LISTS})
@@ -105,18 +112,4 @@ def run(arguments: argparse.Namespace) -> int:
 _NOT_EXACT = (
     "BatchNorm averages over each microbatch; with batchnorm='exact', a batch needs different "
     "memory, which is not planned"
-)
-
-
-COMMAND = Command(
-    doc=__doc__,
-    examples=(
-        "automicro plan job.yaml --device a100-80gb",
-        "automicro plan job.yaml --memory 24GiB --ranks 8 when_too_large=recompute",
-        "automicro plan job.yaml --memory 24GiB train_dataloader.args.batch_size=512 --json",
-    ),
-    add_arguments=add_arguments,
-    run=run,
-    json="print all of it as JSON",
-    place=3,
 )

@@ -12,7 +12,7 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from automicro.cli.arguments import Command, is_path, reading
+from automicro.cli.arguments import is_path, reading
 from automicro.cli.config.keys import LISTS
 from automicro.cli.output import to_json
 from automicro.errors import ConfigError, describe_error
@@ -20,6 +20,13 @@ from automicro.errors import ConfigError, describe_error
 if TYPE_CHECKING:
     from automicro.cli.config.build import Recipe
     from automicro.trainer.failed_batch import FailedBatch
+
+EXAMPLES = (
+    "automicro replay runs/first/failed-batch-0001.pt",
+    "automicro replay runs/first/failed-batch-0001.pt memory_limit=24GiB",
+    "automicro replay /tmp/automicro-k3x/failed-batch-0001.pt job.yaml precision=bf16",
+)
+JSON = "print it as one JSON object"
 
 
 # Keys that do not affect the memory of one batch.
@@ -94,17 +101,3 @@ def _load(path: Path, recipe: "Recipe") -> "FailedBatch":
         raise ConfigError(str(error)) from error
     except OSError as error:
         raise ConfigError(f"{path} cannot be read ({describe_error(error)})") from error
-
-
-COMMAND = Command(
-    doc=__doc__,
-    examples=(
-        "automicro replay runs/first/failed-batch-0001.pt",
-        "automicro replay runs/first/failed-batch-0001.pt memory_limit=24GiB",
-        "automicro replay /tmp/automicro-k3x/failed-batch-0001.pt job.yaml precision=bf16",
-    ),
-    add_arguments=add_arguments,
-    run=run,
-    json="print it as one JSON object",
-    place=9,
-)

@@ -11,7 +11,7 @@ explains every key.
 import argparse
 from typing import TYPE_CHECKING
 
-from automicro.cli.arguments import Command, reading
+from automicro.cli.arguments import reading
 from automicro.cli.output import to_json, warn
 
 if TYPE_CHECKING:
@@ -19,6 +19,18 @@ if TYPE_CHECKING:
 
     from automicro.cli.config.build import Recipe
     from automicro.trainer.trainer import Trainer
+
+EXAMPLES = (
+    "automicro train job.yaml",
+    "automicro train job.yaml max_duration=5ep memory_limit=4MiB",
+    "automicro train job.yaml optimizer.args.lr=1e-2 microbatch_size=64",
+    "automicro train job.yaml scheduler=null 'model.args={channels: 16}'",
+    "automicro train base.yaml gpu.yaml seed=1 run_dir=runs/first",
+    "automicro train job.yaml run_dir=runs/first checkpoint={} max_time=2h",
+    "automicro train job.yaml --json > summary.json",
+    "torchrun --nproc-per-node 2 -m automicro train job.yaml parallel=ddp",
+)
+JSON = "print the summary as one JSON object, and nothing else, on stdout"
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -72,21 +84,3 @@ def _make(recipe: "Recipe") -> "tuple[nn.Module, Trainer]":
         warn(f"weights={weights!r} is not used: the run resumes from the checkpoints in {folder}")
     model = recipe.make_model(with_weights=folder is None)
     return model, recipe.make_trainer(model)
-
-
-COMMAND = Command(
-    doc=__doc__,
-    examples=(
-        "automicro train job.yaml",
-        "automicro train job.yaml max_duration=5ep memory_limit=4MiB",
-        "automicro train job.yaml optimizer.args.lr=1e-2 microbatch_size=64",
-        "automicro train job.yaml scheduler=null 'model.args={channels: 16}'",
-        "automicro train base.yaml gpu.yaml seed=1 run_dir=runs/first",
-        "automicro train job.yaml run_dir=runs/first checkpoint={} max_time=2h",
-        "automicro train job.yaml --json > summary.json",
-        "torchrun --nproc-per-node 2 -m automicro train job.yaml parallel=ddp",
-    ),
-    run=run,
-    json="print the summary as one JSON object, and nothing else, on stdout",
-    place=1,
-)

@@ -6,8 +6,13 @@ of the whole batch with those of splits, in float64 if possible.
 
 import argparse
 
-from automicro.cli.arguments import Command, reading
+from automicro.cli.arguments import reading
 from automicro.cli.config.keys import LISTS
+
+EXAMPLES = (
+    "automicro verify job.yaml",
+    "automicro verify job.yaml train_dataloader.args.batch_size=9 loss_average=none",
+)
 
 # Keys that do not affect the gradient of one batch.
 UNUSED = frozenset({"eval_dataloader", "optimizer", "scheduler", "checkpoint", *LISTS})
@@ -36,14 +41,3 @@ def run(arguments: argparse.Namespace) -> int:
                 f"my_data.count}}}}, with `def count(batch): return {count}` in my_data.py"
             )
     return report.exit_code
-
-
-COMMAND = Command(
-    doc=__doc__,
-    examples=(
-        "automicro verify job.yaml",
-        "automicro verify job.yaml train_dataloader.args.batch_size=9 loss_average=none",
-    ),
-    run=run,
-    place=5,
-)

@@ -17,7 +17,7 @@ from automicro.checkpoints.store import CheckpointConfig
 from automicro.cli.config.keys import KEYS, LISTS
 from automicro.cli.config.load import rows_to_load
 from automicro.cli.config.nodes import is_node, items_inside, prepare, prepare_value
-from automicro.cli.config.schema import At, RunConfig, keys_inside
+from automicro.cli.config.schema import RunConfig, keys_inside
 from automicro.data import LengthBatchSampler, with_batch_sampler
 from automicro.errors import CheckpointError, ConfigError, about
 from automicro.features import WORDS, with_features
@@ -43,25 +43,22 @@ SAVE = "write it with torch.save(model.state_dict(), path)"
 class Recipe:
     """The objects that a config names, checked but not created."""
 
-    def __init__(self, config: RunConfig, *, without: Collection[str] = (), at: At = about) -> None:
+    def __init__(self, config: RunConfig, *, without: Collection[str] = ()) -> None:
         self.config = config
         self._makers: dict[str, Callable[..., Any]] = {}
         self.checkpoint: CheckpointConfig | None = None
         # All import paths and signatures are checked before the first object is created.
         for key in KEYS:
-            with at(key):
-                if key not in (*without, "checkpoint", "sampling_mode"):
-                    self._makers[key] = _prepare(getattr(config, key), key, key, at)
-        with at("sampling_mode"):
-            if config.sampling_mode is not None and "train_dataloader" in self._makers:
-                make_data = self._makers["train_dataloader"]
-                self._makers["train_dataloader"] = _prepare_sampling(config, make_data)
-        with at("checkpoint"):
-            if "checkpoint" not in without:
-                self.checkpoint = _make_checkpoint(config)
-        with at("weights"):
-            if config.weights is not None and "weights" not in without:
-                _check_weights_file(config.weights)
+            if key not in (*without, "checkpoint", "sampling_mode"):
+                with about(key):
+                    self._makers[key] = _prepare(getattr(config, key), key, key)
+        if config.sampling_mode is not None and "train_dataloader" in self._makers:
+            make_data = self._makers["train_dataloader"]
+            self._makers["train_dataloader"] = _prepare_sampling(config, make_data)
+        if "checkpoint" not in without:
+            self.checkpoint = _make_checkpoint(config)
+        if config.weights is not None and "weights" not in without:
+            _check_weights_file(config.weights)
 
     def make_model(self, *, with_weights: bool = True) -> Any:
         """Create the model right after seeding, so that its weights depend only on the config."""
@@ -116,6 +113,7 @@ class Recipe:
         return Trainer(model, **with_features(options))
 
 
+@about("checkpoint")
 def _make_checkpoint(config: RunConfig) -> CheckpointConfig | None:
     values = config.checkpoint
     if values is not None and values["folder"] is None:
@@ -126,12 +124,12 @@ def _make_checkpoint(config: RunConfig) -> CheckpointConfig | None:
     return None if values is None else CheckpointConfig(**values)
 
 
-def _prepare(value: Any, key: str, kind: str, at: At) -> Callable[..., Any]:
+def _prepare(value: Any, key: str, kind: str) -> Callable[..., Any]:
     """Return a function that creates the value of a key; ``kind`` determines allowed values."""
     if kind == "eval_dataloader" and isinstance(value, Mapping) and "data" in value:
         kinds = {name: kind if name == "data" else f"{kind}.{name}" for name in keys_inside(kind)}
         makers = {
-            name: _prepare(value[name], f"{key}.{name}", inner, at) for name, inner in kinds.items()
+            name: _prepare(value[name], f"{key}.{name}", inner) for name, inner in kinds.items()
         }
         return lambda: _make_evaluator({name: make() for name, make in makers.items()})
     # Nodes in a list or by name; evaluations can hold others.
@@ -142,8 +140,8 @@ def _prepare(value: Any, key: str, kind: str, at: At) -> Callable[..., Any]:
         for name, each in items_inside(value):
             if each in (None, "None") and kind == "metrics":
                 continue
-            with at(f"{key}.{name}"):
-                inside[name] = _prepare(each, f"{key}.{name}", kind, at)
+            with about(f"{key}.{name}"):
+                inside[name] = _prepare(each, f"{key}.{name}", kind)
         if kind in LISTS:
             return lambda: [make() for make in inside.values()]
         # If no name is left, there is no evaluation.
@@ -178,6 +176,7 @@ def _checking(make: Callable[[], Any], call: str, key: str) -> Callable[..., Any
     return made
 
 
+@about("sampling_mode")
 def _prepare_sampling(config: RunConfig, make_data: Callable[..., Any]) -> Callable[[], Any]:
     """Return a function that creates the loader with batches by the length of rows."""
     makers = {

@@ -3,13 +3,12 @@
 import datetime
 import re
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
 
-import yaml  # type: ignore[import-untyped]
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
@@ -18,14 +17,13 @@ from automicro.cli.config.nodes import leaves, mapped
 from automicro.cli.config.schema import (
     BATCH_SIZES,
     EXAMPLES,
-    At,
-    Reader,
     RunConfig,
     defaults,
+    read,
     unknown_key,
 )
 from automicro.cli.config.sources import Sources, Tree
-from automicro.errors import ConfigError, suggestion
+from automicro.errors import ConfigError, about, suggestion
 from automicro.memory.oom import first_line
 from automicro.trainer.data.loading import read_accumulation
 from automicro.trainer.processes import agreed_time
@@ -33,7 +31,6 @@ from automicro.trainer.processes import agreed_time
 DATA = ("train_dataloader", "sampling_mode", "eval_dataloader")
 # Replaced in the written config, because it would have another value when that is read again.
 _RESOLVER = re.compile(r"(?<!\\)\$\{[\w.]+:")
-_WIDTH = 100
 
 
 def _resolved(tree: Tree, key: str) -> Any:
@@ -120,7 +117,6 @@ class LoadedConfig:
     """A config that was read."""
 
     config: RunConfig  # with all interpolations resolved
-    checked: Any  # result of ``check`` of `read_config`
     # Keys set by files and overrides, in the order of the reference. References to other keys
     # remain, so that they follow later changes. Reading it again gives the same config.
     written: Mapping[str, Any]
@@ -142,12 +138,11 @@ def read_config(
     *,
     required: Sequence[str] = TO_TRAIN,
     num_devices: int = 1,
-    check: Callable[[RunConfig, At], object] = lambda config, at: None,
 ) -> LoadedConfig:
     """Read and merge files, apply overrides, resolve interpolations and check the result.
 
-    No objects are created, and only ``check`` imports their modules. In the arguments of the data,
-    batch sizes are those of one device. All mistakes are reported together.
+    No objects are created, and no modules imported. In the arguments of the data, batch sizes are
+    those of one device.
 
     >>> sorted(read_config(["configs/digits.yaml"]).written)[:3]
     ['eval_dataloader', 'eval_interval', 'eval_microbatch_size']
@@ -156,66 +151,58 @@ def read_config(
     # An unset batch size is removed and not null, because references to it have no value.
     unset = [key for key in BATCH_SIZES if sources.tree.get(key) in (None, "None")]
     tree = {key: value for key, value in sources.tree.items() if key not in unset}
-    for key in tree:
-        with sources.at(key):
+    with sources.explaining():
+        for key in tree:
             if key not in KEYS:
                 raise unknown_key(key, tree)
-    open_keys = [key for key, value in leaves(tree).items() if value == "???"]
-    if open_keys:
-        with sources.at(*open_keys):
-            raise ConfigError(
+        open_keys = [key for key, value in leaves(tree).items() if value == "???"]
+        if open_keys:
+            raise mistake(
                 f"{', '.join(open_keys)}: replace '???' by a value, or add "
-                f"{' '.join(f'{key}=VALUE' for key in open_keys)}"
+                f"{' '.join(f'{key}=VALUE' for key in open_keys)}",
+                *open_keys,
             )
-    is_open = {key.partition(".")[0] for key in open_keys}
-    keys = [key for key in KEYS if key in tree and key not in is_open]
-    values, written = _read(tree, keys, sources.at, num_devices)
-    for key in required:
-        with sources.at(key):
-            if key not in tree or values.get(key, ...) is None:
-                raise ConfigError(
-                    f"{key} is missing: write at the top level {key}: {EXAMPLES[key]}"
+        values, written = _read(tree, num_devices)
+        for key in required:
+            if key not in tree or values[key] is None:
+                raise mistake(
+                    f"{key} is missing: write at the top level {key}: {EXAMPLES[key]}", key
                 )
     config = RunConfig(**{**dict.fromkeys(KEYS), **defaults(), **values})
-    checked = check(config, sources.at)
-    sources.tell()
-    return LoadedConfig(config=config, checked=checked, written=written, sources=sources)
+    return LoadedConfig(config=config, written=written, sources=sources)
 
 
-def _read(
-    tree: Tree, keys: Sequence[str], at: At, num_devices: int
-) -> tuple[dict[str, Any], dict[str, Any]]:
+def _read(tree: Tree, num_devices: int) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return the values of the keys for the run, and the values to be written."""
-    reader = Reader(at)
     values: dict[str, Any] = {}
     written: dict[str, Any] = {}
     shares: dict[str, Tree] = {}
+    keys = [key for key in KEYS if key in tree]
     # Loaders come last, because they can refer to batch sizes.
     for key in sorted(keys, key=lambda key: key in DATA):
         if key in DATA and not shares:
-            shares = _share_out(values, num_devices, at)
-        with at(key):
+            shares = _share_out(values, num_devices)
+        with about(key):
             value = _resolved({**tree, **shares.get(key, {})}, key)
             written[key] = _written(tree[key], value)
-            values[key] = reader.read(value, key)
+            values[key] = read(value, key)
     checkpoint, run_dir = values.get("checkpoint"), values.get("run_dir")
     if checkpoint is not None:
         checkpoint.setdefault("folder", run_dir and f"{run_dir}/checkpoints")
-    return values, {key: written[key] for key in keys if key in written}
+    return values, {key: written[key] for key in keys}
 
 
-def _share_out(values: Mapping[str, Any], num_devices: int, at: At) -> dict[str, Tree]:
+def _share_out(values: Mapping[str, Any], num_devices: int) -> dict[str, Tree]:
     """Return, for each key of data, the rows of each batch size that one device loads."""
     shares: dict[str, Tree] = {key: {} for key in DATA}
     for key in BATCH_SIZES:
-        with at(key):
-            if values.get(key) is not None:
+        if values.get(key) is not None:
+            with about(key):
                 # Evaluations do not accumulate, so only devices share their batches.
-                shares["eval_dataloader"][key] = rows_to_load(
-                    values[key], num_devices=num_devices, key=key
-                )
-    with at("global_batch_size"):
-        if "global_batch_size" in shares["eval_dataloader"]:
+                rows = rows_to_load(values[key], num_devices=num_devices, key=key)
+                shares["eval_dataloader"][key] = rows
+    if "global_batch_size" in shares["eval_dataloader"]:
+        with about("global_batch_size"):
             rows = rows_to_load(
                 values["global_batch_size"],
                 num_devices=num_devices,
@@ -226,47 +213,17 @@ def _share_out(values: Mapping[str, Any], num_devices: int, at: At) -> dict[str,
     return shares
 
 
-class _Dumper(yaml.SafeDumper):  # type: ignore[misc]
-    # PyYAML would write repeated values as &id001 and *id001.
-    def ignore_aliases(self, data: Any) -> bool:
-        return True
-
-
-def _represent_text(dumper: yaml.SafeDumper, text: str) -> Any:
-    # Other quotes keep Unicode line breaks, which are read back as spaces.
-    style = '"' if re.search("[\x85\u2028\u2029]", text) else None
-    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style=style)
-
-
-_Dumper.add_representer(str, _represent_text)
-# 1e-3 is text in YAML 1.1, but a number in OmegaConf.
-_Dumper.add_implicit_resolver(
-    "tag:yaml.org,2002:float", re.compile(r"[-+]?[0-9._]+[eE][-+]?[0-9]+$"), list("-+0123456789.")
-)
-
-
 def to_yaml(values: Mapping[str, Any]) -> str:
-    """Return values as YAML, with one line for each list or mapping of plain values.
+    """Return values as YAML that reads back as the same values.
 
     >>> print(to_yaml({"model": {"call": "a.B", "args": {"width": 4}}, "name": "1e-3"}), end="")
     model:
       call: a.B
-      args: {width: 4}
+      args:
+        width: 4
     name: '1e-3'
     """
-    texts = [
-        yaml.dump(
-            {key: value},
-            Dumper=_Dumper,
-            # None would also put the outermost mapping on one line if its values are plain.
-            default_flow_style=None if isinstance(value, dict | list) else False,
-            sort_keys=False,
-            width=_WIDTH,
-            allow_unicode=True,
-        )
-        for key, value in values.items()
-    ]
-    return "".join(texts)
+    return OmegaConf.to_yaml(OmegaConf.create(dict(values)))
 
 
 def escape(value: Any) -> Any:

@@ -6,7 +6,7 @@ Types and defaults come from the signatures of the classes that take the keys.
 import functools
 import typing
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, suppress
+from contextlib import suppress
 from inspect import Parameter, isclass, signature
 from pathlib import Path
 from pkgutil import resolve_name
@@ -287,9 +287,6 @@ def wrong_type(key: str, value: object, kind: str) -> ConfigError:
     return mistake(f"{key}={show(value)}: expected {type_in_words(kind)}{hint}", key)
 
 
-At = Callable[..., AbstractContextManager[None]]
-"""A context for code that checks keys: `about` raises the first mistake, others collect them."""
-
 LOSS_AVERAGES = ("auto", "samples", "tokens", "none")
 NO_KEYS_OF_ITS_OWN = (
     "a config cannot define new keys; automicro config --keys lists all keys. Refer to a value "
@@ -302,88 +299,84 @@ FORMS = {
 }
 
 
-class Reader:
-    """Reads resolved values in the types of their keys, without creating objects."""
+def read(value: Any, key: str, kind: str = "") -> Any:
+    """Return a value in the type of its key; ``kind`` is the key whose types apply."""
+    kind = kind or key
+    found, option = alternatives(kind), OPTIONS.get(kind, Option())
+    # Messages for Python have None, which users copy.
+    value = None if value == "None" else value
+    if _is_default(value, kind) or (value is None and {NoneType, Any} & {*found}):
+        return value
+    if kind == "eval_dataloader":
+        return _evaluations(value, key)
+    if kind in SECTIONS:
+        return _section(value, key, kind)
+    if value is None and option.made in ("list", "mapping"):
+        return defaults()[kind]
+    # A mapping is a node. If the key also accepts plain mappings, it is one only if it has
+    # call.
+    is_plain = isinstance(value, Mapping) and Mapping in found and not is_node(value)
+    only_nodes = {*found} <= {CallConfig, NoneType}
+    if CallConfig in found and (only_nodes or isinstance(value, Mapping)) and not is_plain:
+        return read_node(value, key)
+    typed = _typed(value, key, kind)
+    try:
+        if option.choices:
+            check_choice(key, typed, choices(kind))
+        elif option.read and not is_node(typed):
+            check = resolve_name(option.read)
+            names = [*signature(check).parameters]
+            given = {"name": key} if "name" in names else {}
+            check(**{next(each for each in names if each != "name"): typed}, **given)
+    except (TypeError, ValueError) as error:
+        said = str(error) if str(error).startswith(key) else f"{key}: {error}"
+        raise mistake(said, key) from error
+    return typed
 
-    def __init__(self, at: At = about) -> None:
-        self._at = at
 
-    def read(self, value: Any, key: str, kind: str = "") -> Any:
-        """Return a value in the type of its key; ``kind`` is the key whose types apply."""
-        kind = kind or key
-        found, option = alternatives(kind), OPTIONS.get(kind, Option())
-        # Messages for Python have None, which users copy.
-        value = None if value == "None" else value
-        if _is_default(value, kind) or (value is None and {NoneType, Any} & {*found}):
-            return value
-        if kind == "eval_dataloader":
-            return self._evaluations(value, key)
-        if kind in SECTIONS:
-            return self._section(value, key, kind)
-        if value is None and option.made in ("list", "mapping"):
-            return defaults()[kind]
-        # A mapping is a node. If the key also accepts plain mappings, it is one only if it has
-        # call.
-        is_plain = isinstance(value, Mapping) and Mapping in found and not is_node(value)
-        only_nodes = {*found} <= {CallConfig, NoneType}
-        if CallConfig in found and (only_nodes or isinstance(value, Mapping)) and not is_plain:
-            return read_node(value, key)
-        typed = _typed(value, key, kind)
-        try:
-            if option.choices:
-                check_choice(key, typed, choices(kind))
-            elif option.read and not is_node(typed):
-                read = resolve_name(option.read)
-                names = [*signature(read).parameters]
-                given = {"name": key} if "name" in names else {}
-                read(**{next(each for each in names if each != "name"): typed}, **given)
-        except (TypeError, ValueError) as error:
-            said = str(error) if str(error).startswith(key) else f"{key}: {error}"
-            raise mistake(said, key) from error
-        return typed
+def _evaluations(value: Any, key: str) -> Any:
+    """Return a node, an evaluation with options, or a mapping from names to these."""
+    if not isinstance(value, Mapping) or is_node(value):
+        return value
+    if not {*keys_inside("eval_dataloader")}.isdisjoint(value):
+        return _section(value, key, "eval_dataloader")
+    found = {}
+    for name, each in value.items():
+        with about(f"{key}.{name}"):
+            if not isinstance(name, str) or not name or "/" in name:
+                raise ConfigError(
+                    f"{key} has the name {show(name)}: names are text without '/', because "
+                    f"values are logged as eval/name/loss"
+                )
+            if each not in (None, "None"):
+                found[name] = _evaluations(each, f"{key}.{name}")
+    return found or None
 
-    def _evaluations(self, value: Any, key: str) -> Any:
-        """Return a node, an evaluation with options, or a mapping from names to these."""
-        if not isinstance(value, Mapping) or is_node(value):
-            return value
-        if not {*keys_inside("eval_dataloader")}.isdisjoint(value):
-            return self._section(value, key, "eval_dataloader")
-        found = {}
-        for name, each in value.items():
-            with self._at(f"{key}.{name}"):
-                if not isinstance(name, str) or not name or "/" in name:
-                    raise ConfigError(
-                        f"{key} has the name {show(name)}: names are text without '/', because "
-                        f"values are logged as eval/name/loss"
-                    )
-                if each not in (None, "None"):
-                    found[name] = self._evaluations(each, f"{key}.{name}")
-        return found or None
 
-    def _section(self, values: Any, key: str, section: str) -> Any:
-        """Return the keys inside another, including defaults."""
-        known, given = keys_inside(section), defaults(section)
-        if section == "sampling_mode" and isinstance(values, str):
-            values = {"mode": values}
-        if not isinstance(values, Mapping):
-            raise ConfigError(f"{key}={show(values)} is not a mapping: write {FORMS[section]}")
-        for name, value in values.items():
-            where = f"{key}.{name}"
-            with self._at(where):
-                if name not in known:
-                    raise ConfigError(
-                        f"{key} has an unknown key {name!r}{suggestion(name, known)}: use some of "
-                        f"{', '.join(known)}"
-                    )
-                # The folder's default depends on run_dir, which is known later.
-                if (section, name, value) != ("checkpoint", "folder", None):
-                    given[name] = self.read(value, where, f"{section}.{name}")
-        missing = [name for name in known if name not in {"folder", *given, *values}]
-        if missing:
-            words = choices(f"{section}.{missing[0]}")
-            remedy = one_of(words) if words else FORM.removeprefix("write ")
-            raise ConfigError(f"{key}.{missing[0]} is missing: write {missing[0]}: {remedy}")
-        return given
+def _section(values: Any, key: str, section: str) -> Any:
+    """Return the keys inside another, including defaults."""
+    known, given = keys_inside(section), defaults(section)
+    if section == "sampling_mode" and isinstance(values, str):
+        values = {"mode": values}
+    if not isinstance(values, Mapping):
+        raise ConfigError(f"{key}={show(values)} is not a mapping: write {FORMS[section]}")
+    for name, value in values.items():
+        where = f"{key}.{name}"
+        with about(where):
+            if name not in known:
+                raise ConfigError(
+                    f"{key} has an unknown key {name!r}{suggestion(name, known)}: use some of "
+                    f"{', '.join(known)}"
+                )
+            # The folder's default depends on run_dir, which is known later.
+            if (section, name, value) != ("checkpoint", "folder", None):
+                given[name] = read(value, where, f"{section}.{name}")
+    missing = [name for name in known if name not in {"folder", *given, *values}]
+    if missing:
+        words = choices(f"{section}.{missing[0]}")
+        remedy = one_of(words) if words else FORM.removeprefix("write ")
+        raise ConfigError(f"{key}.{missing[0]} is missing: write {missing[0]}: {remedy}")
+    return given
 
 
 def _typed(value: Any, key: str, kind: str) -> Any:
@@ -415,7 +408,7 @@ def _is_default(value: object, kind: str) -> bool:
 def unknown_key(key: str, tree: Mapping[str, Any]) -> ConfigError:
     """Return the error for an unknown key, with a suggestion."""
     if key in INSTEAD:
-        return ConfigError(f"unknown key {key!r}: {INSTEAD[key]}")
+        return mistake(f"unknown key {key!r}: {INSTEAD[key]}", key)
     value = tree[key]
     duration = duration_meant(value, str(key))
     meant = ["max_duration"] if duration else []
@@ -423,11 +416,12 @@ def unknown_key(key: str, tree: Mapping[str, Any]) -> ConfigError:
     meant += [leaf for leaf in leaves(tree) if leaf.endswith(f".args.{key}")]
     meant += [f"{each}.{key}" for each in SECTIONS if key in keys_inside(each)]
     if meant:
-        said = f"unknown key {key!r} (did you mean {meant[0]!r}?)"
-        return ConfigError(f"{said}: write {as_override(meant[0], duration or value)}")
-    hint = suggestion(str(key), KEYS)
-    remedy = "correct it" if hint else NO_KEYS_OF_ITS_OWN
-    return ConfigError(f"unknown key {key!r}{hint}: {remedy}")
+        hint = f" (did you mean {meant[0]!r}?)"
+        remedy = f"write {as_override(meant[0], duration or value)}"
+    else:
+        hint = suggestion(str(key), KEYS)
+        remedy = "correct it" if hint else NO_KEYS_OF_ITS_OWN
+    return mistake(f"unknown key {key!r}{hint}: {remedy}", key)
 
 
 def _read_limit(limit: Any) -> None:
@@ -440,5 +434,9 @@ def _read_loss_average(name: str, value: Any) -> None:
     """Refuse an invalid way to average a loss, or one of several losses by name."""
     inside = {f"{name}.{each}": inner for each, inner in items_inside(value)} or {name: value}
     for key, each in inside.items():
-        if not is_node(each):
-            check_choice(key, each, LOSS_AVERAGES)
+        if not is_node(each) and each not in LOSS_AVERAGES:
+            raise mistake(
+                f"{key}={show(each)} is not known{suggestion(each, LOSS_AVERAGES)}: write "
+                f"{type_in_words('loss_average')}",
+                key,
+            )

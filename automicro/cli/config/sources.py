@@ -17,7 +17,7 @@ from omegaconf.errors import OmegaConfBaseException
 from automicro.cli.arguments import no_such_file
 from automicro.cli.config.nodes import leaves
 from automicro.cli.errors import summarize_error
-from automicro.errors import ConfigError, about, keys_of
+from automicro.errors import ConfigError, keys_of
 from automicro.memory.oom import first_line
 
 Tree = dict[str, Any]
@@ -33,26 +33,15 @@ class Sources:
 
     def __init__(self, paths: Sequence[str | Path], overrides: Sequence[str] = ()) -> None:
         self.tree: Tree = {}
-        self._mistakes: list[tuple[str, Exception]] = []
         self._lines: dict[str, Mapping[str, int]] = {}
         self._order: dict[str, None] = {}  # sources in order
         self._set_by: dict[str, str] = {}  # the last source that set each leaf
         for path in map(str, paths):
-            try:
-                values, self._lines[path] = read_file(Path(path))
-            except ConfigError as error:
-                # The other files are still read, so that one run reports all unreadable files.
-                self._mistakes.append((str(error), error))
-                continue
+            values, self._lines[path] = read_file(Path(path))
             self.tree = merge(self.tree, values)
             self._note(path, leaves(values))
-        self.tell()
         for override in overrides:
-            try:
-                key, value = _apply_override(self.tree, override)
-            except ConfigError as error:
-                self._mistakes.append((str(error), error))
-                continue
+            key, value = _apply_override(self.tree, override)
             self._note(name_override(override), leaves(value, key))
 
     def _note(self, name: str, keys: Collection[str]) -> None:
@@ -61,32 +50,13 @@ class Sources:
         self._set_by |= dict.fromkeys(keys, name)
 
     @contextlib.contextmanager
-    def at(self, *keys: object) -> Iterator[None]:
-        """Collect a mistake about keys, and continue."""
+    def explaining(self) -> Iterator[None]:
+        """Turn errors into config errors that begin with the lines and overrides behind them."""
         try:
-            with about(*keys):
-                yield
+            yield
         except Exception as error:
-            is_ours = isinstance(error, ConfigError)
-            said = str(error) if is_ours else summarize_error(error)
-            self._mistakes.append((f"{self.origin(keys_of(error))}: {said}", error))
-            # A module that failed to import has run in part, and must not run again.
-            if not is_ours:
-                self.tell()
-
-    def tell(self) -> None:
-        """Raise one error with all collected mistakes, without repetitions."""
-        if not self._mistakes:
-            return
-        said = list(dict.fromkeys(text for text, _ in self._mistakes))
-        text = said[0]
-        if len(said) > 1:
-            lines = [each.replace("\n", "\n  ") for each in said]
-            text = "\n  ".join([f"{len(said)} mistakes:", *lines])
-        errors = [error for _, error in self._mistakes]
-        # Only one traceback can be shown, so that of a real cause is preferred.
-        causes = [each for each in errors if each.__cause__ or not isinstance(each, ConfigError)]
-        raise ConfigError(text) from (causes or errors)[0]
+            text = str(error) if isinstance(error, ConfigError) else summarize_error(error)
+            raise ConfigError(f"{self.origin(keys_of(error))}: {text}") from error
 
     def origin(self, keys: Collection[str]) -> str:
         """Return the lines of files, and the overrides, from which keys have their values."""

@@ -100,6 +100,10 @@ class PlanReport(LevelPlan):
         """Changes that would help, most helpful first; they are planned when first read."""
         return self.find_remedies()
 
+    def __getstate__(self) -> dict[str, Any]:
+        # The steps of the planner cannot be pickled, so the remedies are planned before.
+        return vars(self) | {"find_remedies": functools.partial(tuple, self.remedies)}
+
     @property
     def level(self) -> str:
         """Name of the level that this report describes."""

@@ -2,6 +2,7 @@
 
 import copy
 import json
+import pickle
 import random
 import re
 import threading
@@ -398,6 +399,7 @@ def test_a_report_is_told_in_words_and_as_json() -> None:
     for word in ("Blocks fits", "activations", "blocks.*", "margin", "recompute"):
         assert word in text
     found = json.loads(json.dumps(report.to_dict()))
+    assert pickle.loads(pickle.dumps(report)).to_dict() == report.to_dict()
     assert found["microbatch_size"] == report.microbatch_size
     assert found["needed_bytes"] == report.needed_bytes
 

@@ -1,0 +1,46 @@
+"""Arguments of callbacks that mean nothing are refused, and those that went are answered."""
+
+from typing import Any
+
+import pytest
+
+from automicro.callbacks import (
+    EarlyStopping,
+    ExponentialMovingAverage,
+    FreezeSchedule,
+    GrowthSchedule,
+    ImageSizeSchedule,
+    OutOfMemoryReport,
+    SequenceLengthSchedule,
+)
+
+GROWTH = {"start": 2, "end": 4, "over": "4ba"}
+
+
+@pytest.mark.parametrize(
+    ("callback", "options", "message"),
+    [
+        (EarlyStopping, {"patience": 0}, "patience=0 must be at least 1"),
+        (EarlyStopping, {"mode": "mim"}, "did you mean 'min'"),
+        (EarlyStopping, {"min_delta": -1.0}, "mode sets the direction"),
+        (EarlyStopping, {"min_delta": "1"}, "mode sets the direction"),
+        (EarlyStopping, {"monitor": ""}, "is not a name"),
+        (ExponentialMovingAverage, {"decay": 1.0}, "decay=1.0 .* below 1"),
+        (ExponentialMovingAverage, {"decay": None}, "decay=None .* below 1"),
+        (ExponentialMovingAverage, {"update_interval": "5"}, "update_interval='5'"),
+        (ExponentialMovingAverage, {"half_life": "5ba"}, "no argument half_life. Pass decay="),
+        (FreezeSchedule, {}, "there is nothing to freeze. Pass patterns"),
+        (FreezeSchedule, {"frozen_until": "0.*"}, "and not a mapping. Pass patterns"),
+        (GrowthSchedule, GROWTH, "resize=None cannot be called"),
+        (ImageSizeSchedule, {**GROWTH, "resize": 3}, "resize=3 cannot be called"),
+        (ImageSizeSchedule, {**GROWTH, "start": 8}, "Swap them"),
+        (ImageSizeSchedule, {**GROWTH, "start": 0}, "start=0 must be at least 1"),
+        (ImageSizeSchedule, {**GROWTH, "over": "0ba"}, "over='0ba'"),
+        (ImageSizeSchedule, {**GROWTH, "steps": 0}, "steps=0"),
+        (SequenceLengthSchedule, {**GROWTH, "keys": ["a"]}, "no argument keys. Pass resize="),
+        (OutOfMemoryReport, {"folder": "a", "history": 3}, "no argument history. Call torch"),
+    ],
+)
+def test_what_means_nothing_is_refused(callback: Any, options: Any, message: str) -> None:
+    with pytest.raises((TypeError, ValueError), match=message):
+        callback(**options)
