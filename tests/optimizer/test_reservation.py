@@ -142,10 +142,10 @@ def test_an_optimizer_that_refuses_stand_ins_only_costs_the_reservation(
     assert caplog.text.count("no memory is reserved") == 1
 
 
-class TwoHeads(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.used, self.seldom = nn.Linear(64, 40), nn.Linear(64, 40)
+def two_heads() -> tuple[nn.Module, nn.Module, torch.optim.Optimizer, OptimizerReservation]:
+    used, seldom = nn.Linear(64, 40), nn.Linear(64, 40)
+    optimizer = torch.optim.Adam([*used.parameters(), *seldom.parameters()])
+    return used, seldom, optimizer, OptimizerReservation(optimizer)
 
 
 def run_batch(reservation: OptimizerReservation, *parts: nn.Module) -> int:
@@ -165,51 +165,45 @@ def step(optimizer: torch.optim.Optimizer) -> None:
 
 
 def test_nothing_is_held_for_parameters_that_had_no_gradient_at_the_last_step() -> None:
-    model = TwoHeads()
-    optimizer = torch.optim.Adam(model.parameters())
-    reservation = OptimizerReservation(optimizer)
-    of_both = run_batch(reservation, model.used)
+    used, _, optimizer, reservation = two_heads()
+    of_both = run_batch(reservation, used)
     step(optimizer)
     for _ in range(2):
         reservation.begin()
         assert reservation.reserved_bytes == 0
         assert reservation.upcoming_bytes == []
-        assert run_batch(reservation, model.used) == 0
+        assert run_batch(reservation, used) == 0
         step(optimizer)
     assert of_both == 2 * sum(
         value.nbytes
-        for parameter in model.used.parameters()
+        for parameter in used.parameters()
         for value in optimizer.state[parameter].values()
     )
 
 
 def test_no_state_is_upcoming_once_the_optimizer_has_built_it() -> None:
-    model = TwoHeads()
-    optimizer = torch.optim.Adam(model.parameters())
-    reservation = OptimizerReservation(optimizer)
+    used, seldom, optimizer, reservation = two_heads()
     reservation.begin()
-    assert len(reservation.upcoming_bytes) >= 2 * len(list(model.parameters()))
-    run_batch(reservation, model.used, model.seldom)
+    assert len(reservation.upcoming_bytes) >= 2 * 4
+    run_batch(reservation, used, seldom)
     step(optimizer)
     assert reservation.upcoming_bytes == []  # also before the next batch begins
 
 
 def test_a_parameter_that_gains_its_first_gradient_late_is_reserved_for_by_the_commit() -> None:
-    model = TwoHeads()
-    optimizer = torch.optim.Adam(model.parameters())
-    reservation = OptimizerReservation(optimizer)
-    of_both = run_batch(reservation, model.used)
+    used, seldom, optimizer, reservation = two_heads()
+    of_both = run_batch(reservation, used)
     step(optimizer)
-    of_one = run_batch(reservation, model.used, model.seldom)
+    of_one = run_batch(reservation, used, seldom)
     assert of_one == of_both // 2
     # A second batch for the same step reserves nothing twice; a retry reserves from its begin.
-    assert run_batch(reservation, model.used, model.seldom) == of_one
+    assert run_batch(reservation, used, seldom) == of_one
     reservation.roll_back()
     reservation.begin()
     assert reservation.reserved_bytes == of_one
     step(optimizer)
     assert reservation.reserved_bytes == 0
-    assert run_batch(reservation, model.used, model.seldom) == 0
+    assert run_batch(reservation, used, seldom) == 0
 
 
 def test_training_with_a_part_that_is_seldom_used_shrinks_no_batch_for_it() -> None:

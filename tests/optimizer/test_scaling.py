@@ -1,7 +1,7 @@
 """Half precision: as torch's own scaler does it, and nothing lost where memory runs out."""
 
 import contextlib
-from collections.abc import Iterator
+import itertools
 from typing import Any
 
 import pytest
@@ -109,15 +109,11 @@ def with_gradients(*, steps: int = 0) -> tuple[nn.Module, torch.optim.Optimizer,
     return model, optimizer, scaler
 
 
-def faults(num_operations: int) -> Iterator[Fault]:
-    return (Fault(index, after) for index in range(num_operations) for after in (False, True))
-
-
-@pytest.mark.parametrize("overflowing", [None, 0, 2])
+@pytest.mark.parametrize("overflowing", [0, 2])
 @pytest.mark.parametrize("max_norm", [None, 0.1])
 @pytest.mark.parametrize(("name", "options"), OPTIMIZERS)
 def test_steps_are_those_of_a_loop_with_the_scaler_of_torch(
-    name: str, options: dict[str, Any], max_norm: float | None, overflowing: int | None
+    name: str, options: dict[str, Any], max_norm: float | None, overflowing: int
 ) -> None:
     ours, theirs = network(), network()
     our_optimizer, their_optimizer = build(name, ours, **options), build(name, theirs, **options)
@@ -126,7 +122,7 @@ def test_steps_are_those_of_a_loop_with_the_scaler_of_torch(
     their_scaler = train_by_hand(theirs, their_optimizer, given, max_norm)
     assert state_of(ours, our_optimizer, scaler) == state_of(theirs, their_optimizer, their_scaler)
     assert steps == [index != overflowing for index in range(4)]
-    assert scaler.scale == (2.0**16 if overflowing is None else 2.0**15)
+    assert scaler.scale == 2.0**15
 
 
 def test_out_of_memory_in_an_attempt_changes_neither_bits_nor_scale() -> None:
@@ -170,23 +166,13 @@ def test_a_scaled_step_that_runs_out_of_memory_is_named(steps: int) -> None:
     _, optimizer, scaler = with_gradients(steps=steps)
     with FaultMode() as mode:
         step_optimizer(optimizer, CPU, scaler=scaler)
-    for fault in faults(mode.num_operations):
-        _, optimizer, scaler = with_gradients(steps=steps)
-        with FaultMode([fault]), pytest.raises(OptimizerStepError, match="half applied"):
-            step_optimizer(optimizer, CPU, scaler=scaler)
-
-
-def test_out_of_memory_while_the_scale_is_updated_is_named() -> None:
-    _, optimizer, scaler = with_gradients(steps=1)
-    with FaultMode() as mode:
-        step_optimizer(optimizer, CPU, scaler=scaler)
     assert mode.names[-1] == "aten._amp_update_scale_.default"
-    _, optimizer, scaler = with_gradients(steps=1)
-    with (
-        FaultMode([Fault(mode.num_operations - 1)]),
-        pytest.raises(OptimizerStepError, match="updating the loss scale ran out of memory"),
-    ):
-        step_optimizer(optimizer, CPU, scaler=scaler)
+    for index, after in itertools.product(range(mode.num_operations), (False, True)):
+        _, optimizer, scaler = with_gradients(steps=steps)
+        last = index == mode.num_operations - 1
+        words = "updating the loss scale ran out of memory.*" * last + "half applied"
+        with FaultMode([Fault(index, after)]), pytest.raises(OptimizerStepError, match=words):
+            step_optimizer(optimizer, CPU, scaler=scaler)
 
 
 class Held:

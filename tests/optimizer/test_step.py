@@ -19,9 +19,6 @@ OPTIMIZERS: list[tuple[str, dict[str, Any]]] = [
     ("AdamW", {"foreach": True}),
     ("Adam", {"fused": True}),
     ("SGD", {"momentum": 0.9}),
-    ("SGD", {"weight_decay": 0.1, "foreach": False}),
-    ("SGD", {"momentum": 0.9, "foreach": True}),
-    ("Adagrad", {}),
 ]
 
 

@@ -31,22 +31,21 @@ def bucket_view(parameter: nn.Parameter) -> Tensor:
 EARLIER = [none, zeros, numbers, bucket_view]
 
 
-def begun(earlier: Callable[[nn.Parameter], Any]) -> tuple[nn.Parameter, Transaction]:
+def begun(
+    earlier: Callable[[nn.Parameter], Any],
+) -> tuple[nn.Parameter, Tensor | None, Transaction]:
     weight = nn.Parameter(torch.tensor([1.0, 2.0, 3.0]))
-    weight.grad = earlier(weight)
+    weight.grad = given = earlier(weight)
     transaction = Transaction([Gradients([weight])])
     transaction.begin()
     assert weight.grad is None
-    return weight, transaction
+    return weight, given, transaction
 
 
 @pytest.mark.parametrize("earlier", EARLIER)
 def test_a_commit_adds_into_the_same_tensor(earlier: Callable[[nn.Parameter], Any]) -> None:
-    weight = nn.Parameter(torch.tensor([1.0, 2.0, 3.0]))
-    weight.grad = given = earlier(weight)
+    weight, given, transaction = begun(earlier)
     expected = weight.detach() * 2 + (0 if given is None else given)
-    transaction = Transaction([Gradients([weight])])
-    transaction.begin()
     weight.square().sum().backward()
     transaction.commit()
     assert weight.grad is not None
@@ -59,11 +58,8 @@ def test_a_commit_adds_into_the_same_tensor(earlier: Callable[[nn.Parameter], An
 def test_rolling_back_puts_the_same_tensor_back(
     earlier: Callable[[nn.Parameter], Any], reached: bool
 ) -> None:
-    weight = nn.Parameter(torch.tensor([1.0, 2.0, 3.0]))
-    weight.grad = given = earlier(weight)
+    weight, given, transaction = begun(earlier)
     content = None if given is None else given.clone()
-    transaction = Transaction([Gradients([weight])])
-    transaction.begin()
     if reached:
         weight.square().sum().backward()
     transaction.roll_back()
@@ -72,20 +68,18 @@ def test_rolling_back_puts_the_same_tensor_back(
 
 
 def test_a_parameter_that_the_batch_does_not_reach_keeps_its_gradient() -> None:
-    weight, transaction = begun(numbers)
+    weight, _, transaction = begun(numbers)
     transaction.commit()
     assert weight.grad is not None
     assert weight.grad.tolist() == [0.5, 0.5, 0.5]
 
 
 def test_a_bucket_that_its_owner_writes_to_is_put_back() -> None:
-    weight = nn.Parameter(torch.ones(3))
     bucket = torch.ones(6)
-    weight.grad = bucket[:3]
-    transaction = Transaction([Gradients([weight])])
-    transaction.begin()
+    weight, _, transaction = begun(lambda _: bucket[:3])
     bucket.zero_()
     transaction.roll_back()
+    assert weight.grad is not None
     assert weight.grad.tolist() == [1.0, 1.0, 1.0]
 
 

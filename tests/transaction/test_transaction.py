@@ -1,6 +1,7 @@
 """The promises of a transaction, and all its parts except gradients."""
 
 import functools
+import types
 from collections.abc import Callable
 from typing import Any
 
@@ -10,41 +11,26 @@ from torch import nn
 
 from automicro import RollbackError, StateWarning
 from automicro.modules import ModuleIndex
-from automicro.state.part import State
+from automicro.state.part import PART, State
 from automicro.transaction.parameters import Parameters
 from automicro.transaction.transaction import Transaction
 
 
-class FakePart:
-    """A part that records its calls, and fails on request."""
-
-    def __init__(self, log: list[str], name: str, fails: dict[str, list[BaseException]]) -> None:
-        self._log = log
-        self._name = name
-        self._fails = fails
-
-    def _act(self, what: str) -> None:
-        self._log.append(f"{self._name} {what}")
-        if self._fails.get(f"{self._name} {what}"):
-            raise self._fails[f"{self._name} {what}"].pop(0)
-
-    def begin(self) -> None:
-        self._act("begin")
-
-    def prepare(self) -> None:
-        self._act("prepare")
-
-    def commit(self) -> None:
-        self._act("commit")
-
-    def roll_back(self) -> None:
-        self._act("roll_back")
-
-
 def two_parts(**fails: BaseException) -> tuple[Transaction, list[str]]:
+    """Two parts that record their calls; each named call fails once."""
     log: list[str] = []
-    plan = {name.replace("_", " ", 1): [error] for name, error in fails.items()}
-    return Transaction([FakePart(log, "a", plan), FakePart(log, "b", plan)]), log
+
+    def act(called: str) -> None:
+        log.append(called.replace("_", " ", 1))
+        if called in fails:
+            raise fails.pop(called)
+
+    def part(name: str) -> Any:
+        return types.SimpleNamespace(
+            **{each: functools.partial(act, f"{name}_{each}") for each in PART}
+        )
+
+    return Transaction([part("a"), part("b")]), log
 
 
 def test_all_parts_prepare_before_any_commits() -> None:
