@@ -3,13 +3,11 @@
 Eleven rows leave a rest at every size but one and eleven.
 """
 
-import dataclasses
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.utils.rnn import PackedSequence
 
 from tests.outside import Unreached
 
@@ -18,7 +16,6 @@ CLASSES = 5
 VOCABULARY = 13
 LENGTH = 7
 IGNORED = -100
-SIZES = [1, 2, 3, 5, 7, 8, 20]
 IMAGE = (3, 6, 6)
 CLASS_WEIGHT = torch.tensor([0.2, 3.0, 1.0, 0.5, 2.0], dtype=torch.float64)
 
@@ -37,38 +34,6 @@ class Mlp(nn.Sequential):
 def norm_model() -> nn.Sequential:
     """A model with BatchNorm, which depends on the whole batch."""
     return nn.Sequential(nn.BatchNorm1d(6), Mlp()).double()
-
-
-class ConvNet(nn.Module):
-    """A model from images to logits per pixel, or per image."""
-
-    def __init__(self, norm: nn.Module | None = None, *, per_pixel: bool = False) -> None:
-        super().__init__()
-        self.stem = nn.Conv2d(3, 4, 3, padding=1)
-        self.norm = nn.GroupNorm(2, 4) if norm is None else norm
-        self.head = nn.Conv2d(4, CLASSES, 1)
-        self.per_pixel = per_pixel
-        self.double()
-
-    def forward(self, images: Tensor) -> Any:
-        logits = self.head(torch.relu(self.norm(self.stem(images))))
-        return logits if self.per_pixel else logits.mean((2, 3))
-
-
-class Recurrent(nn.Module):
-    """A model from padded or packed sequences to logits; padded rows are in `batch_dim`."""
-
-    def __init__(self, *, batch_first: bool = True) -> None:
-        super().__init__()
-        self.gru = nn.GRU(4, 6, batch_first=batch_first)
-        self.head = nn.Linear(6, CLASSES)
-        self.double()
-
-    def forward(self, sequences: Tensor | PackedSequence) -> Any:
-        states, last = self.gru(sequences)
-        if isinstance(sequences, PackedSequence):
-            return self.head(last[0])
-        return self.head(states)
 
 
 class Encoder(nn.Module):
@@ -122,32 +87,6 @@ class ComposerStyle(nn.Module):
         return self(batch) if outputs is None else outputs
 
 
-class Detector(nn.Module):
-    """A model from images of any size to one vector each, whose loss counts boxes.
-
-    Like torchvision's detectors, it returns losses in training and boxes in evaluation.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.head = nn.Linear(3, 4)
-        self.double()
-
-    def forward(self, images: Any, targets: Any = None) -> Any:
-        features = torch.stack([image.flatten(1).mean(1) for image in images])
-        boxes = self.head(features)
-        if not self.training:
-            return [{"boxes": box[None]} for box in boxes]
-        gaps = [F.l1_loss(b.expand_as(t["boxes"]), t["boxes"], reduction="none") for b, t in
-                zip(boxes, targets, strict=True)]  # fmt: skip
-        return {"boxes": torch.cat(gaps).mean(), "size": boxes.square().mean()}
-
-
-class Keywords(Mlp):
-    def forward(self, x: Tensor, scale: Tensor) -> Any:  # type: ignore[override]
-        return super().forward(x) * scale
-
-
 # Batches
 
 
@@ -188,19 +127,3 @@ def tokens() -> Tensor:
 
 def token_targets() -> Tensor:
     return with_ignored(classes(ROWS, LENGTH, high=VOCABULARY, seed=3))
-
-
-def lengths() -> list[int]:
-    return [1 + (3 * row) % 5 for row in range(ROWS)]
-
-
-class Pair(NamedTuple):
-    x: Tensor
-    y: Tensor
-
-
-@dataclasses.dataclass
-class Record:
-    x: Tensor
-    y: Tensor
-    name: str = "kept"

@@ -296,44 +296,6 @@ def test_the_callers_options_are_left_alone() -> None:
     assert options == {"options": {"guard_filter_fn": list, "max_autotune": True}}
 
 
-# A language model
-
-
-@between_graphs
-@pytest.mark.slow
-def test_gpt2_is_compiled_once_for_training_and_once_for_evaluation() -> None:
-    transformers = pytest.importorskip("transformers")
-    config = transformers.GPT2Config(
-        n_layer=2, n_embd=32, n_head=2, vocab_size=50, n_positions=16, resid_pdrop=0.0,
-        embd_pdrop=0.0, attn_pdrop=0.0, bos_token_id=0, eos_token_id=0
-    )  # fmt: skip
-    model = transformers.GPT2LMHeadModel(config).double()
-    model.loss_type = "ForCausalLM"  # else it logs, once per forward, and that breaks the graph
-    expected = copy.deepcopy(model)
-    counter = compiled(model, "aot_eager")
-    room = 8
-
-    def forward(model: Any, microbatch: Any) -> Any:
-        if torch.is_grad_enabled() and len(microbatch["labels"]) > room:
-            raise torch.OutOfMemoryError("CUDA out of memory.")
-        output = model(**microbatch)
-        return output.loss, output.logits
-
-    microbatcher = Microbatcher(model, forward=forward, loss_average="samples")
-    for rows in ROWS:
-        ids = torch.randint(50, (rows, 12))
-        batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids}
-        microbatcher.backward(batch)
-        expected(**batch).loss.backward()
-    assert counter.frame_count == 2
-    for rows in (24, 31):
-        microbatcher.evaluate({"input_ids": ids[:rows], "labels": ids[:rows]})
-    assert counter.frame_count == 3
-    for one, other in zip(model.parameters(), expected.parameters(), strict=True):
-        # Its loss is computed in float32, whatever the weights are.
-        torch.testing.assert_close(one.grad, other.grad, rtol=1e-4, atol=1e-8)
-
-
 class _InPool(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, loss: Tensor, pool: Tensor) -> Tensor:

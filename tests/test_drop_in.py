@@ -1,11 +1,9 @@
 """The example in docs/drop_in: three changed lines, one loop that fails and one that does not."""
 
-import contextlib
 import copy
 import difflib
 import importlib.util
 import types
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -84,58 +82,31 @@ def are_equal(one: nn.Module, other: nn.Module) -> bool:
     return all(map(torch.equal, one.parameters(), other.parameters()))
 
 
-@pytest.mark.parametrize("how", ["precision", "around"])
-def test_bf16_trains_to_the_weights_of_the_plain_loop(how: str) -> None:
-    model, plain, batches = small()
-    loss_fn = nn.CrossEntropyLoss()
-    optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (model, plain)]
-    microbatcher = Microbatcher(
-        model,
-        loss_fn=loss_fn,
-        optimizer=optimizers[0],
-        precision="bf16" if how == "precision" else "fp32",
-    )
-    around: Callable[[], Any] = (
-        contextlib.nullcontext
-        if how == "precision"
-        else lambda: torch.autocast("cpu", dtype=torch.bfloat16)
-    )
-    for batch in batches:
-        with around():
-            loss = microbatcher.backward(batch).loss
-        with torch.autocast("cpu", dtype=torch.bfloat16):
-            expected = loss_fn(plain(batch[0]), batch[1])
-        expected.backward()
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
-        assert torch.equal(loss, expected.detach())
-    assert are_equal(model, plain)
-
-
-def test_a_scaler_trains_to_the_weights_of_the_plain_loop() -> None:
+@pytest.mark.parametrize("how", ["precision", "around", "scaler"])
+def test_autocast_trains_to_the_weights_of_the_plain_loop(how: str) -> None:
     model, plain, batches = small()
     loss_fn = nn.CrossEntropyLoss()
     ours, theirs = (torch.optim.SGD(each.parameters(), lr=0.1) for each in (model, plain))
-    scaler, plain_scaler = torch.amp.GradScaler("cpu"), torch.amp.GradScaler("cpu")
+    is_scaled = how == "scaler"
+    scalers = [torch.amp.GradScaler("cpu", enabled=is_scaled) for _ in range(2)]
+    dtype = torch.float16 if is_scaled else torch.bfloat16
     microbatcher = Microbatcher(
         model,
         loss_fn=loss_fn,
         optimizer=ours,
-        precision="fp16",
-        backward=lambda loss: scaler.scale(loss).backward(),
+        precision={"precision": "bf16", "around": "fp32", "scaler": "fp16"}[how],
+        backward=lambda loss: scalers[0].scale(loss).backward(),
     )
     for batch in batches:
-        loss = microbatcher.backward(batch).loss
-        scaler.step(ours)
-        scaler.update()
-        ours.zero_grad()
-        with torch.autocast("cpu", dtype=torch.float16):
+        with torch.autocast("cpu", dtype, enabled=how == "around"):
+            loss = microbatcher.backward(batch).loss
+        with torch.autocast("cpu", dtype):
             expected = loss_fn(plain(batch[0]), batch[1])
-        plain_scaler.scale(expected).backward()
-        plain_scaler.step(theirs)
-        plain_scaler.update()
-        theirs.zero_grad()
+        scalers[1].scale(expected).backward()
+        for scaler, optimizer in zip(scalers, (ours, theirs), strict=True):
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
         assert torch.equal(loss, expected.detach())
     assert are_equal(model, plain)
 

@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torchmetrics.classification import MulticlassAccuracy
 
@@ -26,7 +25,7 @@ from automicro.features import with_features
 from automicro.loss.weights import BatchWeights
 from tests.callbacks.runs import Scripted
 from tests.cases import difference, gradients
-from tests.models import CLASSES, ROWS, Memory, Mlp, numbers, pair, x, y
+from tests.models import CLASSES, ROWS, Memory, Mlp, numbers, pair
 
 
 def on(model: nn.Module, **options: Any) -> Microbatcher:
@@ -228,62 +227,6 @@ def test_any_other_error_comes_through_unchanged_with_the_state_as_before(
 # Additional modules, hooks, precision
 
 
-@pytest.mark.parametrize("size", [1, 4, 20])
-def test_a_gans_two_steps_have_the_gradients_of_whole_batches(size: int) -> None:
-    torch.manual_seed(0)
-    generator, critic = Mlp(6, 6), Mlp(6, 1)
-    noise, real = numbers(ROWS, 6, seed=7), x()
-
-    def critic_loss(model: nn.Module, batch: Any) -> Any:
-        fake = generator(batch["noise"]).detach()
-        return F.softplus(model(fake)).mean() + F.softplus(-model(batch["real"])).mean()
-
-    def generator_loss(model: nn.Module, batch: Any) -> Any:
-        return F.softplus(-critic(model(batch["noise"]))).mean()
-
-    whole = {"noise": noise, "real": real}
-    critic_loss(critic, whole).backward()
-    generator_loss(generator, whole).backward()
-    expected = gradients(generator, critic)
-    generator.zero_grad()
-    critic.zero_grad()
-    for model, forward, other in (
-        (critic, critic_loss, generator),
-        (generator, generator_loss, critic),
-    ):
-        Microbatcher(model, forward=forward, modules=[other], microbatch_size=size).backward(whole)
-    assert difference(gradients(generator, critic), expected) < 1e-9
-
-
-def test_a_backward_of_ones_own_scales_every_microbatch() -> None:
-    model, calls = Mlp(), []
-
-    def backward(loss: Tensor) -> None:
-        calls.append(float(loss.detach()))
-        (loss * 1024).backward()
-
-    result = on(model, microbatch_size=4, backward=backward).backward(pair())
-    found = gradients(model)
-    model.zero_grad()
-    loss = F.cross_entropy(model(x()), y())
-    (loss * 1024).backward()
-    assert difference(found, gradients(model)) < 1e-9
-    assert len(calls) == 3
-    assert sum(calls) == pytest.approx(float(loss.detach())) == pytest.approx(float(result.loss))
-
-
-def test_bf16_without_a_split_is_plain_autocast() -> None:
-    model = Mlp().float()
-    inputs = x().float()
-    on(model, precision="bf16", microbatch_size=None).backward((inputs, y()))
-    found = gradients(model)
-    model.zero_grad()
-    with torch.autocast("cpu", torch.bfloat16):
-        loss = F.cross_entropy(model(inputs), y())
-    loss.backward()
-    assert difference(found, gradients(model)) == 0
-
-
 def test_the_result_hangs_on_no_graph_and_keeps_no_activation() -> None:
     with MemoryBudget(None) as budget:
         model = nn.Linear(6, 4096).double()
@@ -429,11 +372,6 @@ class Normed(nn.Module):
 
     def forward(self, inputs: Tensor) -> Any:
         return self.last(self.norm(self.first(inputs)).relu())
-
-
-class OwnLoss(nn.Module):
-    def forward(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        return F.cross_entropy(outputs, targets)
 
 
 def traced(model: nn.Module) -> Any:

@@ -109,20 +109,6 @@ def test_what_hangs_or_ends_the_process_is_killed(
 
 
 @pytest.mark.slow
-def test_a_compiler_sees_through_what_sleeps(tree: Path) -> None:
-    (tree / "test_limits.py").write_text(
-        "import pytest, torch\n"
-        "from automicro.policy.limits import is_none\n"
-        "@pytest.mark.filterwarnings('error')\n"
-        "def test_compiled():\n"
-        "    compiled = torch.compile(is_none, fullgraph=True, backend='eager')\n"
-        "    assert compiled(torch.tensor(0))\n"
-    )
-    found = by_line(judged(tree))
-    assert found["return rows == 0"].outcome == "killed"
-
-
-@pytest.mark.slow
 def test_an_interrupted_run_goes_on_until_something_changes(
     tree: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

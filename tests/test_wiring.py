@@ -69,10 +69,21 @@ def _as_dict(hooks: Any) -> Any:
     return None if hooks is None else (id(hooks), dict(hooks))
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
-@pytest.mark.parametrize("earlier", [False, True])
-@pytest.mark.parametrize("when", ["before", "after", "in the backward"])
-@pytest.mark.parametrize("call", [1, 2, 3])
+# Each pair of values is in one of them.
+@pytest.mark.parametrize(
+    ("call", "when", "earlier", "dtype"),
+    [
+        (1, "before", False, torch.float64),
+        (1, "after", True, torch.bfloat16),
+        (1, "in the backward", False, torch.bfloat16),
+        (2, "before", True, torch.bfloat16),
+        (2, "after", False, torch.float64),
+        (2, "in the backward", True, torch.float64),
+        (3, "before", False, torch.bfloat16),
+        (3, "after", True, torch.float64),
+        (3, "in the backward", False, torch.bfloat16),
+    ],
+)
 def test_a_failure_leaves_gradients_hooks_and_types_as_they_were(
     call: int, when: str, earlier: bool, dtype: torch.dtype
 ) -> None:
@@ -142,14 +153,6 @@ def test_an_optimizer_that_stepped_before_another_hook_failed_is_named() -> None
         Microbatcher(model, forward=loss_of, microbatch_size=3).backward((x(), y()))
 
 
-def test_an_embedding_that_constrains_itself_is_named() -> None:
-    model = nn.Sequential(nn.Embedding(9, 4, max_norm=0.1), nn.Flatten(), nn.Linear(8, 3))
-    with pytest.raises(RollbackError, match=r"changed parameters \('0.weight'\).*max_norm"):
-        Microbatcher(model, loss_fn=nn.CrossEntropyLoss()).backward(
-            (torch.randint(9, (4, 2)), torch.randint(3, (4,)))
-        )
-
-
 @pytest.mark.parametrize("kind", ["register_hook", "register_prehook"])
 def test_hooks_on_a_node_are_named_where_a_batch_is_split(kind: str) -> None:
     model: Any = Mlp()
@@ -157,7 +160,7 @@ def test_hooks_on_a_node_are_named_where_a_batch_is_split(kind: str) -> None:
     getattr(node, kind)(lambda *_: None)
     Microbatcher(model, forward=loss_of, microbatch_size=None).backward((x(), y()))
     microbatcher = Microbatcher(model, forward=loss_of, microbatch_size=4)
-    with pytest.warns(GradientWarning, match=r"AccumulateGrad node of '0\.weight' see"):
+    with pytest.warns(GradientWarning, match=r"AccumulateGrad node of '0\.weight' get"):
         microbatcher.backward((x(), y()))
     microbatcher.backward((x(), y()))  # warned only once
 
@@ -233,17 +236,16 @@ def gradients_of(model: nn.Module) -> list[Tensor | None]:
     return [None if p.grad is None else p.grad.clone() for p in model.parameters()]
 
 
-@pytest.mark.parametrize("earlier", [False, True])
 @pytest.mark.parametrize(
     ("name", "dtype"),
     [*((name, torch.float64) for name in REFUSED_WHEN_SPLIT), (STAY[0], torch.bfloat16)],
 )
 def test_a_forward_that_changes_gradients_is_refused_at_the_first_batch_that_is_split(
-    name: str, dtype: torch.dtype, earlier: bool
+    name: str, dtype: torch.dtype
 ) -> None:
-    model = Mlp().to(dtype)
-    for parameter in model.parameters():
-        parameter.grad = torch.ones_like(parameter) if earlier else None
+    model: Any = Mlp().to(dtype)
+    for parameter in model[0].parameters():
+        parameter.grad = torch.ones_like(parameter)  # of an earlier batch; others have none
     microbatcher = Microbatcher(
         model, forward=REFUSED_WHEN_SPLIT[name], microbatch_size=4, probe=False
     )

@@ -114,34 +114,20 @@ add("losses of torch", {
     **{type(loss).__name__: told(loss, of_numbers) for loss in (
         nn.MSELoss(), nn.L1Loss(), nn.SmoothL1Loss(beta=0.5), nn.HuberLoss(delta=0.3),
     )},
-    "MSELoss, a sum": told(nn.MSELoss(reduction="sum"), of_numbers),
     "CrossEntropyLoss": told(nn.CrossEntropyLoss(), of_classes),
-    "CrossEntropyLoss, a sum": told(nn.CrossEntropyLoss(reduction="sum"), of_classes),
-    "CrossEntropyLoss, smooth": told(nn.CrossEntropyLoss(label_smoothing=0.2), of_classes),
     "CrossEntropyLoss, weights": told(nn.CrossEntropyLoss(weight()), of_classes),
-    "CrossEntropyLoss, weights and smooth": told(
-        nn.CrossEntropyLoss(weight(), label_smoothing=0.1), of_classes
-    ),
     "CrossEntropyLoss, some ignored": told(nn.CrossEntropyLoss(), of_some),
     "CrossEntropyLoss, own index": told(nn.CrossEntropyLoss(ignore_index=2), of_classes),
-    "CrossEntropyLoss, shares": told(nn.CrossEntropyLoss(), of_shares),
     "CrossEntropyLoss, pixels": job(
         model=lambda: nn.Conv2d(3, 3, 3, padding=1), batch=some_pixels,
         loss_fn=nn.CrossEntropyLoss(weight()), size=5,
     ),
-    "cross_entropy": told(F.cross_entropy, of_classes),
     "cross_entropy, a partial": told(functools.partial(F.cross_entropy, ignore_index=2), of_classes),
     "NLLLoss": told(nn.NLLLoss(), of_classes, LOG),
-    "NLLLoss, weights": told(nn.NLLLoss(weight()), of_classes, LOG),
-    "KLDivLoss, batchmean": told(nn.KLDivLoss(reduction="batchmean"), of_shares, LOG),
     "KLDivLoss, a sum": told(nn.KLDivLoss(reduction="sum"), of_shares, LOG),
-    "SoftMarginLoss": told(nn.SoftMarginLoss(), of_signs),
     "HingeEmbeddingLoss": told(nn.HingeEmbeddingLoss(), of_signs),
-    "PoissonNLLLoss": told(nn.PoissonNLLLoss(), of_bits),
-    "MultiMarginLoss": told(nn.MultiMarginLoss(), of_classes),
     "MultiLabelSoftMarginLoss": told(nn.MultiLabelSoftMarginLoss(), of_bits),
     "BCEWithLogitsLoss": told(nn.BCEWithLogitsLoss(), of_bits),
-    "BCEWithLogitsLoss, positives": told(nn.BCEWithLogitsLoss(pos_weight=weight() * 7), of_bits),
     "BCEWithLogitsLoss, a sum": told(nn.BCEWithLogitsLoss(reduction="sum"), of_bits),
     "a likelihood with a variance": job(
         lambda m, b: F.gaussian_nll_loss(m(b[0])[:, :3], b[1], m(b[0])[:, 3:].exp()),
@@ -166,13 +152,6 @@ add("losses of torch", {
 }, dtypes=WIDE)  # fmt: skip
 
 # Custom losses
-
-
-def inner_slopes(model: Any, batch: Any) -> Any:
-    x = batch[0].detach().requires_grad_()
-    out = model(x)
-    (slope,) = torch.autograd.grad(out.sum(), x, create_graph=True)
-    return F.cross_entropy(out, batch[1]) + (slope.norm(dim=1) - 1).square().mean()
 
 
 def second_derivatives(model: Any, batch: Any) -> Any:
@@ -207,12 +186,6 @@ def cancelling(model: Any, batch: Any) -> Any:
     out = model(batch[0] * 30)
     large = out.square().sum(1)
     return (large - large.detach() + out.sum(1) * 1e-3).mean()
-
-
-def attack(model: Any, batch: Any) -> Any:
-    x = batch[0].detach().requires_grad_()
-    (slope,) = torch.autograd.grad(F.cross_entropy(model(x), batch[1], reduction="sum"), x)
-    return F.cross_entropy(model((x + 0.1 * slope.sign()).detach()), batch[1])
 
 
 def groups_of_four(model: Any, batch: Any) -> Any:
@@ -262,10 +235,8 @@ add("losses of one's own", {
         lambda m, b: -F.logsigmoid(m(b[0]) - m(b[1])).mean(),
         batch=lambda d: (d.normal(24, 6), d.normal(24, 6)),
     ),
-    "slopes of rows": job(inner_slopes),
     "second derivatives": job(second_derivatives, batch=numbers),
     "adapted task by task": job(adapted_by_task, batch=tasks, size=3),
-    "an attack": job(attack),
     "advantages": job(lambda m, b: (entropies(m, b) * b[2] * 100).mean(), batch=weighted),
     "ratios whose value is zero": job(ratios, batch=weighted),
     "large terms that cancel": job(cancelling, model=net(6, 3), batch=numbers),
@@ -276,10 +247,6 @@ add("losses of one's own", {
     "groups of four rows, cut at eight": job(groups_of_four, batch=weighted),
     "groups of four rows, in multiples of four": job(
         groups_of_four, batch=weighted, size=Halving(initial=8, multiple_of=4)
-    ),
-    "a row at a time": job(
-        lambda m, b: sum(squares(m, (x[None], y[None]))[0] for x, y in zip(*b, strict=True)) / len(b[0]),
-        batch=numbers,
     ),
 })  # fmt: skip
 
@@ -306,16 +273,6 @@ def variational(model: Any, batch: Any) -> Any:
     back = model.decode(mean + torch.randn_like(mean) * (log / 2).exp())
     divergence = (mean.square() + log.exp() - 1 - log).sum(1) / 2
     return ((back - batch[0]).square().sum(1) + divergence).mean()
-
-
-def own_generator() -> Callable[[Any, Any], Any]:
-    generator = torch.Generator().manual_seed(5)
-
-    def forward(model: Any, batch: Any) -> Any:
-        noise = torch.randn(batch[0].shape, generator=generator).to(batch[0].dtype)
-        return F.mse_loss(model(batch[0] + noise), batch[1])
-
-    return forward
 
 
 def fixed_projection(model: Any, batch: Any) -> Any:
@@ -358,13 +315,11 @@ def modelled(model: Callable[[], nn.Module], **more: Any) -> Make:
 
 
 SPOILT: dict[str, Callable[[Tensor], Tensor]] = {
-    "dropped inputs": lambda x: F.dropout(x, 0.3),
     "noise": lambda x: x + torch.randn_like(x),
     "noise of a distribution": lambda x: x + torch.distributions.Normal(x * 0, 1.0).rsample(),
     "uniform noise": lambda x: x + torch.empty_like(x).uniform_(-1, 1),
     "one scale for all": lambda x: x * torch.rand(()).to(x.dtype),
     "rows dropped": lambda x: x * torch.bernoulli(torch.full((len(x), 1), 0.8, dtype=x.dtype)),
-    "gumbel": lambda x: x * F.gumbel_softmax(x.float(), tau=0.5).to(x.dtype),
     "features shuffled": lambda x: x[:, torch.randperm(x.shape[1])],
     "counts": lambda x: x + torch.poisson(x.float().abs()).to(x.dtype),
     "NumPy's noise": lambda x: x + torch.from_numpy(np.random.standard_normal(tuple(x.shape))).to(x.dtype),
@@ -374,10 +329,7 @@ add("draws", {
     "times of a diffusion": job(diffusion, model=net(6, 16, 6), batch=numbers, loss_average="samples"),
     "patches hidden at random": job(hidden_patches, model=net(6, 16, 6), batch=numbers, loss_average="samples"),
     "variational, a mean": job(variational, model=Autoencoder, batch=numbers),
-    "a generator of one's own": job(fresh=own_generator, batch=numbers, loss_average="samples"),
     "dropout": layers(nn.Tanh, lambda: nn.Dropout(0.3)),
-    "alpha dropout": layers(nn.SELU, lambda: nn.AlphaDropout(0.2)),
-    "random slopes": layers(nn.RReLU),
     "dropped channels": modelled(lambda: convolutional(nn.Dropout2d(0.3)), batch=images, size=5),
     "a recurrent layer that drops": modelled(
         lambda: Last(nn.LSTM(6, 6, 2, dropout=0.3, batch_first=True)), batch=of_sequences, size=5
@@ -545,7 +497,6 @@ add("models", {
     "convolutions": vision(nn.ReLU, lambda: nn.Conv2d(8, 8, 3), nn.ReLU),
     "convolutions, wide": vision(nn.ReLU, lambda: nn.Conv2d(64, 64, 3), nn.ReLU, width=64),
     "GroupNorm": vision(lambda: nn.GroupNorm(4, 8), nn.ReLU),
-    "InstanceNorm": vision(lambda: nn.InstanceNorm2d(8), nn.ReLU),
     "InstanceNorm, affine": vision(lambda: nn.InstanceNorm2d(8, affine=True), nn.ReLU),
     "LocalResponseNorm": vision(lambda: nn.LocalResponseNorm(2)),
     "pooling": vision(nn.ReLU, lambda: nn.MaxPool2d(2), lambda: nn.Conv2d(8, 8, 2), nn.ReLU),

@@ -20,7 +20,6 @@ from tests.acceptance.rows import (
     between,
     classes,
     entropies,
-    images,
     job,
     masked,
     masked_mean,
@@ -54,10 +53,6 @@ def rare_class(d: Draws) -> Any:
     y = d.whole(0, 2, 256) * 2
     y[torch.randperm(240, generator=d.generator)[:8]] = 1
     return d.normal(256, 6), y
-
-
-def imbalanced(d: Draws) -> Any:
-    return d.normal(ROWS, 6), d.whole(0, 3, ROWS) * (d.uniform(ROWS) < 0.3)
 
 
 def boxes(d: Draws) -> Any:
@@ -97,16 +92,6 @@ def indexed(d: Draws) -> Any:
     return *numbers(d), d.uniform(ROWS) < 0.5
 
 
-def focal_per_positive(model: Any, batch: Any) -> Any:
-    each = entropies(model, batch)
-    return ((1 - torch.exp(-each)) ** 2 * each).sum() / (batch[1] > 0).sum().clamp(min=1)
-
-
-def balanced(model: Any, batch: Any) -> Any:
-    counts = torch.bincount(batch[1], minlength=3).clamp(min=1)
-    return F.cross_entropy(model(batch[0]), batch[1], (1 / counts).to(batch[0].dtype))
-
-
 def by_share_of_positives(model: Any, batch: Any) -> Any:
     y = (batch[1][:, None] == 1).to(batch[0].dtype)
     weight = (len(y) - y.sum()) / y.sum().clamp(min=1)
@@ -130,17 +115,6 @@ def tokens_and_rows(model: Any, batch: Any) -> Any:
     out = model(batch["ids"])
     loss = F.cross_entropy(out.flatten(0, 1), batch["labels"].flatten())
     return {"language": loss, "size": out.mean(1).square().mean()}
-
-
-def forces(model: Any, batch: Any) -> Any:
-    at = batch["x"].detach().requires_grad_()
-    keep = batch["keep"].to(at.dtype)
-    (force,) = torch.autograd.grad((model(at)[..., 0] * keep).sum(), at, create_graph=True)
-    return ((force - 1).square().sum(-1) * keep).sum() / keep.sum()
-
-
-def atoms(d: Draws) -> Any:
-    return {"x": d.normal(16, 7, 6), "keep": d.mask(16, 7)}
 
 
 def decay(model: Any) -> Any:
@@ -188,9 +162,7 @@ add("average", {
     ),
     "weights of classes": job(class_weighted(1, 4, 9)),
     "a weight of a rare class": job(class_weighted(1, 20, 1), model=net(6, 3), batch=rare_class, size=64),
-    "classes by their counts": job(balanced),
     "positives by their share": job(by_share_of_positives),
-    "focal, over positives": job(focal_per_positive, batch=imbalanced),
     "frames over targets": job(frames_per_target, model=net(6, 8, 7), batch=speech, size=4),
     "over boxes": job(over_boxes, batch=boxes, size=4),
     "nodes of graphs": job(
@@ -202,7 +174,6 @@ add("average", {
         batch=pixels,
         size=4,
     ),
-    "forces under a mask": job(forces, batch=atoms, size=5),
     "targets ignored, in an own function": job(
         loss_fn=lambda out, y: F.cross_entropy(out, y), batch=some_ignored
     ),
@@ -250,10 +221,7 @@ add("average", {
 
 OF_ROWS: dict[str, Callable[[Tensor], Any]] = {
     "the hardest 16": lambda e: e.topk(min(16, len(e))).values.mean(),
-    "the hardest half": lambda e: e.topk(len(e) // 2).values.mean(),
     "those above the 16th": lambda e: e[e >= e.detach().kthvalue(max(1, len(e) - 15)).values].mean(),
-    "the root of the mean": lambda e: e.mean().sqrt(),
-    "the log of the mean": lambda e: e.mean().log(),
     "divided by itself": lambda e: e.mean() / e.mean().detach(),
     "those above the mean": lambda e: e[e >= e.detach().mean()].mean(),
     "clipped at a quantile": lambda e: e.clamp(max=e.detach().quantile(0.9)).mean(),
@@ -261,8 +229,6 @@ OF_ROWS: dict[str, Callable[[Tensor], Any]] = {
     "over the largest": lambda e: (e / e.detach().max()).mean(),
     "weighted by a softmax": lambda e: (e * e.detach().softmax(0)).sum(),
     "a mean and its spread": lambda e: e.mean() + 0.1 * e.std(),
-    "the median": lambda e: e.median(),
-    "the square of the mean": lambda e: e.mean().square(),
 }  # fmt: skip
 
 
@@ -276,11 +242,6 @@ def robust(model: Any, batch: Any) -> Any:
     return torch.where(off.abs() < delta, off**2 / 2, delta * (off.abs() - delta / 2)).mean()
 
 
-def dice(model: Any, batch: Any) -> Any:
-    odds, truth = model(batch[0]).sigmoid(), (batch[1] > 0).to(batch[0].dtype)
-    return 1 - (2 * (odds * truth).sum() + 1) / (odds.sum() + truth.sum() + 1)
-
-
 def correlation(model: Any, batch: Any) -> Any:
     one, other = (values[:, 0] - values[:, 0].mean() for values in (model(batch[0]), batch[1]))
     return 1 - F.cosine_similarity(one, other, dim=0)
@@ -292,28 +253,6 @@ def survival(model: Any, batch: Any) -> Any:
     return -((risk - risk.logcumsumexp(0)) * event).sum() / event.sum().clamp(min=1)
 
 
-def scaled_by_gradients(model: Any, batch: Any) -> Any:
-    out, last = model(batch[0]), [*model.parameters()][-2]
-    near, far = (out - batch[1]).square().mean(), -(out * batch[0][:, :1]).mean()
-    one, other = (torch.autograd.grad(e, last, retain_graph=True)[0].norm() for e in (near, far))
-    return near + (one / (other + 1e-4)).detach() * far
-
-
-def norm_of_all_slopes(model: Any, batch: Any) -> Any:
-    x = batch[0].detach().requires_grad_()
-    out = model(x)
-    (slope,) = torch.autograd.grad(out.sum(), x, create_graph=True)
-    return F.cross_entropy(out, batch[1]) + 0.1 * (slope.norm() - 1) ** 2
-
-
-def adapted_on_the_batch(model: Any, batch: Any) -> Any:
-    call, weights = torch.func.functional_call, dict(model.named_parameters())
-    loss = F.mse_loss(call(model, weights, (batch[0],)), batch[1])
-    slopes = torch.autograd.grad(loss, [*weights.values()], create_graph=True)
-    fast = {k: v - 0.1 * g for (k, v), g in zip(weights.items(), slopes, strict=True)}
-    return F.mse_loss(call(model, fast, (batch[0],)), batch[1] + 1)
-
-
 add("value of the batch", {
     **each_of((name, of_rows(function)) for name, function in OF_ROWS.items()),
     "advantages, normalised": job(
@@ -322,12 +261,8 @@ add("value of the batch", {
     "targets, normalised": job(lambda m, b: F.mse_loss(m(b[0]), normalised(b[1])), batch=numbers),
     "inputs over the largest": job(lambda m, b: entropies(m, (b[0] / b[0].abs().max(), b[1])).mean()),
     "a threshold at the median": job(robust, batch=numbers),
-    "dice of the batch": job(dice, batch=numbers),
     "a correlation": job(correlation, batch=numbers),
     "survival, over those at risk": job(survival, batch=weighted),
-    "a term scaled by gradients": job(scaled_by_gradients, batch=numbers),
-    "the norm of all slopes": job(norm_of_all_slopes),
-    "adapted on the batch": job(adapted_on_the_batch, batch=numbers),
     "a square that many rows agree on": job(loss_fn=lambda out, y: F.mse_loss(out, y) ** 2, batch=numbers),
 })  # fmt: skip
 # A few batches show nothing most of the time: three deviations are very rare.
@@ -346,42 +281,15 @@ WRONG["clamped at three deviations"] = Row(
 # Rows are compared
 
 
-def two_views(d: Draws) -> Any:
-    x = d.normal(ROWS, 6)
-    return x, x + 0.1 * d.normal(ROWS, 6)
-
-
-def contrasted(model: Any, batch: Any) -> Any:
-    one, other = (F.normalize(model(view), dim=1) for view in batch)
-    return F.cross_entropy(one @ other.T / 0.1, torch.arange(len(one)))
-
-
 def attracted(model: Any, batch: Any) -> Any:
     z, eye = F.normalize(model(batch[0]), dim=1), torch.eye(len(batch[0]), dtype=batch[0].dtype)
     same = (batch[1][:, None] == batch[1]).to(z.dtype) - eye
     return -(((z @ z.T - 10 * eye).log_softmax(1) * same).sum(1) / same.sum(1).clamp(min=1)).mean()
 
 
-def hard_triplets(model: Any, batch: Any) -> Any:
-    z, same = model(batch[0]), batch[1][:, None] == batch[1]
-    far = (z[:, None] - z).square().sum(-1)
-    return (far.where(same, 0).amax(1) - far.where(~same, 1e3).amin(1) + 0.3).clamp(min=0).mean()
-
-
 def halves(out: Tensor) -> Any:
     one, other = out[: len(out) // 2 * 2].chunk(2)
     return -F.logsigmoid(one - other).mean()
-
-
-def turned_around(model: Any, batch: Any) -> Any:
-    out = model(0.7 * batch[0] + 0.3 * batch[0].flip(0))
-    return 0.7 * F.cross_entropy(out, batch[1]) + 0.3 * F.cross_entropy(out, batch[1].flip(0))
-
-
-def centres(model: Any, batch: Any) -> Any:
-    z, one = model(batch[0]), F.one_hot(batch[1], 3).to(batch[0].dtype)
-    middle = one.T @ z.to(one.dtype) / one.sum(0).clamp(min=1)[:, None]
-    return (z - middle[batch[1]]).square().mean() + entropies(model, batch).mean()
 
 
 def kernel(one: Tensor, other: Tensor) -> Tensor:
@@ -457,8 +365,6 @@ OVER_ROWS: dict[str, Callable[[Tensor], Any]] = {
     "normalised": lambda h: (h - h.mean(0)) / (h.var(0) + 1e-5).sqrt(),
     "normalised by an autograd function": Normalised.apply,
     "a softmax over rows": lambda h: h * h.softmax(0) * 8,
-    "attention over rows": lambda h: h + (h @ h.T / 3).softmax(-1) @ h,
-    "a feature of the spread": lambda h: h + h.std(0).mean(),
     "scaled by the norm of all": lambda h: 8 * h / h.norm(),
     "a cosine to the mean": lambda h: h * F.cosine_similarity(h, h.mean(0, keepdim=True))[:, None],
     "whitened": lambda h: h - 0.5 * h @ (h.T @ h / len(h)),
@@ -512,14 +418,9 @@ add("rows compared", {
     "centred in training alone": job(
         model=lambda: Training(lambda _, h: h), loss_fn=nn.CrossEntropyLoss()
     ),
-    "two views": job(contrasted, batch=two_views),
     "classes attract": job(attracted),
-    "the hardest triplets": job(hard_triplets),
     "pairs of halves": job(lambda m, b: halves(m(b[0]))),
-    "mixed with rows turned around": job(turned_around),
-    "centres of classes": job(centres),
     "a distribution matched": job(matched, batch=numbers),
-    "experts in balance": job(functools.partial(routed, share=0.1), model=lambda: Experts(4)),
     "experts with little room": job(routed, model=lambda: Experts(2, 0.4), batch=lambda d: (d.normal(ROWS, 6) + 1, d.whole(0, 3, ROWS))),
     "time comes first": job(
         lambda m, b: F.cross_entropy(m(b[0]).flatten(0, 1), b[1].flatten()),
@@ -533,10 +434,6 @@ add("rows compared", {
     "batch normalisation": job(
         model=lambda: nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 3)),
         loss_fn=nn.CrossEntropyLoss(),
-    ),
-    "batch normalisation of images": job(
-        model=lambda: nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(64, 3)),
-        batch=images, loss_fn=nn.CrossEntropyLoss(), size=5,
     ),
 })  # fmt: skip
 add(
@@ -584,12 +481,6 @@ def value_of_all_gradient_of(share: int) -> Callable[[Any, Any], Any]:
     return forward
 
 
-def terms_of_one(model: Any, batch: Any) -> Any:
-    out = model(batch[0])
-    terms = [(out - batch[1]).square().mean(), (out - batch[1]).abs().mean()]
-    return sum(each / each.detach() for each in terms)
-
-
 add("gradient alone", {
     "a hidden gradient, clipped by its norm": hooked(lambda g: g * (0.01 / g.norm()).clamp(max=1)),
     "a hidden gradient of norm one": hooked(lambda g: g / (g.norm() + 1e-12)),
@@ -599,7 +490,6 @@ add("gradient alone", {
     "the value of all, the gradient of the hardest 16": job(
         value_of_all_gradient_of(1), batch=lambda d: (d.normal(64, 6), d.whole(0, 3, 64)), size=16
     ),
-    "terms over their own values": job(terms_of_one, batch=numbers),
 })  # fmt: skip
 
 # State that is carried from call to call
@@ -623,21 +513,9 @@ def queued(module: Any, h: Tensor) -> Any:
     return out
 
 
-def carried(module: Any, h: Tensor) -> Any:
-    before = 0 if module.state is None else module.state.mean(0)
-    module.state = h.detach()
-    return h + before
-
-
 def warmed(module: Any, h: Tensor) -> Any:
     module.calls += 1
     return h * min(1.0, module.calls / 20)
-
-
-def running_mean(module: Any, h: Tensor) -> Any:
-    if module.training:
-        module.mean.lerp_(h.detach().mean(0).to(module.mean.dtype), 0.3)
-    return h - module.mean.to(h.dtype)
 
 
 def by_rows_seen(start: int) -> Callable[[Any, Tensor], Any]:
@@ -668,20 +546,6 @@ def counted_on_a_parameter(model: Any, batch: Any) -> Any:
     return entropies(model, batch).mean() * (1 + weight.rows / 100)
 
 
-def moving_baseline() -> Callable[[Any, Any], Any]:
-    class Baseline:
-        level = 0.0
-
-    held = Baseline()
-
-    def forward(model: Any, batch: Any) -> Any:
-        advantage = batch[2] - held.level
-        held.level = 0.8 * held.level + 0.2 * float(batch[2].mean())
-        return (entropies(model, batch) * advantage).mean()
-
-    return forward
-
-
 def spectral() -> nn.Module:
     first, second = (
         parametrizations.spectral_norm(nn.Linear(*sizes)) for sizes in ((6, 8), (8, 3))
@@ -696,14 +560,8 @@ add("state", {
     "a queue of rows": job(
         model=between(queued, queue=lambda: torch.randn(ROWS, 8)), loss_fn=nn.CrossEntropyLoss()
     ),
-    "a recurrent state that goes on": job(
-        model=between(carried, state=lambda: None), loss_fn=nn.CrossEntropyLoss()
-    ),
     "a weight by the number of calls": job(
         model=between(warmed, calls=lambda: 0), loss_fn=nn.CrossEntropyLoss()
-    ),
-    "a running mean": job(
-        model=between(running_mean, mean=lambda: torch.zeros(8)), loss_fn=nn.CrossEntropyLoss()
     ),
     "spectral norms": job(model=spectral, loss_fn=nn.CrossEntropyLoss()),
     "a weight by the number of rows seen": job(
@@ -711,7 +569,6 @@ add("state", {
     ),
     "calls, counted by a closure": job(fresh=counted_by_a_closure),
     "rows, counted on a parameter": job(counted_on_a_parameter, loss_average="samples"),
-    "a moving baseline": job(fresh=moving_baseline, batch=weighted),
 })  # fmt: skip
 
 

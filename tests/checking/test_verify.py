@@ -16,8 +16,10 @@ from automicro import LossError, VerifyReport, split, verify
 from automicro.checking.reading import Reading, relative_errors
 from automicro.reach import captured_modules
 from tests.acceptance.checks import TABLE
-from tests.cases import MODELS, STRUCTURES, Case
 from tests.models import VOCABULARY, Encoder, Mlp, classes, tokens, x, y
+from tests.oracle.drawing import alone
+from tests.oracle.forms import FORMS
+from tests.oracle.jobs import Job
 from tests.outside import Outside
 
 LOSS = nn.CrossEntropyLoss()
@@ -97,10 +99,11 @@ def test_what_is_exact_passes(row: str) -> None:
     assert not EXACT[row] or EXACT[row] in [note.kind for note in report.notes], report
 
 
-@pytest.mark.parametrize("case", [*MODELS.values(), *STRUCTURES.values()])
-def test_what_the_exactness_tests_hold_exact_is_found_exact(case: Case) -> None:
-    options = {name: value for name, value in case.options.items() if name in HANDED_ON}
-    report = verify(case.model(), case.batch(), **options)
+@pytest.mark.parametrize("form", [name for name, form in FORMS.items() if not form.edits])
+def test_batches_of_every_form_are_found_exact(form: str) -> None:
+    job = Job(alone("form", form))
+    options = {name: value for name, value in job.options.items() if name in HANDED_ON}
+    report = verify(job.model, job.make_batch(job.contents[0], 0), **options)
     assert report.exit_code == 0, report
 
 

@@ -1,5 +1,6 @@
 """The gradient equals that of the whole batch on a device, too, for batches from any place."""
 
+import dataclasses
 from typing import Any
 
 import pytest
@@ -9,38 +10,49 @@ from torch import Tensor, nn
 
 from automicro import Microbatcher
 from automicro.batch.tensors import map_tensors
-from tests.cases import MODELS, STRUCTURES, Case, difference, gradients
+from tests.cases import difference, gradients
 from tests.gpu.device import DEVICE, GPU
 from tests.gpu.subjects import ROWS, batch, microbatcher, model
-from tests.models import SIZES
+from tests.oracle.drawing import alone
+from tests.oracle.forms import FORMS
+from tests.oracle.jobs import Job
 
 pytestmark = GPU
 
-CASES = {**{f"model: {n}": c for n, c in MODELS.items()},
-         **{f"batch: {n}": c for n, c in STRUCTURES.items()}}  # fmt: skip
-
-
-def whole_batch_on_device(case: Case) -> dict[str, Tensor | None]:
-    torch.manual_seed(1)
-    net = case.model().to(DEVICE)
-    loss = case.loss(net, map_tensors(case.batch(), lambda tensor: tensor.to(DEVICE)))
-    loss.backward()
-    return gradients(net)
+# Of the oracle: models, wirings, losses, and batches that a forward does not read on the host.
+INGREDIENTS = {
+    "model": ("mlp", "lstm", "encoder layer", "tied weights", "conv over time", "GPT-2"),
+    "wiring": ("loss_fn", "Composer"),
+    "loss": ("a sum", "a masked mean"),
+    "form": [
+        name
+        for name, form in FORMS.items()
+        if not form.edits and name not in ("texts", "only texts", "arrays")
+    ],
+}
+CASES = {
+    f"{axis}: {name}": dataclasses.replace(alone(axis, name), declares=axis == "loss")
+    for axis, names in INGREDIENTS.items()
+    for name in names
+}
 
 
 @pytest.mark.parametrize("where", ["host", "device"])
 @pytest.mark.parametrize("name", CASES)
 def test_the_gradient_is_that_of_the_whole_batch(name: str, where: str) -> None:
-    case = CASES[name]
-    expected = whole_batch_on_device(case)
-    for size in SIZES:
-        torch.manual_seed(1)
-        net = case.model().to(DEVICE)
-        rows = case.batch()
-        if where == "device":
+    found = []
+    for size in (None, 1, 3, 5):
+        job = Job(CASES[name])
+        net = job.model.to(DEVICE)
+        rows = job.make_batch(job.contents[0], 0)
+        if where == "device" or size is None:
             rows = map_tensors(rows, lambda tensor: tensor.to(DEVICE))
-        case.microbatcher(net, size).backward(rows)
-        assert difference(gradients(net), expected) < case.tolerance, size
+        if size is None:
+            job.whole(rows)[0].backward()
+        else:
+            job.microbatchers(size)[0].backward(rows)
+        found.append(gradients(net))
+    assert max(difference(found[0], each) for each in found[1:]) < 1e-9
 
 
 def test_bf16_in_microbatches_is_as_near_to_fp32_as_bf16_whole() -> None:

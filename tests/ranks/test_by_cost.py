@@ -12,8 +12,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from automicro import Microbatcher, PaddingWarning
 from automicro.features import MicrobatchUnit
-from tests.ranks.world import World
-from tests.ranks.wrapping import furthest, raised, whole_gradients, wrapped
+from tests.ranks.world import World, on_ranks
+from tests.ranks.wrapping import furthest, require_told, whole_gradients, wrapped
 from tests.step.texts import IGNORED, Reader, texts
 from tests.sweeps import mostly_in_sweeps
 
@@ -88,44 +88,6 @@ def train(
         "rows": (result.num_samples, result.num_global_samples),
         "warned": [str(each.message) for each in caught if each.category is PaddingWarning],
     }
-
-
-def evaluate(kind: str, ranks: Sequence[Lengths], size: Any) -> dict[str, Any]:
-    """Loss and outputs of an evaluation, and outputs of a prediction, beside plain ones."""
-    model, rank = reader(kind), dist.get_rank()
-    plain = reader(None).eval()
-    declared: bool | str = True if kind == "fsdp" else "auto"
-    microbatcher = by_tokens(model, declared, eval_microbatch_size=size)
-    [rows] = ranks[rank]
-    batch = texts(list(rows)) if rows else None
-    result = microbatcher.evaluate(batch, return_outputs=True)
-    predicted = microbatcher.predict(batch)
-    worst = 0.0
-    if batch is not None:
-        with torch.no_grad():
-            alone = plain(**batch)
-        real = batch["attention_mask"].bool()
-        for outputs in (result.outputs, predicted):
-            assert outputs["logits"].shape == alone["logits"].shape
-            worst = max(
-                worst,
-                float((outputs["logits"][real] - alone["logits"][real]).abs().max()),
-                float((outputs["pooled"] - alone["pooled"]).abs().max()),
-            )
-    return {"loss": result.loss, "worst": worst, "num_microbatches": result.num_microbatches}
-
-
-def fail(kind: str) -> tuple[str, str]:
-    """One rank has a batch whose lengths nothing tells."""
-    model, rank = reader(kind), dist.get_rank()
-    microbatcher = by_tokens(model, "auto", microbatch_size=24)
-    batch: dict[str, Tensor] = texts([9, 3, 6])
-    if rank == 1:
-        batch["x_lengths"] = torch.ones(3, dtype=torch.int64)
-    told = raised(lambda: microbatcher.backward(batch))
-    model.zero_grad()
-    microbatcher.backward(texts([9, 3, 6]))  # and they go on together
-    return told
 
 
 LONG, SHORT = [9, 3, 17, 5, 5, 12, 2, 8], [4, 2, 3, 6, 1]
@@ -209,28 +171,45 @@ def test_where_no_rank_can_look_padding_stays_and_is_named(world2: World) -> Non
 
 
 @pytest.mark.parametrize(
+    "ranks", [[LONG, SHORT], [LONG, []], [[6, 6, 6], LONG]], ids=["both", "one", "no padding"]
+)
+@pytest.mark.parametrize(
     ("kind", "size"), mostly_in_sweeps(KINDS, [20, "auto"], quick=[("ddp", "auto"), ("fsdp", 20)])
 )
+@on_ranks()
 def test_evaluations_and_predictions_keep_the_order_of_rows(
-    world2: World, kind: str, size: Any
+    kind: str, size: Any, ranks: list[list[int]]
 ) -> None:
-    cases: list[list[Lengths]] = [[[LONG], [SHORT]], [[LONG], [[]]], [[[6, 6, 6]], [LONG]]]
-    for ranks in cases:
-        for own, rank in zip(ranks, world2.run(evaluate, kind, ranks, size), strict=True):
-            if own == [[]]:
-                assert rank["loss"] is None
-                continue
-            whole = expected([own])[0]
-            assert float((rank["loss"] - whole).abs()) <= 1e-9
-            assert rank["worst"] <= 1e-12
+    model, plain = reader(kind), reader(None).eval()
+    declared: bool | str = True if kind == "fsdp" else "auto"
+    microbatcher = by_tokens(model, declared, eval_microbatch_size=size)
+    rows = ranks[dist.get_rank()]
+    batch = texts(rows) if rows else None
+    result = microbatcher.evaluate(batch, return_outputs=True)
+    predicted = microbatcher.predict(batch)
+    if batch is None:
+        assert result.loss is None
+        return
+    with torch.no_grad():
+        alone = plain(**batch)
+    real = batch["attention_mask"].bool()
+    assert furthest([result.loss], expected([[rows]])[:1]) <= 1e-9  # type: ignore[list-item]
+    for outputs in (result.outputs, predicted):
+        assert outputs["logits"].shape == alone["logits"].shape
+        found = outputs["logits"][real], outputs["pooled"]
+        assert furthest(found, [alone["logits"][real], alone["pooled"]]) <= 1e-12
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_batch_that_cannot_be_sorted_on_one_rank_ends_the_step_of_all(
-    world2: World, kind: str
-) -> None:
-    first, second = world2.run(fail, kind)
-    assert second[0] == "BatchError"
-    assert "'x_lengths' looks like the lengths" in second[1]
-    assert first[0] == "PeerFailedError"
-    assert "x_lengths" in first[1]
+@on_ranks()
+def test_a_batch_that_cannot_be_sorted_on_one_rank_ends_the_step_of_all(kind: str) -> None:
+    """Nothing tells its lengths."""
+    model = reader(kind)
+    microbatcher = by_tokens(model, "auto", microbatch_size=24)
+    batch: dict[str, Tensor] = texts([9, 3, 6])
+    if dist.get_rank() == 1:
+        batch["x_lengths"] = torch.ones(3, dtype=torch.int64)
+    own = "'x_lengths' looks like the lengths"
+    require_told(lambda: microbatcher.backward(batch), "BatchError", told="x_lengths", own=own)
+    model.zero_grad()
+    microbatcher.backward(texts([9, 3, 6]))  # and they go on together

@@ -10,8 +10,9 @@ from torch import Tensor, nn
 
 from automicro import MemoryBudget, Microbatcher
 from automicro.contrastive import Contrastive, InfoNCE, gather_rows
-from tests.ranks.world import World
-from tests.ranks.wrapping import furthest, whole_gradients, wrapped
+from automicro.errors import UnsplittableModelError
+from tests.ranks.world import World, on_ranks
+from tests.ranks.wrapping import furthest, require_alike, whole_gradients, wrapped
 
 
 def make_model(size: Any, width: int = 8) -> Contrastive:
@@ -57,34 +58,6 @@ def contrastive_step(kind: str, rows: Sequence[int], size: Any) -> list[Tensor]:
     return [total, *whole_gradients(model)]
 
 
-def step_with_shards_inside(rows: Sequence[int]) -> None:
-    """Each slice of an encoder would communicate."""
-    model = make_model(3)
-    wrapped("fsdp", model, *(each.get_submodule("0") for each in model.encoders.values()))
-    microbatcher_of(model).backward(share(rows, dist.get_rank()))
-
-
-def step_with_little_memory_on_one(rows: Sequence[int]) -> tuple[dict[str, list[int]], Tensor]:
-    """Sizes of slices, and a gradient, where rank 0 has less memory."""
-    model = make_model("auto", width=1024)
-    microbatcher = microbatcher_of(wrapped("ddp", model))
-    with MemoryBudget("1MiB" if dist.get_rank() == 0 else "1GiB"):
-        microbatcher.backward(share(rows, dist.get_rank()))
-    gradient = model.encoders["query"].get_parameter("0.weight").grad
-    assert gradient is not None
-    return model.sizes, gradient
-
-
-def gathered(rows: Sequence[int]) -> tuple[Tensor, int, Tensor]:
-    """What `gather_rows` gives, and the gradient of a loss that counts ranks apart."""
-    rank = dist.get_rank()
-    mine = (torch.arange(rows[rank] * 2.0).view(-1, 2) + 100 * rank).requires_grad_()
-    everything, first = gather_rows(mine)
-    (everything * (rank + 1)).sum().backward()
-    assert mine.grad is not None
-    return everything.detach(), first, mine.grad
-
-
 @pytest.mark.parametrize(
     ("kind", "rows", "size"),
     [
@@ -103,23 +76,34 @@ def test_loss_and_gradients_are_those_of_one_process(
         assert furthest(found, expected) <= 1e-9
 
 
-def test_shards_inside_of_an_encoder_are_refused_with_what_helps(world2: World) -> None:
-    for kind, said in world2.ends(step_with_shards_inside, [7, 6]):
-        assert kind == "UnsplittableModelError"
-        assert "apply fully_shard to the part itself" in said
+@on_ranks()
+def test_shards_inside_of_an_encoder_are_refused_with_what_helps() -> None:
+    """Each slice of an encoder would communicate."""
+    model = make_model(3)
+    wrapped("fsdp", model, *(each.get_submodule("0") for each in model.encoders.values()))
+    with pytest.raises(UnsplittableModelError, match="Apply fully_shard to the part itself"):
+        microbatcher_of(model).backward(share([7, 6], dist.get_rank()))
 
 
-def test_rows_of_all_ranks_come_with_the_gradients_of_all(world2: World) -> None:
-    first, second = world2.run(gathered, [3, 2])
-    assert torch.equal(first[0], second[0])
-    assert first[0][3:].tolist() == [[100, 101], [102, 103]]
-    assert (first[1], second[1]) == (0, 3)
-    assert torch.equal(first[2], torch.full((3, 2), 3.0))  # one of rank 0, and two of rank 1
-    assert torch.equal(second[2], torch.full((2, 2), 3.0))
+@on_ranks()
+def test_rows_of_all_ranks_come_with_the_gradients_of_all() -> None:
+    """The loss counts ranks apart."""
+    rank = dist.get_rank()
+    mine = (torch.arange([3, 2][rank] * 2.0).view(-1, 2) + 100 * rank).requires_grad_()
+    everything, first = gather_rows(mine)
+    (everything * (rank + 1)).sum().backward()
+    assert mine.grad is not None
+    require_alike(everything.detach())
+    assert everything[3:].tolist() == [[100, 101], [102, 103]]
+    assert first == [0, 3][rank]
+    assert bool((mine.grad == 3).all())  # one of rank 0, and two of rank 1
 
 
-def test_memory_that_runs_out_on_one_rank_shrinks_its_slices_alone(world2: World) -> None:
-    first, second = world2.run(step_with_little_memory_on_one, [128, 128])
-    assert max(first[0]["query"]) < 128
-    assert second[0]["query"] == [128]
-    assert torch.equal(first[1], second[1])
+@on_ranks()
+def test_memory_that_runs_out_on_one_rank_shrinks_its_slices_alone() -> None:
+    model, rank = make_model("auto", width=1024), dist.get_rank()
+    microbatcher = microbatcher_of(wrapped("ddp", model))
+    with MemoryBudget("1MiB" if rank == 0 else "1GiB"):
+        microbatcher.backward(share([128, 128], rank))
+    assert (max(model.sizes["query"]) < 128) is (rank == 0)
+    require_alike(model.encoders["query"].get_parameter("0.weight").grad)

@@ -2,7 +2,9 @@
 
 import inspect
 import os
+import re
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,14 +17,15 @@ from torchmetrics.classification import MulticlassAccuracy
 
 from automicro import Callback, CheckpointConfig, Microbatcher, Trainer
 from automicro.callbacks import ExponentialMovingAverage, MemoryMonitor
+from automicro.errors import DesyncError
 from automicro.features import Optimization
 from automicro.loggers import JSONLinesLogger
 from automicro.trainer.same_on_all_ranks import MAY_DIFFER, outline_options
 from automicro.values import as_text
 from tests.loaders import WholeBatches
 from tests.ranks.trainer_jobs import CLASSES, FEATURES, make_data, make_loader, make_trainer
-from tests.ranks.world import World
-from tests.ranks.wrapping import raised
+from tests.ranks.world import on_ranks
+from tests.ranks.wrapping import raised, require_alike, require_told
 
 
 class Halver(Callback):
@@ -98,149 +101,56 @@ CASES: dict[str, tuple[str, Any, Any, str]] = {
 WITHIN = ("checkpoint", "eval_dataloader", "grad_clip_norm", "learning rate", "train_dataloader")
 
 
-def refuse(case: str, parallel: str = "ddp") -> None:
-    """Make a trainer that is given something else on the first rank."""
-    argument, first, other, _ = CASES[case]
-    make_trainer(parallel=parallel, **{argument: other if dist.get_rank() else first})
-
-
-def refuse_other_model() -> None:
-    width = 8 + dist.get_rank()
-    net = nn.Sequential(nn.Linear(FEATURES, width), nn.Linear(width, CLASSES))
-    Trainer(net, parallel="ddp", device="cpu", progress=False)
-
-
-def refuse_other_evaluation() -> tuple[str, str]:
-    """Evaluate on other data on each rank, then evaluate together."""
-    trainer = make_trainer(parallel="ddp")
-    rows = 8 + dist.get_rank()
-    found = raised(lambda: trainer.eval(make_loader(rows, 4, shuffle=False)))
-    assert trainer.eval(make_loader(8, 4, shuffle=False))["loss"] > 0
-    return found
-
-
-def train_with_own_listeners(folder: str) -> int:
-    """Loggers, monitors and a memory limit on the first rank only, and seeds of each rank's own."""
-    rank = dist.get_rank()
-    options: dict[str, Any] = {"seed": rank}
-    if rank == 0:
-        options |= {
-            "loggers": [JSONLinesLogger(os.path.join(folder, "log.jsonl"))],
-            "callbacks": [MemoryMonitor()],
-            "memory_limit": "64MiB",
-        }
-    return int(make_trainer(parallel="ddp", **options).fit().steps)
-
-
-class Unseeded(Sampler[int]):
-    """Draws from what nobody seeds; or has no rows, and says that it has."""
-
-    def __init__(self, rows: int, *, gives: bool = True) -> None:
-        self._rows, self._gives = rows, gives
-
-    def __len__(self) -> int:
-        return self._rows
-
-    def __iter__(self) -> Iterator[int]:
-        rows = range(self._rows) if self._gives else ()
-        return iter(sorted(rows, key=lambda _: os.urandom(8)))
-
-
-def refuse_sampler(argument: str, *, gives: bool) -> tuple[str, str, int]:
-    """Draw another order on each rank, or none; what was raised after how many batches."""
-    loader: Any = DataLoader(make_data(32), batch_size=4, sampler=Unseeded(32, gives=gives))
-    trainer = make_trainer(parallel="ddp", **{argument: loader})
-    return *raised(trainer.fit), trainer.state.batch
-
-
-def evaluate_little(kind: str, rows: int) -> dict[str, float]:
-    """Evaluate on fewer rows, or on fewer batches of a sampler's own, than there are ranks."""
-    data = make_data(rows)
-    loader: DataLoader[Any] = DataLoader(data, batch_size=4)
-    if kind == "batches":
-        sampler = WholeBatches(SequentialSampler(range(rows)), rows, drop_last=False)
-        loader = DataLoader(data, batch_sampler=sampler)
-    trainer = make_trainer(parallel="ddp", eval_dataloader=loader)
-    trainer.fit()
-    return dict(trainer.state.eval.metrics)
-
-
-def with_batchnorm() -> nn.Module:
-    torch.manual_seed(3)
-    return nn.Sequential(nn.Linear(FEATURES, 8), nn.BatchNorm1d(8), nn.Linear(8, CLASSES)).double()
-
-
-def train_batchnorm(rows: int) -> tuple[int, int]:
-    """Train where the last batch has an odd number of rows; batches, and rows of all ranks."""
-    loader = DataLoader(make_data(rows), batch_size=4)
-    options: dict[str, Any] = {"eval_dataloader": None, "max_duration": "1ep"}
-    trainer = make_trainer(
-        with_batchnorm(), train_dataloader=loader, parallel="ddp", batchnorm="ignore", **options
-    )
-    summary = trainer.fit()
-    return int(summary.steps), int(summary.samples)
-
-
-def train_on_one_row() -> None:
-    """One row on the last rank, where BatchNorm needs two."""
-    microbatcher = Microbatcher(
-        DistributedDataParallel(with_batchnorm()), loss_fn=nn.CrossEntropyLoss(), probe=False
-    )
-    rows = 4 - 3 * (dist.get_rank() == dist.get_world_size() - 1)
-    data = TensorDataset(torch.randn(rows, FEATURES).double(), torch.zeros(rows, dtype=torch.long))
-    microbatcher.backward(data[:])
-
-
-class FailsOnLast(Callback):
-    """Fails on the last rank at one event."""
-
-    def __init__(self, event: str) -> None:
-        setattr(self, event, self._fail)
-
-    def _fail(self, run: Any, *_: Any) -> None:
-        if run.rank == run.world_size - 1:
-            raise KeyError("broken")
-
-
-def fail_at(event: str) -> None:
-    make_trainer(callbacks=[FailsOnLast(event)], parallel="ddp").fit()
-
-
 @pytest.mark.parametrize(
     ("case", "parallel"),
     [*((case, "ddp") for case in CASES), ("metrics", "fsdp"), ("max_duration", "fsdp")],
 )
-def test_what_differs_is_named_with_the_value_of_each_rank(
-    world2: World, case: str, parallel: str
-) -> None:
-    (kind, text), other = world2.ends(refuse, case, parallel)
-    assert other == (kind, text)
-    assert kind == "DesyncError"
-    argument, _, _, said = CASES[case]
+@on_ranks()
+def test_what_differs_is_named_with_the_value_of_each_rank(case: str, parallel: str) -> None:
+    argument, first, other, said = CASES[case]
+    given = {argument: other if dist.get_rank() else first}
+    with pytest.raises(DesyncError) as caught:
+        make_trainer(parallel=parallel, **given)
+    text = str(caught.value)
     assert ("" if case in WITHIN else argument) + said in text
     assert "Give all ranks the same" in text
     names = 2 if case == "named" else 1
     assert text.count("\n") == 1 + names, "a line for what differs, and no other"
 
 
-def test_models_of_different_shapes_are_named_by_their_parameters(world2: World) -> None:
-    for kind, text in world2.ends(refuse_other_model):
-        assert kind == "DesyncError"
-        assert (
-            "parameter '0.weight' of model: float32 of shape [8, 6] on rank 0; "
-            "float32 of shape [9, 6] on rank 1"
-        ) in text
+@on_ranks()
+def test_models_of_different_shapes_are_named_by_their_parameters() -> None:
+    width = 8 + dist.get_rank()
+    net = nn.Sequential(nn.Linear(FEATURES, width), nn.Linear(width, CLASSES))
+    said = (
+        "parameter '0.weight' of model: float32 of shape [8, 6] on rank 0; "
+        "float32 of shape [9, 6] on rank 1"
+    )
+    with pytest.raises(DesyncError, match=re.escape(said)):
+        Trainer(net, parallel="ddp", device="cpu", progress=False)
 
 
-def test_evaluating_on_other_data_is_refused_and_all_can_go_on(world2: World) -> None:
-    for kind, text in world2.run(refuse_other_evaluation):
-        assert kind == "DesyncError"
-        assert "rows=8" in text
-        assert "rows=9" in text
+@on_ranks()
+def test_evaluating_on_other_data_is_refused_and_all_can_go_on() -> None:
+    trainer = make_trainer(parallel="ddp")
+    rows = 8 + dist.get_rank()
+    with pytest.raises(DesyncError, match=r"(?s)rows=8.*rows=9"):
+        trainer.eval(make_loader(rows, 4, shuffle=False))
+    assert trainer.eval(make_loader(8, 4, shuffle=False))["loss"] > 0
 
 
-def test_what_may_differ_does(world2: World, tmp_path: Any) -> None:
-    assert world2.run(train_with_own_listeners, str(tmp_path)) == [6, 6]
+@on_ranks()
+def test_what_may_differ_does(tmp_path: Path) -> None:
+    """Loggers, monitors and a memory limit on the first rank only, and seeds of each rank's own."""
+    rank = dist.get_rank()
+    options: dict[str, Any] = {"seed": rank}
+    if rank == 0:
+        options |= {
+            "loggers": [JSONLinesLogger(tmp_path / "log.jsonl")],
+            "callbacks": [MemoryMonitor()],
+            "memory_limit": "64MiB",
+        }
+    assert make_trainer(parallel="ddp", **options).fit().steps == 6
 
 
 def test_every_argument_of_the_trainer_is_compared_or_may_differ() -> None:
@@ -264,44 +174,92 @@ def test_values_have_a_text_without_what_differs_from_process_to_process() -> No
         assert "0x" not in as_text(value)
 
 
+class Unseeded(Sampler[int]):
+    """Draws from what nobody seeds; or has no rows, and says that it has."""
+
+    def __init__(self, rows: int, *, gives: bool = True) -> None:
+        self._rows, self._gives = rows, gives
+
+    def __len__(self) -> int:
+        return self._rows
+
+    def __iter__(self) -> Iterator[int]:
+        rows = range(self._rows) if self._gives else ()
+        return iter(sorted(rows, key=lambda _: os.urandom(8)))
+
+
+@pytest.mark.parametrize("gives", [True, False])
 @pytest.mark.parametrize("argument", ["train_dataloader", "eval_dataloader"])
-def test_a_sampler_that_draws_from_what_nobody_seeds_is_refused(
-    world2: World, argument: str
+@on_ranks()
+def test_a_sampler_that_draws_from_what_nobody_seeds_or_gives_nothing_is_refused(
+    argument: str, gives: bool
 ) -> None:
-    for kind, text, batches in world2.run(refuse_sampler, argument, gives=True):
-        assert kind == "DesyncError"
-        assert f"the rows of {argument} come in another order" in text
-        assert "(order 1 on rank 0; order 2 on rank 1)" in text
-        assert "give its generator a fixed seed" in text
-        assert (batches == 0) is (argument == "train_dataloader")
-
-
-@pytest.mark.parametrize("argument", ["train_dataloader", "eval_dataloader"])
-def test_data_that_give_no_rank_a_batch_are_an_error(world2: World, argument: str) -> None:
-    for kind, text, _ in world2.run(refuse_sampler, argument, gives=False):
+    loader: Any = DataLoader(make_data(32), batch_size=4, sampler=Unseeded(32, gives=gives))
+    trainer = make_trainer(parallel="ddp", **{argument: loader})
+    kind, text = raised(trainer.fit)
+    if not gives:
         assert kind == "DataLoaderError"
         assert f"{argument} (DataLoader) gave no batch" in text
+        return
+    assert kind == "DesyncError"
+    assert f"the rows of {argument} come in another order" in text
+    assert "(order 1 on rank 0; order 2 on rank 1)" in text
+    assert "give its generator a fixed seed" in text
+    assert (trainer.state.batch == 0) is (argument == "train_dataloader")
 
 
 @pytest.mark.parametrize(("kind", "rows"), [("rows", 1), ("batches", 8)])
-def test_fewer_rows_or_batches_than_ranks_are_evaluated(
-    world2: World, kind: str, rows: int
-) -> None:
-    first, second = world2.run(evaluate_little, kind, rows)
-    assert first == second
-    assert set(first) == {"loss", "accuracy"}
+@on_ranks()
+def test_fewer_rows_or_batches_than_ranks_are_evaluated(kind: str, rows: int) -> None:
+    data = make_data(rows)
+    loader: DataLoader[Any] = DataLoader(data, batch_size=4)
+    if kind == "batches":
+        sampler = WholeBatches(SequentialSampler(range(rows)), rows, drop_last=False)
+        loader = DataLoader(data, batch_sampler=sampler)
+    trainer = make_trainer(parallel="ddp", eval_dataloader=loader)
+    trainer.fit()
+    metrics = dict(trainer.state.eval.metrics)
+    assert set(metrics) == {"loss", "accuracy"}
+    require_alike(metrics)
+
+
+def with_batchnorm() -> nn.Module:
+    torch.manual_seed(3)
+    return nn.Sequential(nn.Linear(FEATURES, 8), nn.BatchNorm1d(8), nn.Linear(8, CLASSES)).double()
 
 
 @pytest.mark.parametrize("rows", [10, 11, 13])
-def test_no_rank_gets_a_single_row_for_batchnorm(world2: World, rows: int) -> None:
-    # The last batch has 2, 3 or 5 rows for two ranks.
-    assert world2.run(train_batchnorm, rows) == [(2, rows)] * 2
+@on_ranks()
+def test_no_rank_gets_a_single_row_for_batchnorm(rows: int) -> None:
+    """The last batch has 2, 3 or 5 rows for two ranks."""
+    loader = DataLoader(make_data(rows), batch_size=4)
+    options: dict[str, Any] = {"eval_dataloader": None, "max_duration": "1ep"}
+    summary = make_trainer(
+        with_batchnorm(), train_dataloader=loader, parallel="ddp", batchnorm="ignore", **options
+    ).fit()
+    assert (summary.steps, summary.samples) == (2, rows)
 
 
-def test_a_single_row_of_a_rank_is_explained_with_its_remedy(world2: World) -> None:
-    (kind, _), (own_kind, own) = world2.ends(train_on_one_row)
-    assert (kind, own_kind) == ("PeerFailedError", "ValueError")
-    assert "this rank has one of 5 rows. Use drop_last=True" in own
+@on_ranks()
+def test_a_single_row_of_a_rank_is_explained_with_its_remedy() -> None:
+    microbatcher = Microbatcher(
+        DistributedDataParallel(with_batchnorm()), loss_fn=nn.CrossEntropyLoss(), probe=False
+    )
+    rows = 4 - 3 * (dist.get_rank() == 1)
+    batch = torch.randn(rows, FEATURES).double(), torch.zeros(rows, dtype=torch.long)
+    own = "this rank has one of 5 rows. Use drop_last=True"
+    require_told(lambda: microbatcher.backward(batch), "ValueError", told="", own=own)
+
+
+class FailsOnLast(Callback):
+    """Fails on the last rank at one event."""
+
+    def __init__(self, event: str) -> None:
+        setattr(self, event, self._fail)
+
+    def _fail(self, run: Any, *_: Any) -> None:
+        if run.rank == run.world_size - 1:
+            raise KeyError("broken")
 
 
 BETWEEN = "rolled nothing back, so ranks may be one step apart"
@@ -314,10 +272,12 @@ BETWEEN = "rolled nothing back, so ranks may be one step apart"
         ("forward_start", "rolled back on this rank: the state is as before it"),
     ],
 )
-def test_a_rank_that_stops_says_whether_it_is_as_before(
-    world2: World, event: str, said: str
-) -> None:
-    (kind, text), (own_kind, _) = world2.ends(fail_at, event)
-    assert (kind, own_kind) == ("PeerFailedError", "KeyError")
+@on_ranks()
+def test_a_rank_that_stops_says_whether_it_is_as_before(event: str, said: str) -> None:
+    kind, text = raised(make_trainer(callbacks=[FailsOnLast(event)], parallel="ddp").fit)
+    if dist.get_rank() == 1:
+        assert kind == "KeyError"
+        return
+    assert kind == "PeerFailedError"
     assert said in text
     assert said is not BETWEEN or "as before" not in text

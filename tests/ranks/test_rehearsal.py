@@ -96,7 +96,7 @@ def test_ranks_train_with_the_same_bits_after_a_rehearsal(world2: World, paralle
         (["1GiB", "68KiB"], "1ep", "ddp"),
         pytest.param(["1GiB", "68KiB"], "1ep", "fsdp", marks=pytest.mark.sweep),
         pytest.param(["68KiB"] * 2, "2ep", "ddp", marks=pytest.mark.sweep),
-        (["68KiB"] * 2, "2ep", "fsdp"),
+        pytest.param(["68KiB"] * 2, "2ep", "fsdp", marks=pytest.mark.sweep),
     ],
 )
 def test_memory_that_a_rank_lacks_is_found_before_the_run(

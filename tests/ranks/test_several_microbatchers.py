@@ -13,59 +13,14 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from automicro import BatchError, Halving
-from automicro.errors import PeerFailedError
+from automicro.errors import DesyncError, PeerFailedError
 from tests.ranks.faulty_models import Fault, Faults, build, points
 from tests.ranks.jobs import batch
 from tests.ranks.steps import another, squared_error
 from tests.ranks.test_recovery import require_recovered
-from tests.ranks.world import World, world_of
+from tests.ranks.world import World, on_ranks
 
 pytestmark = pytest.mark.sweep
-
-
-def count_threads(kind: str) -> tuple[int, int]:
-    """Threads of this process with one Microbatcher, and with five more."""
-    model = build(kind, [Faults()], {})
-    kept = [another(model)]
-    kept[0].backward(batch(0, dist.get_rank(), {}))
-    before = len(os.listdir("/proc/self/task"))
-    for step in range(1, 6):
-        kept.append(another(model))
-        kept[-1].backward(batch(step, dist.get_rank(), {}))
-    return before, len(os.listdir("/proc/self/task"))
-
-
-def forget(kind: str) -> tuple[list[bool], float]:
-    """What is left of a model after its Microbatcher; before, the loss without the latter."""
-    model = build(kind, [Faults()], {})
-    microbatcher = another(model)
-    for step in range(2):
-        microbatcher.backward(batch(step, dist.get_rank(), {}))
-    del microbatcher
-    gc.collect()
-    x, y = batch(2, dist.get_rank(), {})
-    loss = squared_error(model(x), y)
-    loss.backward()
-    refs: list[weakref.ref[Any]] = [weakref.ref(each) for each in (model, *model.parameters())]
-    value = loss.item()
-    del model, loss
-    gc.collect()
-    return [ref() is not None for ref in refs], value
-
-
-def go_on_after_errors(kind: str) -> list[str | int]:
-    """Rank 1 has a batch that cannot be cut in the steps 1 and 3; all ranks go on."""
-    microbatcher = another(build(kind, [Faults()], {}))
-    found: list[str | int] = []
-    for step in range(5):
-        x, y = batch(step, dist.get_rank(), {"rows": [4 + step] * 2})
-        if dist.get_rank() == 1 and step in (1, 3):
-            y = y[:-1]
-        try:
-            found.append(microbatcher.backward((x, y)).num_global_samples)
-        except (BatchError, PeerFailedError) as error:
-            found.append(type(error).__name__)
-    return found
 
 
 def train_adversaries(fails: bool) -> list[Tensor]:
@@ -97,22 +52,6 @@ def train_adversaries(fails: bool) -> list[Tensor]:
     return found
 
 
-def take_a_part() -> None:
-    """A Microbatcher of a part of a model that another uses as a whole."""
-    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
-    fully_shard(model[0])
-    fully_shard(model)
-    another(model)
-    another(model[0])
-
-
-def ask_with_different_ones() -> None:
-    """Rank 0 trains with the first Microbatcher while rank 1 trains with the second."""
-    model = build("ddp", [Faults()], {})
-    pair = another(model), another(model)
-    pair[dist.get_rank()].backward(batch(0, dist.get_rank(), {}))
-
-
 KINDS = ["ddp", "fsdp"]
 POINTS = ["first batch", "last backward", "successive batches"]
 
@@ -130,23 +69,51 @@ def test_a_model_recovers_whichever_microbatcher_is_newer(
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_more_microbatchers_need_no_more_connections(world2: World, kind: str) -> None:
-    for before, after in world2.run(count_threads, kind):
-        assert after == before
+@on_ranks()
+def test_more_microbatchers_need_no_more_connections(kind: str) -> None:
+    model = build(kind, [Faults()], {})
+    kept = []
+    threads = set()
+    for step in range(6):
+        kept.append(another(model))
+        kept[-1].backward(batch(step, dist.get_rank(), {}))
+        threads.add(len(os.listdir("/proc/self/task")))
+    assert len(threads) == 1
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_nothing_keeps_a_model_whose_microbatcher_is_gone(world2: World, kind: str) -> None:
-    for alive, loss in world2.run(forget, kind):
-        assert loss > 0.0
-        assert not any(alive)
+@on_ranks()
+def test_nothing_keeps_a_model_whose_microbatcher_is_gone(kind: str) -> None:
+    """Without it the model trains on, and goes."""
+    model = build(kind, [Faults()], {})
+    microbatcher = another(model)
+    for step in range(2):
+        microbatcher.backward(batch(step, dist.get_rank(), {}))
+    del microbatcher
+    gc.collect()
+    x, y = batch(2, dist.get_rank(), {})
+    loss = squared_error(model(x), y)
+    loss.backward()
+    assert loss.item() > 0
+    refs: list[weakref.ref[Any]] = [weakref.ref(each) for each in (model, *model.parameters())]
+    del model, loss
+    gc.collect()
+    assert not any(ref() is not None for ref in refs)
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_ranks_go_on_after_every_error_that_all_were_told_of(world2: World, kind: str) -> None:
-    healthy, culprit = world2.run(go_on_after_errors, kind)
-    assert healthy == [8, "PeerFailedError", 12, "PeerFailedError", 16]
-    assert culprit == [8, "BatchError", 12, "BatchError", 16]
+@on_ranks()
+def test_ranks_go_on_after_every_error_that_all_were_told_of(kind: str) -> None:
+    """Rank 1 has a batch that cannot be cut in the steps 1 and 3."""
+    microbatcher = another(build(kind, [Faults()], {}))
+    for step in range(5):
+        x, y = batch(step, dist.get_rank(), {"rows": [4 + step] * 2})
+        if step not in (1, 3):
+            assert microbatcher.backward((x, y)).num_global_samples == 8 + 2 * step
+            continue
+        given = (x, y[:-1] if dist.get_rank() == 1 else y)
+        with pytest.raises(BatchError if dist.get_rank() == 1 else PeerFailedError):
+            microbatcher.backward(given)
 
 
 def test_two_models_one_trained_through_the_other_recover(world2: World) -> None:
@@ -156,16 +123,26 @@ def test_two_models_one_trained_through_the_other_recover(world2: World) -> None
         torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
 
 
-def test_a_part_of_a_model_that_is_guarded_whole_is_refused(world2: World) -> None:
-    for kind, message in world2.ends(take_a_part):
-        assert kind == "ValueError"
-        assert "part of a model that another Microbatcher uses as a whole" in message
-        assert "give every Microbatcher the same outermost module" in message
+@on_ranks()
+def test_a_part_of_a_model_that_is_guarded_whole_is_refused() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    fully_shard(model[0])
+    fully_shard(model)
+    another(model)
+    said = (
+        "part of a model that another Microbatcher uses as a whole.*"
+        "give every Microbatcher the same outermost module"
+    )
+    with pytest.raises(ValueError, match=f"(?is){said}"):
+        another(model[0])
 
 
+# Behind this one, this world cannot go on
+
+
+@on_ranks()
 def test_ranks_that_train_with_different_ones_are_told_and_do_not_hang() -> None:
-    with world_of(2) as world:  # it cannot go on
-        for kind, message in world.ends(ask_with_different_ones):
-            assert kind == "DesyncError"
-            assert "Microbatcher 1" in message
-            assert "Microbatcher 2" in message
+    model = build("ddp", [Faults()], {})
+    pair = another(model), another(model)
+    with pytest.raises(DesyncError, match=r"(?s)Microbatcher (\d+)\b.*Microbatcher (?!\1\b)\d"):
+        pair[dist.get_rank()].backward(batch(0, dist.get_rank(), {}))

@@ -14,8 +14,8 @@ from torch.nn.parallel import DistributedDataParallel
 from automicro import Microbatcher
 from automicro.errors import BufferWarning, PeerFailedError
 from automicro.features import RankReduction
-from tests.ranks.world import World
-from tests.ranks.wrapping import furthest, whole_gradients, wrapped
+from tests.ranks.world import World, on_ranks
+from tests.ranks.wrapping import furthest, require_alike, whole_gradients, wrapped
 from tests.sweeps import mostly_in_sweeps
 
 WORDS, LENGTH = 7, 5
@@ -111,6 +111,46 @@ def train_on_words(
     return [result.loss, *result.losses.values(), *whole_gradients(model)]
 
 
+ROWS = {2: [[9, 4], [3, 10], [13, 0]], 4: [[5, 1, 4, 3], [6, 0, 0, 7]]}
+
+
+def require_same(
+    world: World, kind: str, loss: str, rows: list[int], *, parts: int = 1, earlier: bool = False
+) -> None:
+    expected = train_on_words(None, loss, [sum(rows)], 1, earlier)
+    for found in world.run(train_on_words, kind, loss, rows, parts, earlier):
+        assert furthest(found, expected) <= 1e-9
+
+
+@pytest.mark.parametrize(
+    ("kind", "loss"),
+    mostly_in_sweeps(
+        ["ddp", "fsdp"], LOSSES, quick=[("fsdp", "tokens"), *(("ddp", each) for each in LOSSES)]
+    ),
+)
+def test_gradients_and_losses_are_those_of_one_process(world2: World, kind: str, loss: str) -> None:
+    for rows in ROWS[2]:
+        require_same(world2, kind, loss, rows)
+
+
+@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
+def test_several_batches_count_as_one_and_are_added_to_earlier_gradients(
+    world2: World, kind: str
+) -> None:
+    require_same(world2, kind, "tokens", [9, 4], parts=3, earlier=True)
+    require_same(world2, kind, "tokens", [4, 1], parts=3)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["ddp", "fsdp", "hsdp"])
+@pytest.mark.parametrize("loss", LOSSES)
+def test_gradients_of_four_ranks_are_those_of_one_process(
+    world4: World, kind: str, loss: str
+) -> None:
+    for rows in ROWS[4]:
+        require_same(world4, kind, loss, rows)
+
+
 class Sum:
     """A metric of one's own."""
 
@@ -138,8 +178,8 @@ class Noisy(nn.Module):
         return output
 
 
-def count_through_fillers(rows: Sequence[int]) -> dict[str, Any]:
-    """What fillers leave behind: nothing."""
+@on_ranks()
+def test_fillers_leave_no_trace() -> None:
     torch.manual_seed(0)
     inner = Noisy()
     model = DistributedDataParallel(inner, broadcast_buffers=False)
@@ -147,18 +187,18 @@ def count_through_fillers(rows: Sequence[int]) -> dict[str, Any]:
     microbatcher = Microbatcher(
         model, loss_fn=nn.MSELoss(), microbatch_size=4, batchnorm="ignore", probe=False
     )
-    x, y = torch.randn(rows[rank], 4), torch.randn(rows[rank], 2)
+    rows = [12, 3][rank]
+    x, y = torch.randn(rows, 4), torch.randn(rows, 2)
     microbatcher.backward((x, y), metric)
     before = torch.get_rng_state()
     microbatcher.evaluate((x, y), metric)
     ended = microbatcher.backward(None if rank else (x, y), metric)
-    return {
-        "seen": inner.seen.item(),
-        "counted": metric.rows,
-        "drew": not torch.equal(before, torch.get_rng_state()),
-        "samples": (ended.num_samples, ended.num_global_samples),
-        "gradient": [p.grad.sum().item() for p in model.parameters() if p.grad is not None],
-    }
+    assert inner.seen == [24, 3][rank]
+    assert metric.rows == [36, 6][rank]
+    has_drawn = not torch.equal(before, torch.get_rng_state())
+    assert has_drawn is (rank == 0), "of the last step rank 1 ran nothing but fillers"
+    assert (ended.num_samples, ended.num_global_samples) == ([12, 0][rank], 12)
+    require_alike(whole_gradients(model))
 
 
 class Scaled(nn.Linear):
@@ -177,102 +217,41 @@ class Scaled(nn.Linear):
         return outputs
 
 
-def warnings_of_buffers(changes: bool) -> list[str]:
-    """What is said in three batches, in the later of which the first rank runs fillers."""
+@pytest.mark.parametrize("changes", [False, True])
+@on_ranks()
+def test_fillers_do_not_look_like_forwards_that_change_buffers(changes: bool) -> None:
+    """In the later batches the first rank runs fillers."""
     torch.manual_seed(0)
+    rank = dist.get_rank()
     model = DistributedDataParallel(Scaled(changes=changes))
     microbatcher = Microbatcher(model, loss_fn=nn.MSELoss(), microbatch_size=4, probe=False)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        for rows in ([12, 12], [2, 12], [2, 12]):
-            own = rows[dist.get_rank()]
-            microbatcher.backward((torch.randn(own, 4), torch.randn(own, 2)))
-    return [str(each.message) for each in caught if issubclass(each.category, BufferWarning)]
+        for rows in (12, [2, 12][rank], [2, 12][rank]):
+            microbatcher.backward((torch.randn(rows, 4), torch.randn(rows, 2)))
+    told = [str(each.message) for each in caught if issubclass(each.category, BufferWarning)]
+    assert all("the training forward changes buffers" in each for each in told)
+    assert not told if not changes else told or rank == 1
 
 
-def run_until_all_have_ended(rows: int) -> list[tuple[int, int, bool]]:
-    """Ranks whose data run out at different times; who asks for the end is heard by all."""
+@on_ranks()
+def test_ranks_go_on_until_the_data_of_all_have_ended() -> None:
+    """Data run out at different times; if one rank asks for the end, all are told."""
+    rank = dist.get_rank()
     model = tagger("fsdp")
     microbatcher = Microbatcher(model, probe=False, **LOSSES["tokens"])
     told = []
-    batches = 3 if dist.get_rank() == 0 else 1
-    for index in range(9):
-        microbatcher.wants_to_stop = dist.get_rank() == 1 and index == 1
-        result = microbatcher.accumulate([words(rows)] if index < batches else [])
-        told.append((result.num_samples, result.num_global_samples, result.stops))
+    for index in range(4):
+        microbatcher.wants_to_stop = rank == 1 and index == 1
+        has_rows = index < [3, 1][rank]
+        result = microbatcher.accumulate([words(5)] if has_rows else [])
+        assert result.num_samples == 5 * has_rows
+        told.append((result.num_global_samples, result.stops))
         model.zero_grad()
-        if not result.num_global_samples:
-            break
-    evaluated = microbatcher.evaluate(words(4) if dist.get_rank() == 0 else None)
-    told.append((evaluated.num_samples, evaluated.num_global_samples, evaluated.loss is None))
-    return told
-
-
-ROWS = {2: [[9, 4], [3, 10], [13, 0]], 4: [[5, 1, 4, 3], [6, 0, 0, 7]]}
-
-
-def require_same(
-    world: World, kind: str, loss: str, rows: list[int], *, parts: int = 1, earlier: bool = False
-) -> None:
-    expected = train_on_words(None, loss, [sum(rows)], 1, earlier)
-    for found in world.run(train_on_words, kind, loss, rows, parts, earlier):
-        assert furthest(found, expected) <= 1e-9
-
-
-@pytest.mark.parametrize(
-    ("kind", "loss"),
-    mostly_in_sweeps(
-        ["ddp", "fsdp"], LOSSES, quick=[("fsdp", "tokens"), *(("ddp", each) for each in LOSSES)]
-    ),
-)
-def test_gradients_and_losses_are_those_of_one_process(world2: World, kind: str, loss: str) -> None:
-    for rows in ROWS[2]:
-        require_same(world2, kind, loss, rows)
-
-
-@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
-def test_several_batches_count_as_one_on_every_rank(world2: World, kind: str) -> None:
-    require_same(world2, kind, "tokens", [9, 4], parts=3)
-    require_same(world2, kind, "tokens", [4, 1], parts=3)
-
-
-@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
-def test_gradients_are_added_to_earlier_ones(world2: World, kind: str) -> None:
-    require_same(world2, kind, "tokens", [9, 4], earlier=True)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", ["ddp", "fsdp", "hsdp"])
-@pytest.mark.parametrize("loss", LOSSES)
-def test_gradients_of_four_ranks_are_those_of_one_process(
-    world4: World, kind: str, loss: str
-) -> None:
-    for rows in ROWS[4]:
-        require_same(world4, kind, loss, rows)
-
-
-def test_fillers_leave_no_trace(world2: World) -> None:
-    first, second = world2.run(count_through_fillers, [12, 3])
-    assert (first["seen"], second["seen"]) == (24, 3)
-    assert (first["counted"], second["counted"]) == (36, 6)
-    assert first["drew"]
-    assert not second["drew"], "of the last step it ran nothing but fillers"
-    assert first["samples"] == (12, 12)
-    assert second["samples"] == (0, 12)
-    assert first["gradient"] == second["gradient"]
-
-
-def test_fillers_do_not_look_like_forwards_that_change_buffers(world2: World) -> None:
-    unchanged, changed = (world2.run(warnings_of_buffers, changes) for changes in (False, True))
-    assert unchanged == [[], []]
-    assert all("the training forward changes buffers" in each for told in changed for each in told)
-    assert changed[0]
-
-
-def test_ranks_go_on_until_the_data_of_all_have_ended(world2: World) -> None:
-    first, second = world2.run(run_until_all_have_ended, 5)
-    assert first == [(5, 10, False), (5, 5, True), (5, 5, False), (0, 0, False), (4, 4, False)]
-    assert second == [(5, 10, False), (0, 5, True), (0, 5, False), (0, 0, False), (0, 4, True)]
+    assert told == [(10, False), (5, True), (5, False), (0, False)]
+    evaluated = microbatcher.evaluate(words(4) if rank == 0 else None)
+    assert (evaluated.num_samples, evaluated.num_global_samples) == ([4, 0][rank], 4)
+    assert (evaluated.loss is None) is (rank == 1)
 
 
 # Means of each rank's own, which DDP averages
@@ -293,14 +272,22 @@ def net(kind: str | None) -> Any:
     return wrapped(kind, model)
 
 
-def compare(kind: str, scales: bool, fails: bool) -> dict[str, Any]:
+@pytest.mark.sweep
+@pytest.mark.parametrize(
+    ("kind", "scales", "fails"),
+    [*((kind, False, fails) for kind in ("ddp", "fsdp") for fails in (False, True)),
+     ("ddp", True, False)],
+)  # fmt: skip
+@on_ranks()
+def test_the_gradient_is_the_one_of_the_wrapper_alone_unless_it_is_scaled(
+    kind: str, scales: bool, fails: bool
+) -> None:
+    """By the targets of all ranks, of which some have more."""
     rank = dist.get_rank()
     model, plain = net(kind), net(kind)
     inputs, targets = batch(rank)
-    calls = []
 
     def loss_fn(outputs: Tensor, targets: Tensor) -> Tensor:
-        calls.append(len(outputs))
         if fails and rank == 1 and len(outputs) > 3:
             raise torch.OutOfMemoryError("CUDA out of memory.")
         return F.cross_entropy(outputs, targets)
@@ -318,47 +305,19 @@ def compare(kind: str, scales: bool, fails: bool) -> dict[str, Any]:
     own.backward()
     mean = own.detach().clone()
     dist.all_reduce(mean)
-    return {
-        "ooms": result.ooms,
-        "differs": furthest(whole_gradients(model), whole_gradients(plain)),
-        "loss": float(result.loss),
-        "mean of losses": float(mean) / 2,
-        "rank loss": float(result.rank_loss),
-        "own loss": float(own.detach()),
-    }
+    differs = furthest(whole_gradients(model), whole_gradients(plain))
+    is_mean = float(result.loss) == pytest.approx(float(mean) / 2, rel=1e-3 if scales else 1e-14)
+    assert result.ooms == int(fails)
+    assert differs > 1e-3 if scales else differs < 1e-15
+    assert is_mean is not scales
+    assert float(result.rank_loss) == pytest.approx(float(own.detach()), rel=1e-14)
 
 
 @pytest.mark.sweep
-@pytest.mark.parametrize("fails", [False, True])
-@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
-def test_the_gradient_is_the_one_of_the_wrapper_alone(
-    world2: World, kind: str, fails: bool
-) -> None:
-    for found in world2.run(compare, kind, False, fails):
-        assert found["ooms"] == int(fails)
-        assert found["differs"] < 1e-15
-        assert found["loss"] == pytest.approx(found["mean of losses"], rel=1e-14)
-        assert found["rank loss"] == pytest.approx(found["own loss"], rel=1e-14)
-
-
-@pytest.mark.sweep
-def test_the_gradient_of_one_batch_is_another_where_targets_are_uneven(world2: World) -> None:
-    for found in world2.run(compare, "ddp", True, False):
-        assert found["differs"] > 1e-3
-        assert found["loss"] != pytest.approx(found["mean of losses"], rel=1e-3)
-        assert found["rank loss"] == pytest.approx(found["own loss"], rel=1e-14)
-
-
-def withhold() -> str:
+@on_ranks()
+def test_a_sharded_model_that_keeps_whole_gradients_back_is_refused() -> None:
     model = net("fsdp")
     step = Microbatcher(model, loss_fn=F.cross_entropy, loss_average="tokens", probe=False)
     model.set_requires_gradient_sync(False)
-    with pytest.raises((ValueError, PeerFailedError)) as caught:
+    with pytest.raises((ValueError, PeerFailedError), match=r"set_requires_gradient_sync\(False\)"):
         step.backward(batch(dist.get_rank()))
-    return str(caught.value)
-
-
-@pytest.mark.sweep
-def test_a_sharded_model_that_keeps_whole_gradients_back_is_refused(world2: World) -> None:
-    for message in world2.run(withhold):
-        assert "set_requires_gradient_sync(False)" in message

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
+from automicro import StepResult
 from automicro.ranks.interface import Report
 from automicro.ranks.votes import Votes
 from automicro.trainer.parallel import find_blocks
@@ -18,8 +19,8 @@ from tests.ranks.faulty_models import points
 from tests.ranks.simulated import SimulatedWorld
 from tests.ranks.steps import another, squared_error
 from tests.ranks.test_recovery import require_recovered
-from tests.ranks.world import World, world_of
-from tests.ranks.wrapping import furthest, raised, whole, whole_gradients, wrapped
+from tests.ranks.world import World, on_ranks
+from tests.ranks.wrapping import gap, raised, whole, wrapped
 from tests.sweeps import mostly_in_sweeps
 
 ROWS = 12
@@ -77,8 +78,8 @@ def options_for(kind: str) -> dict[str, Any]:
     }.get(kind, {})
 
 
-def expected(orders: Sequence[str]) -> dict[str, Tensor | None]:
-    """The gradients of one process that has the rows of all."""
+def plain_gradients(orders: Sequence[str]) -> dict[str, Tensor | None]:
+    """Of one process that has the rows of all."""
     model = Choosing()
     parts = [rows_of(rank, order) for rank, order in enumerate(orders)]
     x, y = (torch.cat(each) for each in zip(*parts, strict=True))
@@ -86,15 +87,18 @@ def expected(orders: Sequence[str]) -> dict[str, Tensor | None]:
     return {name: parameter.grad for name, parameter in model.named_parameters()}
 
 
-def train_where_a_layer_is_left_out(
+def require_exact(
     kind: str,
     orders: Sequence[str],
     *,
     halves: bool = False,
     fails_in: Sequence[int] = (),
     steps: int = 3,
-) -> dict[str, Any]:
-    """How far gradients are from those of one process, of steps where rank 0 may fail."""
+) -> tuple[set[str], int]:
+    """Gradients are those of one process, in steps where rank 0 may fail.
+
+    Returns what had no gradient, and the votes of the last step.
+    """
     net = Choosing(reentrant=kind == "reentrant")
     if kind == "hooked":
         for parameter in net.parameters():
@@ -108,134 +112,22 @@ def train_where_a_layer_is_left_out(
     microbatcher = another(model, microbatch_size="auto" if halves else 4)
     if kind == "frozen later":
         net.never.requires_grad_(False)
-    rank, wanted = dist.get_rank(), expected(orders)
-    worst, nones, votes, attempts = 0.0, set(), [], []
+    rank, wanted, nones = dist.get_rank(), plain_gradients(orders), set()
+    ranks: Any = microbatcher.ranks
     for step in range(steps):
         net.most_rows = 4 if step in fails_in and rank == 0 else 10**9
-        before = microbatcher.ranks.num_votes  # type: ignore[attr-defined]
-        attempts.append(microbatcher.backward(rows_of(rank, orders[rank])).attempts)
-        votes.append(microbatcher.ranks.num_votes - before)  # type: ignore[attr-defined]
+        before = ranks.num_votes
+        microbatcher.backward(rows_of(rank, orders[rank]))
+        votes = ranks.num_votes - before
         for name, parameter in net.named_parameters():
             if parameter.grad is None:
                 nones.add(name)
                 continue
             want = wanted[name]
-            found = whole(parameter.grad)
-            worst = max(worst, float((found - (0 if want is None else want)).abs().max()))
+            gap = whole(parameter.grad) - (0 if want is None else want)
+            assert float(gap.abs().max()) <= 1e-12
         model.zero_grad()
-    return {"worst": worst, "nones": sorted(nones), "votes": votes, "attempts": attempts}
-
-
-def keep_an_earlier_gradient() -> list[bool]:
-    """Whether a gradient from before outlives steps that do not use its parameter."""
-    net = Choosing()
-    model = DistributedDataParallel(net)
-    microbatcher = another(model)
-    earlier = net.never.weight.grad = torch.ones(4, 4, dtype=torch.float64)
-    for _ in range(2):
-        microbatcher.backward(rows_of(dist.get_rank(), "last"))
-    return [
-        net.never.weight.grad is earlier,
-        bool((earlier == 1).all()),
-        net.never.bias.grad is None,
-    ]
-
-
-def go_past_the_wrapper() -> list[str]:
-    """What is said, and which parameters have a gradient then."""
-
-    def forward(model: Any, microbatch: Any) -> Tensor:
-        return squared_error(model.module(microbatch[0]), microbatch[1])
-
-    model = DistributedDataParallel(Choosing())
-    microbatcher = another(model, forward=forward)
-    _, text = raised(lambda: microbatcher.backward(rows_of(dist.get_rank(), "first")))
-    return [text, *(name for name, p in model.named_parameters() if p.grad is not None)]
-
-
-def use_a_second_model(kind: str, *, known: bool, frozen: bool, fails: bool = False) -> str:
-    """Train a model through a second one, which also has its own wrapper."""
-    first, second = nn.Linear(4, 4).double(), nn.Linear(4, 2).double()
-    models: list[Any] = []
-    for each in (first, second):
-        models.append(wrapped(kind, each))
-
-    def forward(model: Any, microbatch: Any) -> Tensor:
-        x, y = microbatch
-        hidden = model(x)
-        if fails and dist.get_rank() == 1 and len(x) > 2:
-            hidden.register_hook(run_out_of_memory)
-        with torch.no_grad() if frozen else contextlib.nullcontext():
-            output = models[1](hidden)
-        return squared_error(output + hidden[:, :2], y)
-
-    modules = [models[1]] if known else []
-    microbatcher = another(models[0], microbatch_size="auto", forward=forward, modules=modules)
-
-    def work() -> None:
-        for _ in range(2):
-            microbatcher.backward(rows_of(dist.get_rank(), "first"))
-
-    return raised(work)[1]
-
-
-def leave_a_shard_out(ranks: Sequence[int]) -> dict[str, Any]:
-    """Three steps with a sharded layer; in the last some ranks' second microbatch lacks it."""
-    net = Choosing()
-    wrapped("fsdp", net, net.rare)
-    microbatcher = another(net, microbatch_size=ROWS // 2)
-    rank = dist.get_rank()
-    results = []
-
-    def work() -> None:
-        for step in range(4):
-            leaves_out = step >= 2 and rank in ranks
-            x, y = rows_of(rank, "first" if leaves_out else "all")
-            results.append(microbatcher.backward((x, y)))
-            net.zero_grad()
-
-    kind, text = raised(work)
-    return {
-        "kind": kind,
-        "text": text,
-        "attempts": [each.attempts for each in results],
-        "failed_sizes": [each.failed_sizes for each in results],
-        "sizes": [each.microbatch_size for each in results],
-    }
-
-
-def shard_tied_blocks() -> float:
-    """How far gradients are from one process, of a model two blocks of which share a weight."""
-
-    def build() -> nn.Sequential:
-        torch.manual_seed(0)
-        layers = [nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(4)]
-        layers[2][0].weight = layers[0][0].weight
-        return nn.Sequential(nn.ModuleList(layers), nn.Linear(4, 2)).double()
-
-    class Run(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.parts = build()
-
-        def forward(self, x: Tensor) -> Tensor:
-            layers: Any = self.parts[0]
-            for layer in layers:
-                x = layer(x)
-            output: Tensor = self.parts[1](x)
-            return output
-
-    plain, model = Run(), Run()
-    blocks = find_blocks(model)
-    layers: Any = model.parts[0]
-    assert blocks == [layers[1], layers[3]]
-    wrapped("fsdp", model, *blocks)
-    another(model).backward(rows_of(dist.get_rank(), "all"))
-    parts = [rows_of(rank, "all") for rank in range(dist.get_world_size())]
-    x, y = (torch.cat(each) for each in zip(*parts, strict=True))
-    squared_error(plain(x), y).backward()
-    plain_gradients = [each.grad for each in plain.parameters() if each.grad is not None]
-    return furthest(whole_gradients(model), plain_gradients)
+    return nones, votes
 
 
 # Where the rows of each rank that need the layer stand.
@@ -243,40 +135,32 @@ ORDERS = [("first", "last"), ("first", "first"), ("none", "last"), ("none", "non
 KINDS = ["plain", "bucket views", "hooked", "reentrant", "frozen later", "find unused"]
 
 
-def require_exact(world: World, kind: str, orders: tuple[str, ...], **options: Any) -> list[Any]:
-    results = world.run(train_where_a_layer_is_left_out, kind, orders, **options)
-    for result in results:
-        assert result["worst"] <= 1e-12
-    return results
-
-
 @pytest.mark.parametrize("orders", ORDERS, ids=" and ".join)
+@on_ranks()
 def test_a_layer_that_a_last_microbatch_leaves_out_is_trained_exactly(
-    world2: World, orders: tuple[str, str]
+    orders: tuple[str, str],
 ) -> None:
-    for result in require_exact(world2, "plain", orders):
-        left_out = {"never.bias", "never.weight"}
-        left_out |= {"rare.bias", "rare.weight"} if orders == ("none", "none") else set()
-        assert set(result["nones"]) == left_out, "as in one process"
+    left_out = {"never.bias", "never.weight"}
+    left_out |= {"rare.bias", "rare.weight"} if orders == ("none", "none") else set()
+    assert require_exact("plain", orders)[0] == left_out, "as in one process"
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("orders", ORDERS, ids=" and ".join)
 @pytest.mark.parametrize("kind", [*KINDS, "sharded"])
 @pytest.mark.parametrize("fails_in", [(), (0,), (1, 2)], ids=str)
+@on_ranks(3)
 def test_it_is_trained_exactly_however_it_is_wrapped(
-    world3: World, kind: str, orders: tuple[str, str], fails_in: tuple[int, ...]
+    kind: str, orders: tuple[str, str], fails_in: tuple[int, ...]
 ) -> None:
-    require_exact(world3, kind, (*orders, "first"), fails_in=fails_in, halves=bool(fails_in))
+    require_exact(kind, (*orders, "first"), fails_in=fails_in, halves=bool(fails_in))
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_it_is_trained_exactly_with_options(world2: World, kind: str) -> None:
-    require_exact(world2, kind, ("first", "last"), steps=2)
-
-
-def test_a_sharded_layer_is_trained_exactly_where_torch_reduces_unused_ones(world2: World) -> None:
-    require_exact(world2, "sharded", ("first", "last"))
+# A sharded layer is one that torch was told to reduce where it is unused.
+@pytest.mark.parametrize("kind", [*KINDS, "sharded"])
+@on_ranks()
+def test_it_is_trained_exactly_with_options(kind: str) -> None:
+    require_exact(kind, ("first", "last"), steps=2)
 
 
 @pytest.mark.parametrize("kind", mostly_in_sweeps(["ddp", "fsdp"], quick=["ddp"]))
@@ -284,53 +168,128 @@ def test_a_model_that_leaves_layers_out_recovers(world2: World, kind: str) -> No
     require_recovered(world2, kind, points(2)["two ranks"], rare=True)
 
 
-def test_only_a_parameter_that_no_rank_uses_costs_a_further_vote(world2: World) -> None:
-    used = require_exact(world2, "frozen later", ("last", "first"))[0]["votes"]
-    never = require_exact(world2, "plain", ("last", "first"))[0]["votes"]
-    assert (used[-1], never[-1]) == (3, 3), "never is left out here by both"
-    assert require_exact(world2, "find unused", ("last", "first"))[0]["votes"][-1] == 2
+@on_ranks()
+def test_only_a_parameter_that_no_rank_uses_costs_a_further_vote() -> None:
+    votes = [
+        require_exact(kind, ("last", "first"))[1]
+        for kind in ("frozen later", "plain", "find unused")
+    ]
+    assert votes == [3, 3, 2], "never is left out by both of the first"
 
 
-def test_an_earlier_gradient_outlives_steps_that_do_not_use_its_parameter(world2: World) -> None:
-    assert world2.run(keep_an_earlier_gradient) == [[True, True, True]] * 2
+@on_ranks()
+def test_an_earlier_gradient_outlives_steps_that_do_not_use_its_parameter() -> None:
+    net = Choosing()
+    microbatcher = another(DistributedDataParallel(net))
+    earlier = net.never.weight.grad = torch.ones(4, 4, dtype=torch.float64)
+    for _ in range(2):
+        microbatcher.backward(rows_of(dist.get_rank(), "last"))
+    assert net.never.weight.grad is earlier
+    assert bool((earlier == 1).all())
+    assert net.never.bias.grad is None
 
 
-def test_a_forward_past_the_wrapper_is_refused_in_the_first_step(world2: World) -> None:
-    for text, *with_gradients in world2.run(go_past_the_wrapper):
-        assert "model.module(…)" in text
-        assert with_gradients == [], "rolled back"
+@on_ranks()
+def test_a_forward_past_the_wrapper_is_refused_in_the_first_step() -> None:
+    def forward(model: Any, microbatch: Any) -> Tensor:
+        return squared_error(model.module(microbatch[0]), microbatch[1])
+
+    model = DistributedDataParallel(Choosing())
+    microbatcher = another(model, forward=forward)
+    _, text = raised(lambda: microbatcher.backward(rows_of(dist.get_rank(), "first")))
+    assert "model.module(…)" in text
+    assert all(parameter.grad is None for parameter in model.parameters()), "rolled back"
 
 
-def test_a_shard_that_a_rank_leaves_out_is_named_and_not_waited_for() -> None:
-    with world_of(2) as world:  # it cannot go on
-        for result in world.run(leave_a_shard_out, [1]):
-            assert result["kind"] == "DesyncError"
-            assert "all-gather of 'rare'" in result["text"]
-            assert "set_reduce_scatter_unused_params" in result["text"]
-            assert result["attempts"] == [1, 1]
+def leave_a_shard_out(ranks: Sequence[int]) -> tuple[tuple[str, str], list[StepResult]]:
+    """Steps with a sharded layer; from the third on some ranks' second microbatch lacks it."""
+    net = Choosing()
+    wrapped("fsdp", net, net.rare)
+    microbatcher = another(net, microbatch_size=ROWS // 2)
+    rank = dist.get_rank()
+    results: list[StepResult] = []
+
+    def work() -> None:
+        for step in range(4):
+            leaves_out = step >= 2 and rank in ranks
+            results.append(microbatcher.backward(rows_of(rank, "first" if leaves_out else "all")))
+            net.zero_grad()
+
+    return raised(work), results
 
 
-def test_a_shard_that_all_ranks_leave_out_takes_no_smaller_microbatches(world2: World) -> None:
-    for result in world2.run(leave_a_shard_out, [0, 1]):
-        assert result["text"] == ""
-        assert result["attempts"] == [1] * 4
-        assert result["failed_sizes"] == [()] * 4
-        assert result["sizes"] == [6] * 4
+@on_ranks()
+def test_a_shard_that_all_ranks_leave_out_takes_no_smaller_microbatches() -> None:
+    error, results = leave_a_shard_out([0, 1])
+    assert error == ("", "")
+    found = [(each.attempts, each.failed_sizes, each.microbatch_size) for each in results]
+    assert found == [(1, (), 6)] * 4
 
 
-@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
-def test_a_second_wrapped_model_has_to_be_known(world2: World, kind: str) -> None:
-    for text in world2.run(use_a_second_model, kind, known=False, frozen=False):
-        assert "modules=[…]" in text
-    assert world2.run(use_a_second_model, kind, known=True, frozen=False, fails=True) == ["", ""]
+@pytest.mark.parametrize(
+    ("kind", "is_known", "is_frozen"),
+    [
+        *((kind, is_known, False) for kind in ("ddp", "fsdp") for is_known in (False, True)),
+        ("ddp", False, True),  # it communicates with nobody
+    ],
+)
+@on_ranks()
+def test_a_second_wrapped_model_that_is_trained_through_has_to_be_known(
+    kind: str, is_known: bool, is_frozen: bool
+) -> None:
+    """A known one recovers, too."""
+    first, second = nn.Linear(4, 4).double(), nn.Linear(4, 2).double()
+    models: list[Any] = [wrapped(kind, each) for each in (first, second)]
+
+    def forward(model: Any, microbatch: Any) -> Tensor:
+        x, y = microbatch
+        hidden = model(x)
+        if is_known and dist.get_rank() == 1 and len(x) > 2:
+            hidden.register_hook(run_out_of_memory)
+        with torch.no_grad() if is_frozen else contextlib.nullcontext():
+            output = models[1](hidden)
+        return squared_error(output + hidden[:, :2], y)
+
+    modules = [models[1]] if is_known else []
+    microbatcher = another(models[0], microbatch_size="auto", forward=forward, modules=modules)
+
+    def work() -> None:
+        for _ in range(2):
+            microbatcher.backward(rows_of(dist.get_rank(), "first"))
+
+    _, text = raised(work)
+    assert text == "" if is_known or is_frozen else "modules=[…]" in text
 
 
-def test_a_second_model_that_communicates_with_nobody_may_be_unknown(world2: World) -> None:
-    assert world2.run(use_a_second_model, "ddp", known=False, frozen=True) == ["", ""]
+class Tied(nn.Module):
+    """Blocks, two of which share a weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(4))
+        self.layers[2][0].weight = self.layers[0][0].weight  # type: ignore[index]
+        self.last = nn.Linear(4, 2)
+        self.double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        output: Tensor = self.last(x)
+        return output
 
 
-def test_blocks_with_tied_weights_are_left_to_the_whole_model(world2: World) -> None:
-    assert max(world2.run(shard_tied_blocks)) <= 1e-12
+@on_ranks()
+def test_blocks_with_tied_weights_are_left_to_the_whole_model() -> None:
+    plain, model = Tied(), Tied()
+    blocks = find_blocks(model)
+    assert blocks == [model.layers[1], model.layers[3]]
+    wrapped("fsdp", model, *blocks)
+    another(model).backward(rows_of(dist.get_rank(), "all"))
+    parts = [rows_of(rank, "all") for rank in range(dist.get_world_size())]
+    x, y = (torch.cat(each) for each in zip(*parts, strict=True))
+    squared_error(plain(x), y).backward()
+    assert gap(model, plain) <= 1e-12
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 9])
@@ -359,3 +318,15 @@ def test_one_rank_that_used_all_settles_it_in_one_vote() -> None:
         return votes.count, any(unused)
 
     assert world.run(work) == [(1, False)] * 2
+
+
+# Behind this one, this world cannot go on
+
+
+@on_ranks()
+def test_a_shard_that_a_rank_leaves_out_is_named_and_not_waited_for() -> None:
+    (kind, text), results = leave_a_shard_out([1])
+    assert kind == "DesyncError"
+    assert "all-gather of 'rare'" in text
+    assert "set_reduce_scatter_unused_params" in text
+    assert [each.attempts for each in results] == [1, 1]

@@ -12,7 +12,7 @@ from torchmetrics.classification import MulticlassAccuracy
 
 from automicro import Callback, CheckpointConfig, ParameterGroups, Trainer
 from automicro.features import with_features
-from tests.ranks.wrapping import whole, whole_parameters
+from tests.ranks.wrapping import whole_parameters
 
 FEATURES, CLASSES = 6, 3
 
@@ -121,36 +121,6 @@ def train_wide(*, limit_of_last: str | None, **options: Any) -> dict[str, Any]:
         memory_limit=limit_of_last if is_last else None,
         **options,
     )
-
-
-class BrokenRow(Dataset[Any]):
-    """A row that only one rank reads cannot be read."""
-
-    def __init__(self, *, rows: int, broken: int) -> None:
-        self._data = make_data(rows)
-        self._rows = rows
-        self._broken = broken
-
-    def __len__(self) -> int:
-        return self._rows
-
-    def __getitem__(self, index: int) -> Any:
-        if index == self._broken:
-            raise KeyError(f"row {index} is broken")
-        return self._data[index]
-
-
-def fail(argument: str) -> None:
-    """Train with data that one rank cannot read, or evaluate, in a microbatcher of its own."""
-    loader = DataLoader(BrokenRow(rows=24, broken=10), batch_size=6)
-    given: Any = {"broken": loader} if argument == "eval_dataloader" else loader
-    make_trainer(parallel="ddp", **{argument: given}).fit()
-
-
-def draw(**options: Any) -> tuple[float, list[float]]:
-    """A random number of this rank after the trainer is made, and its initial weights."""
-    model = make_trainer(**options)._run.model
-    return torch.rand(()).item(), [whole(each).sum().item() for each in model.parameters()]
 
 
 def train_wrapped_by_hand() -> dict[str, Any]:

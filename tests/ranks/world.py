@@ -2,7 +2,10 @@
 
 import contextlib
 import datetime
+import functools
 import gc
+import importlib
+import inspect
 import multiprocessing
 import os
 import signal
@@ -169,3 +172,25 @@ class RaisedError(AssertionError):
         self.kind = type(error).__name__ if isinstance(error, BaseException) else error
         self.text, self.said = text, said
         self.args = (self.kind, text, said)
+
+
+def on_ranks(size: int = 2) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Run a test on every rank of a world, which the module shares (the fixture `worlds`)."""
+
+    def decorate(body: Callable[..., None]) -> Callable[..., None]:
+        @functools.wraps(body)
+        def test(worlds: Callable[[int], World], **arguments: Any) -> None:
+            worlds(size).run(run_body, body.__module__, body.__name__, arguments)
+
+        # Pytest reads from it which fixtures and parameters to pass.
+        world = inspect.Parameter("worlds", inspect.Parameter.POSITIONAL_OR_KEYWORD)
+        own = inspect.signature(body)
+        given = own.replace(parameters=[world, *own.parameters.values()])
+        vars(test).update(__signature__=given, body=body)
+        return test
+
+    return decorate
+
+
+def run_body(module: str, name: str, arguments: dict[str, Any]) -> None:
+    vars(getattr(importlib.import_module(module), name))["body"](**arguments)

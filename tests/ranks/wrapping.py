@@ -11,6 +11,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
+from automicro.values import same_values
+
 
 def mesh_of(kind: str) -> DeviceMesh:
     world = dist.get_world_size()
@@ -48,6 +50,14 @@ def whole_parameters(model: nn.Module) -> dict[str, Tensor]:
     return {name: whole(each).clone() for name, each in model.named_parameters()}
 
 
+def gap(model: nn.Module, plain: nn.Module) -> float:
+    """How far whole gradients are from those of one process; one that is missing is zero."""
+    pairs = zip(model.parameters(), plain.parameters(), strict=True)
+    both = [(one.grad, other.grad) for one, other in pairs if other.grad is not None]
+    ours = [torch.zeros_like(other) if one is None else whole(one) for one, other in both]
+    return furthest(ours, [other for _, other in both])
+
+
 def furthest(found: Iterable[Tensor], expected: Iterable[Tensor]) -> float:
     """The largest difference of one tensor from the other; NaN where there is one."""
     pairs = zip(found, expected, strict=True)
@@ -66,3 +76,20 @@ def raised(work: Callable[[], object]) -> tuple[str, str]:
         # A lone surrogate cannot go home by a pipe.
         return type(error).__name__, text.encode(errors="backslashreplace").decode()
     return "", ""
+
+
+def require_alike(value: Any) -> None:
+    """All ranks have the same, to the bit."""
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, value)
+    assert all(same_values(each, found[0]) for each in found), found
+
+
+def require_told(
+    work: Callable[[], object], kind: str, *, rank: int = 1, told: str, own: str = ""
+) -> None:
+    """The work fails on one rank by an error of its own, and on the others by one that says so."""
+    found, text = raised(work)
+    is_culprit = dist.get_rank() == rank
+    assert found == (kind if is_culprit else "PeerFailedError"), text
+    assert (own if is_culprit else told) in text, text
