@@ -14,9 +14,11 @@ class Part(Protocol):
 
     def prepare(self) -> None:
         """Do everything in the commit that can fail, while it can still be rolled back."""
+        return
 
     def commit(self) -> None:
         """Keep the changes since `begin`, without allocating memory."""
+        return
 
     def roll_back(self) -> None:
         """Restore the state, even after a `begin` or a `prepare` that failed half-way."""

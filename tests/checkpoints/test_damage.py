@@ -257,12 +257,13 @@ def test_a_table_that_leads_out_of_the_folder_is_refused(store: CheckpointStore,
 
 def test_a_table_that_does_not_fit_the_structure_is_refused(store: CheckpointStore) -> None:
     folder = newest_folder(store)
-    for change in (
+    changes: tuple[dict[str, Any], ...] = (
         {"state_dict_metadata": {}},
         {"state_dict_metadata": {"model.w": BytesStorageMetadata()}},
         {"storage_data": None},
         {"storage_data": {}},
-    ):
+    )
+    for change in changes:
         table = torch.load(folder / TABLE, weights_only=False)
         torch.save(replace(table, **change), folder / TABLE)
         forge_manifest(folder)

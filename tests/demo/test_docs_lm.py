@@ -130,7 +130,8 @@ def test_wrong_arguments_are_refused_with_their_remedy() -> None:
         loader("eval", batch_size=8, max_length=1)
     with pytest.raises(ValueError, match="max_bytes=0 leaves no room for a byte: give at least 1"):
         pieces("eval", max_bytes=0)
-    for options in ({"max_length": 1}, {"vocabulary": 1}):
+    for name in ("max_length", "vocabulary"):
+        options: dict[str, Any] = {name: 1}
         with pytest.raises(ValueError, match=r"=1 .*leave no room for a word"):
             word_loader("eval", batch_size=8, **options)
 

@@ -474,7 +474,7 @@ def test_a_scheduler_of_the_optimizer_inside_belongs_to_the_wrapper() -> None:
 MODEL, OTHER, BARE = nn.Linear(4, 3), nn.Linear(4, 2), nn.Parameter(torch.ones(3))
 REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "a wrapper": (
-        lambda: Trainer(MODEL, [], optimizer=Duck(adam(MODEL)), **QUIET),
+        lambda: given_to_trainer(optimizer=Duck(adam(MODEL))),
         r"a Duck around a Adam.*Pass the inner optimizer",
     ),
     "another model": (
@@ -488,7 +488,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
         r"nn\.ParameterList",
     ),
     "a parameter": (lambda: given(modules=BARE), "ParameterList"),
-    "parameters": (lambda: Trainer(MODEL, modules=[BARE], **QUIET), "ParameterList"),
+    "parameters": (lambda: given_to_trainer(modules=[BARE]), "ParameterList"),
     "one module": (lambda: given(modules=nn.Linear(2, 2)), "modules"),
     "a class": (lambda: given(modules=[nn.Linear]), "modules"),
     "a name": (lambda: given(modules=["head"]), "modules"),
@@ -502,6 +502,10 @@ def adam(*modules: nn.Module) -> torch.optim.Optimizer:
 
 def given(**options: Any) -> Microbatcher:
     return Microbatcher(MODEL, loss_fn=nn.MSELoss(), **options)
+
+
+def given_to_trainer(**options: Any) -> Trainer:
+    return Trainer(MODEL, [], **QUIET, **options)
 
 
 @pytest.mark.parametrize("name", REFUSED)

@@ -108,8 +108,9 @@ def test_flags_are_true_or_false() -> None:
     ],
 )
 def test_options_of_another_place_are_answered_with_it(option: str, instead: str) -> None:
+    given: dict[str, Any] = {option: 1}
     with pytest.raises(TypeError, match=instead):
-        Trainer(make_model(), **{option: 1})
+        Trainer(make_model(), **given)
 
 
 def test_features_of_the_loop_are_refused_where_the_loop_is_the_callers() -> None:
