@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias, TypeVar
 
 import torch
+from torch import Tensor
 
 from automicro.batch.device import on_host
 from automicro.checking.bench import Bench, Conditions, Failed, cuts, cuts_of, tried
@@ -132,6 +133,8 @@ class Checks:
         self._asked: set[tuple[int, str]] = set()
         # Names of attributes and variables that depend on the number of forwards per batch.
         self.counting: list[str] = []
+        # Parameters that a forward wrote to, also if it restored them, by id.
+        self.written: dict[int, Tensor] = {}
 
     @property
     def loss_average_is(self) -> str:
@@ -294,6 +297,7 @@ class Checks:
             pieces = bench.read(apart)
             found, blind = bench.compare(together, whole, pieces)
             initialised = bench.check_writes()
+            self.written |= bench.draws.written
             if initialised and track.looks < 2:
                 warn(_initialises(initialised), BufferWarning)
                 return None  # later batches start from these values
@@ -403,6 +407,7 @@ class Checks:
         with Bench(self._computation, Conditions(mode=mode, wants=wants)) as bench:
             whole, parts = bench.read(together), bench.read(apart)
             found, _ = bench.compare(together, whole, parts)
+            self.written |= bench.draws.written
             if bench.draws.changed(once=True) and self._train.looks < 2:
                 return "", {}  # later batches start from these values
             finite = {name for name, value in whole.numbers.items() if math.isfinite(value)}

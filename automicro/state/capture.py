@@ -87,6 +87,7 @@ def capture(
 
 
 _NOT_COPIED = "it was changed, but is too large to be copied. Update it after the step"
+_RESHAPED = "it shows its memory in another shape. Let the forward restore it in a finally block"
 _NEW = vars(nn.Module())
 # Flags about hooks change only together with the tables of hooks.
 _TABLES = [name for name, value in _NEW.items() if hasattr(value, "clear") or "hook" in name]
@@ -561,7 +562,7 @@ class Captured:
             self._copies = Copies([], {})
         self._change_content(lambda value: None if _is_content(value) else value)
         self._containers.let_go()
-        self._leaves.let_go()
+        self._leaves.let_go(is_committed=is_committed)
         return True
 
     # Restoring
@@ -587,6 +588,7 @@ class Captured:
                 failures.append((value, error.with_traceback(None)))
         failures += self._copies.put_back()
         self._leaves.put_back()
+        failures += ((each, _RESHAPED) for each in self._leaves.reshaped())
         if self._large is None:  # otherwise the replayed code sets its modes itself
             failures += ((each, _NOT_COPIED) for each in self.written())
             # Last, because contexts that were entered manually end here when they are released, and

@@ -193,6 +193,10 @@ def _where(tensor: Tensor) -> tuple[Any, ...]:
     return tensor.data_ptr(), tensor.shape, tensor.dtype, tensor.stride()
 
 
+def _form(tensor: Tensor) -> tuple[Any, ...]:
+    return tensor.dtype, tensor.storage_offset(), tensor.shape, tensor.stride()
+
+
 def _is_dense(alias: Tensor) -> bool:
     # Subclasses may keep their data elsewhere.
     if type(alias) is not Tensor or alias.layout is not torch.strided or alias.is_meta:
@@ -244,6 +248,7 @@ class Leaves:
         self._dense = [each for each in leaves if type(each) in _DENSE and _is_dense(each.detach())]
         self._addresses: list[int] = []
         self._forms: list[Any] = []
+        self._knows_forms = False  # whether they are those of the current step
         self._flags: list[bool] = []
         self.small: list[Tensor] = []  # frozen ones that are copied with other tensors
         self._frozen: list[Tensor] = []
@@ -264,15 +269,18 @@ class Leaves:
             self._frozen = [each for each in there if id(each) not in small]
         self._versions = all_versions(self._frozen)
         addresses, self._addresses = self._addresses, list(map(Tensor.data_ptr, self._dense))
+        # Reading all forms at each step would be slow.
         if self._addresses != addresses:
-            self._forms = [(e.dtype, e.storage_offset(), e.shape, e.stride()) for e in self._dense]
+            self._knows_forms = True
+            self._forms = list(map(_form, self._dense))
         # Kept alive, so that their addresses are not reused.
         self._memory = list(map(Tensor.untyped_storage, self._dense))
         return True
 
-    def let_go(self) -> None:
+    def let_go(self, *, is_committed: bool) -> None:
         """Release all memory."""
         self._memory = []
+        self._knows_forms &= not is_committed  # the caller's code may change them now
 
     def put_back(self) -> None:
         """Restore everything except values."""
@@ -296,8 +304,17 @@ class Leaves:
         """Yield parameters with other memory, with their own, unless a wrapper has freed it."""
         held = zip(self._dense, self._memory, self._addresses, self._forms, strict=True)
         for leaf, memory, address, form in held:
-            if leaf.data_ptr() != address and memory.nbytes():
+            has_moved = leaf.data_ptr() != address
+            if (has_moved or (self._knows_forms and _form(leaf) != form)) and memory.nbytes():
                 yield leaf, memory, form
+
+    def reshaped(self) -> Iterator[Tensor]:
+        """Yield parameters that show their own memory in another shape."""
+        # These forms may be older than the step, so they are not restored.
+        held = zip(self._dense, self._addresses, self._forms, strict=True)
+        for leaf, address, form in held:
+            if leaf.data_ptr() == address and _form(leaf) != form:
+                yield leaf
 
     def changed(self) -> Iterator[Tensor]:
         """Yield parameters with another flag, other hooks or other memory."""

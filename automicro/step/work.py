@@ -30,7 +30,7 @@ from automicro.step.plan import ROWS, Plan, Step
 from automicro.step.results import Where
 from automicro.step.split_guard import SplitGuard
 from automicro.transaction.gradients import GradientHistory, Gradients
-from automicro.transaction.parameters import Parameters
+from automicro.transaction.parameters import Parameters, WrittenParameters
 from automicro.transaction.transaction import Part
 from automicro.values import read_scalars, stack_scalars
 
@@ -224,6 +224,10 @@ class _Work(Generic[T]):
         """The state for the next batch, if any."""
         return None if self._kept is None else self._kept.carry
 
+    def _written(self) -> list[Part]:
+        written = self._engine.checks.written
+        return [WrittenParameters(written)] if written else []
+
     def check(self, plan: Plan) -> None:
         checks, kept, mode = self._engine.checks, self._kept, self._mode
         of_outputs = checks.compares_outputs and mode != "train" and self._gives_outputs
@@ -368,6 +372,7 @@ class TrainingWork(_Work[Losses]):
         index, reservation = self._engine.index, self._engine.reservation
         return [
             Parameters(index.parameters, index.names_of),
+            *self._written(),
             self._watch,
             # Early, so that the optimizer's state does not count as free memory of an attempt.
             *([] if reservation is None else [reservation]),
@@ -488,10 +493,11 @@ class EvaluationWork(_Work[Evaluated]):
         self._has_checked = predicts  # a prediction has no loss to check
 
     def parts(self) -> list[Part]:
-        index = self._engine.index
-        counted = [each for each in index.parameters if not each.is_inference()]
+        index, written = self._engine.index, self._engine.checks.written
+        counted = [e for e in index.parameters if not (id(e) in written or e.is_inference())]
         return [
             Parameters(counted, index.names_of, is_training=False),
+            *self._written(),
             self._watch,
             self._phase.random,
             self._state,

@@ -1,12 +1,13 @@
 """Parameters during an attempt, compared by version."""
 
 import operator
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import compress
 
 from torch import Tensor
 
 from automicro.errors import RollbackError, StateWarning, warn
+from automicro.state.tensors import Copies
 from automicro.torch_private import all_versions
 
 
@@ -56,6 +57,29 @@ class Parameters:
             "finally block",
             StateWarning,
         )
+
+
+class WrittenParameters:
+    """Copies of parameters that forwards write to and restore, as through ``.data``."""
+
+    # A check has seen the writes, which autograd does not count, so versions would miss them.
+    def __init__(self, parameters: Mapping[int, Tensor]) -> None:
+        self._parameters = parameters
+        self._copies: Copies | None = None
+
+    def begin(self) -> None:
+        self._copies = Copies([*self._parameters.values()], self._parameters)
+
+    def prepare(self) -> None:
+        """Do nothing, because nothing can fail."""
+
+    def commit(self) -> None:
+        self._copies = None
+
+    def roll_back(self) -> None:
+        if self._copies is not None:
+            list(self._copies.put_back())  # all are copied, because they count as buffers
+        self._copies = None
 
 
 def _listed(names: Sequence[str]) -> str:

@@ -1,7 +1,7 @@
 """Writes of forwards to parameters: seen operation by operation, and undone."""
 
 import collections
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Self
 
 import torch
@@ -105,11 +105,11 @@ class ParameterWrites(OperationMode):
             list(copies.put_back())  # all are copied, because they count as buffers
 
     @property
-    def written(self) -> set[int]:
-        """Ids of the parameters that were copied before a write."""
-        return set(self._copies)
+    def written(self) -> dict[int, Tensor]:
+        """The parameters that were copied before a write, by id."""
+        return {key: self._parameters[key] for key in self._copies}
 
-    def forget_but(self, keys: set[int]) -> None:
+    def forget_but(self, keys: Container[int]) -> None:
         """Drop the copies of all other parameters, so that their current values are kept."""
         self._copies = {key: each for key, each in self._copies.items() if key in keys}
 
