@@ -227,14 +227,15 @@ FUNCTION = Kind(lambda value: {}, name=".{}")  # its parts are in namespaces: se
 DEFAULTS = _named(lambda v: {each: getattr(v, each) for each in ("__defaults__", "__kwdefaults__")})
 CELL = _named(lambda v: {"cell_contents": v.cell_contents} if _is_filled(v) else {})
 CLASS = _named(lambda v: dict(vars(v)), type.__setattr__, type.__delattr__)
+# The options of an optimizer, without the state of its parameters.
+_OPTIONS = _named(lambda v: _attributes(v, ["param_groups"]))
 _KINDS: tuple[tuple[Any, Kind], ...] = (
     (Tensor, TENSOR),
     (np.ndarray, Kind(np.array, _put_array, is_leaf=True)),
     (torch.jit.ScriptModule, _named(_read_script, set_scripted, lambda v, key: None)),
     ((nn.Module, types.SimpleNamespace), OBJECT),
     (_GENERATORS, Kind(state_of, set_state, is_leaf=True)),
-    # The options of an optimizer, but not the state of its parameters.
-    (torch.optim.Optimizer, _named(lambda v: _attributes(v, ["param_groups"]))),
+    (torch.optim.Optimizer, _OPTIONS),
     (OrderedDict, DICT._replace(read=lambda v: {k: dict.__getitem__(v, k) for k in _in_order(v)})),
     (dict, DICT),
     (list, LIST),
@@ -450,8 +451,15 @@ def kinds_within(roots: Mapping[str, Any]) -> Kinds:
     >>> len(kinds(threading.Thread)), len(kinds(threading.Timer))
     (1, 0)
     """
-    given = {type(each) for each in roots.values() if hasattr(each, "__dict__")}
-    return lambda kind: kinds_of(kind) or ((OBJECT,) if kind in given else ())
+    given = {
+        type(e): (OBJECT,) for e in roots.values() if is_closed(type(e)) and hasattr(e, "__dict__")
+    }
+    return lambda kind: given.get(kind) or kinds_of(kind)
+
+
+def is_closed(kind: type) -> bool:
+    """Whether the attributes of such objects are captured only if they are roots."""
+    return kinds_of(kind) in ((), (_OPTIONS,))
 
 
 class Place(NamedTuple):

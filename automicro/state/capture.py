@@ -47,6 +47,7 @@ from automicro.values import (
     cells_of,
     differs,
     is_installed,
+    is_closed,
     is_owned,
     is_plain,
     kinds_of,
@@ -366,7 +367,7 @@ class _Walk:
             if id(value) in seen or (skipped and issubclass(type(value), skipped)):
                 continue
             seen.add(id(value))
-            if not kinds and number < len(roots) and hasattr(value, "__dict__"):
+            if number < len(roots) and is_closed(type(value)) and hasattr(value, "__dict__"):
                 kinds = (OBJECT,)  # a root is captured even if its class is opaque
             for kind in kinds:
                 if left < 0:
