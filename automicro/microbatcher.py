@@ -261,6 +261,7 @@ class Microbatcher:
             checking={
                 "declared": is_declared(loss_average),
                 "off": not is_checked or ranks.rank != 0,
+                "notes_writes": is_checked,
                 "refuses": probe == "error",
                 "is_alone": not ranks.communicates_in_forward,
             },

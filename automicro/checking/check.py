@@ -111,6 +111,7 @@ class Checks:
         *,
         declared: bool,
         off: bool = False,
+        notes_writes: bool = False,
         refuses: bool = False,
         is_alone: bool = True,
     ) -> None:
@@ -125,7 +126,8 @@ class Checks:
         self._off = off or not is_alone
         self._refuses = refuses
         self._why_not = "" if is_alone else needs_other_ranks()
-        self._train, self._eval = (_Track(is_over=off) for _ in range(2))
+        is_over = off and not notes_writes
+        self._train, self._eval = (_Track(is_over=is_over) for _ in range(2))
         self._output_splits = Occasions()
         self._has_named_outputs = False
         self._has_said_unchecked = off  # the user switched checks off
@@ -173,6 +175,11 @@ class Checks:
             if self._why_not and track is self._train:
                 self._say_unchecked(self._why_not, may_be_claimed=True)
             return False
+        if self._off:
+            track.is_over = True
+            note = functools.partial(self._note_writes, batch, num_rows, mode)
+            self._fewer(note, _FEWER_ROWS, unless=Failure.UNRELATED)
+            return True
         cut = math.gcd(*sizes) or 1
         # With too few rows for two groups, comparing single rows is better than nothing.
         multiple = multiple if num_rows >= 2 * multiple else 1
@@ -335,6 +342,15 @@ class Checks:
         if is_telling(pieces.each):
             track.has_checked = True
         return None
+
+    def _note_writes(self, batch: Any, num_rows: int, mode: Mode, most: int) -> None:
+        """Record the parameters that a forward of a few rows writes to."""
+        # Only the first rank compares, but each rank has to restore what its forwards write to.
+        layout = self._computation.layout
+        together, _ = cuts_of(layout, batch, telling_rows(layout, batch, num_rows, most=most))
+        with Bench(self._computation, Conditions(mode=mode, wants="numbers")) as bench:
+            bench.read(together)
+            self.written |= bench.draws.written
 
     def _note_state(self, bench: Bench, whole: Reading, parts: Reading, apart: CutBatch) -> None:
         """Record state that depends on how many forwards process the same rows."""

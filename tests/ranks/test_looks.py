@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from automicro import LossAverageWarning, Microbatcher
 from tests.ranks.world import on_ranks
 from tests.ranks.wrapping import gap, wrapped
+from tests.transaction.test_parameters import Changing, batches, quantized
 
 
 def net() -> nn.Module:
@@ -58,3 +59,15 @@ def test_the_first_rank_looks_for_all_or_says_once_that_it_cannot(
         assert rank == 0 or result.loss_average_is == "unchecked"
     F.mse_loss(alone(inputs), targets).backward()
     assert kind == "a sum" or gap(model, alone) < 1e-12
+
+
+@on_ranks()
+def test_each_rank_restores_the_parameters_that_its_forwards_write_to() -> None:
+    most_rows = 4 if dist.get_rank() == 0 else 2
+    model, alone = wrapped("ddp", Changing(quantized, most_rows)), Changing(quantized, most_rows=8)
+    microbatcher = Microbatcher(model, loss_fn=nn.MSELoss(), microbatch_size="auto")
+    for inputs, targets in batches():
+        rows = slice(4 * dist.get_rank(), 4 * dist.get_rank() + 4)
+        microbatcher.backward((inputs[rows], targets[rows]))
+        F.mse_loss(alone(inputs), targets).backward()
+        assert gap(model, alone) < 1e-12
