@@ -16,7 +16,6 @@ from automicro.memory import meter
 from automicro.memory.device import AllocatorCounts
 from automicro.step.results import StepResult
 from tests.callbacks.runs import Scripted, Sizes, assert_equal, copy_of, trainer_with
-from tests.config_jobs import build_trainer, load_config
 
 pytestmark = pytest.mark.sweep
 
@@ -267,24 +266,3 @@ def test_slices_are_multiples_of_what_was_asked_for(rows: int) -> None:
         assert sum(used) == rows
         assert all(each % 8 == 0 for each in used[:-1])
     assert result.microbatch_size == min(rows, 24)
-
-
-def test_a_config_says_what_sizes_must_be() -> None:
-    def node(multiple_of: int) -> str:
-        return f"{{call: automicro.Halving, args: {{multiple_of: {multiple_of}}}}}"
-
-    config = load_config(
-        DOCS.parent / "configs" / "digits.yaml",
-        [
-            f"microbatch_size={node(24)}",
-            f"eval_microbatch_size={node(40)}",
-            "max_duration=3ba",
-            "progress=false",
-        ],
-    )
-    summary = build_trainer(config).fit()
-    assert summary.train_ooms > 0
-    assert summary.eval_ooms > 0
-    assert summary.microbatch_size % 24 == 0
-    assert summary.eval_microbatch_size is not None
-    assert summary.eval_microbatch_size % 40 == 0

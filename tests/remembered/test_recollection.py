@@ -209,17 +209,6 @@ def test_where_long_rows_fit_the_whole_batch_of_a_second_run_is_not_cut() -> Non
     assert train([32, 8, 40, 48]) == [16] * 4
 
 
-def test_a_damaged_file_is_a_warning_and_the_run_finds_its_size() -> None:
-    sizes, ooms, _ = run()
-    (entry,) = entries()
-    Path(SizeCache().folder, entry.file).write_bytes(b"{")
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        again, same, _ = run()
-    assert (again, same) == (sizes, ooms)
-    assert {each.category.__name__ for each in caught} == {"SizeCacheWarning"}
-
-
 def broken(*_: Any, **__: Any) -> Any:
     raise PermissionError(13, "not \udc80 yours")
 
@@ -228,7 +217,6 @@ def broken(*_: Any, **__: Any) -> Any:
     ("owner", "name"),
     [
         ("automicro.remembered.recollection", "describe_run"),
-        ("automicro.remembered.recollection", "describe_shapes"),
         ("automicro.remembered.recollection.SizeCache", "remember"),
     ],
 )
@@ -251,21 +239,6 @@ def test_nothing_about_remembering_can_stop_a_run(
     told = [each for each in caught if issubclass(each.category, SizeCacheWarning)]
     assert len(told) == 1
     assert "are not remembered in this run (PermissionError" in str(told[0].message)
-
-
-def test_a_home_that_is_no_folder_is_one_warning(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    file = tmp_path / "file"
-    file.write_text("")
-    for name in ("XDG_CACHE_HOME", "AUTOMICRO_CACHE"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("HOME", str(file))
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        assert sum(run()[1]) > 0
-    assert {each.category for each in caught} == {SizeCacheWarning}
-    assert len(caught) == 1
 
 
 def test_the_console_says_once_that_a_size_was_remembered() -> None:

@@ -194,12 +194,6 @@ def test_shapes_leave_out_the_rows_wherever_they_lie() -> None:
     }
 
 
-def test_rows_that_are_not_collated_are_described_together() -> None:
-    few = [{"x": torch.zeros(3)} for _ in range(4)]
-    many = [{"x": torch.zeros(3)} for _ in range(40)]
-    assert describe_shapes(few) == describe_shapes(many) == {"*.x": "float32[?]"}
-
-
 def test_a_file_is_small_and_says_what_it_is_for(cache: SizeCache) -> None:
     model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(300)))
     key = describe(lambda: model)
