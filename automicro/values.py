@@ -497,9 +497,8 @@ def comes_from(value: object, *names: str) -> bool:
     (True, False)
     """
     # By name, so that a library that is not in use does not have to be imported.
-    classes = type(value).__mro__
-    homes = {f"{kind.__module__.partition('.')[0]}.{kind.__name__}" for kind in classes}
-    return not homes.isdisjoint(names)
+    homes = (f"{e.__module__.partition('.')[0]}.{e.__name__}" for e in type(value).__mro__)
+    return not set(names).isdisjoint(homes)
 
 
 def same_content(one: Tensor, other: Tensor) -> bool:
@@ -517,18 +516,16 @@ def same_content(one: Tensor, other: Tensor) -> bool:
     # Meta tensors have no data to compare.
     if one.is_meta or other.is_meta:
         return one.is_meta and other.is_meta
-    parts = list(_dense_parts(one.detach()))
-    others = list(_dense_parts(other.detach().to(one.device)))
+    pair = one.detach(), other.detach().to(one.device)
+    parts, others = ([e for part in plain_parts(each) for e in _dense(part)] for each in pair)
     return len(parts) == len(others) and all(map(_same_bits, parts, others))
 
 
-def _dense_parts(value: Tensor) -> Iterator[Tensor]:
-    """Yield the dense tensors that hold a tensor's data."""
-    for part in plain_parts(value):
-        if part.is_nested:
-            yield from part.unbind()
-        else:
-            yield part.int_repr() if part.is_quantized else part
+def _dense(part: Tensor) -> Sequence[Tensor]:
+    """Return the dense tensors that hold the data of a plain, nested or quantized tensor."""
+    if part.is_nested:
+        return part.unbind()
+    return [part.int_repr() if part.is_quantized else part]
 
 
 def _same_bits(one: Tensor, other: Tensor) -> bool:
@@ -537,9 +534,8 @@ def _same_bits(one: Tensor, other: Tensor) -> bool:
     # Compare as integers, because float NaN differs from itself, and 0.0 equals -0.0.
     bits = _BITS[min(one.itemsize, 8)]
     # Conjugate and negative views share the bits of the original and only have a flag.
-    plain = (each.resolve_conj().resolve_neg() for each in (one, other))
     # Contiguous, because complex numbers with gaps between them cannot be viewed as integers.
-    lines = [each.contiguous().view(-1) for each in plain]
+    lines = [each.resolve_conj().resolve_neg().contiguous().view(-1) for each in (one, other)]
     return torch.equal(*(each.view(bits) for each in lines))
 
 

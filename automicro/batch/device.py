@@ -60,7 +60,9 @@ def on_device(microbatches: Sequence[Any], device: torch.device, *, isolate: boo
             return copy(tensor)
         # Tensors that share memory in the batch, such as inputs that are their own targets, share a
         # copy. They stay two tensors, because compiled code depends on their identity.
-        place = (tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
+        memory = tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
+        # Views of one memory can still differ in the sign of their numbers, and in gradients.
+        place = (*memory, tensor.is_conj(), tensor.is_neg(), tensor.requires_grad)
         if place in copies:
             return alias(copies[place])
         copies[place] = copied = copy(tensor)

@@ -440,7 +440,7 @@ class Bench:
                 view = each.data.view(kind)
                 first = view.as_strided((min(1, view.numel()),), (1,))
                 shaken.append((view, first.clone(), _pattern(steps, shake)))
-        written = self.draws.written
+        copies = dict(self.draws.copies)
 
         def put_back() -> None:
             self.draws.put_back()
@@ -448,7 +448,7 @@ class Bench:
                 # Ctrl-C might arrive between any two of them.
                 if not first.equal(view.as_strided(first.shape, (1,))):  # it was shaken
                     view.bitwise_xor_(bits)
-            self.draws.forget_but(written)  # copies of other parameters contain shaken values
+            self.draws.copies = copies  # further ones contain shaken values
             self.draws.put_back()
 
         try:

@@ -201,8 +201,7 @@ def _is_dense(alias: Tensor) -> bool:
     # Subclasses may keep their data elsewhere.
     if type(alias) is not Tensor or alias.layout is not torch.strided or alias.is_meta:
         return False
-    is_view = alias.is_conj() or alias.is_neg()  # of numbers with another sign
-    return not (alias.is_quantized or alias.is_nested or is_view)
+    return not (alias.is_quantized or alias.is_nested or alias.is_conj() or alias.is_neg())
 
 
 def _large(tensor: Tensor, memory: Tensor, *, is_copied: bool) -> _Large:

@@ -1,7 +1,7 @@
 """Writes of forwards to parameters: seen operation by operation, and undone."""
 
 import collections
-from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Self
 
 import torch
@@ -45,15 +45,15 @@ class ParameterWrites(OperationMode):
         for key, memory in self._memory.items():
             # By storage, so that a write to any view of a parameter is found.
             self._in[memory.untyped_storage().data_ptr()].append(key)
-        self._copies: dict[int, Copies] = {}
+        self.copies: dict[int, Copies] = {}  # made before a write
         self._before: dict[int, Tensor] = {}  # values before the current forward
-        self._lay: dict[int, Tensor] = {}  # memory at its beginning
         # Forwards that changed each parameter: of the current pass, and the most of any pass.
         self._calls: collections.Counter[int] = collections.Counter()
         self._most: collections.Counter[int] = collections.Counter()
 
     def __enter__(self) -> Self:
         self._before = {}
+        # Their memory at the beginning of the forward.
         self._lay = {key: each.detach() for key, each in self._parameters.items()}
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
@@ -78,8 +78,8 @@ class ParameterWrites(OperationMode):
         for tensor in _written(schema_of(func), args, kwargs):
             for key in self._in.get(tensor.untyped_storage().data_ptr(), ()):
                 parameter = self._parameters[key]
-                if key not in self._copies:
-                    self._copies[key] = Copies([parameter], self._parameters)
+                if key not in self.copies:
+                    self.copies[key] = Copies([parameter], self._parameters)
                 if key not in self._before:
                     self._before[key] = parameter.detach().clone()
 
@@ -101,17 +101,13 @@ class ParameterWrites(OperationMode):
         for key, parameter in self._parameters.items():
             if parameter.data_ptr() != self._memory[key].data_ptr():
                 parameter.data = self._memory[key]
-        for copies in self._copies.values():
+        for copies in self.copies.values():
             list(copies.put_back())  # all are copied, because they count as buffers
 
     @property
     def written(self) -> dict[int, Tensor]:
         """The parameters that were copied before a write, by id."""
-        return {key: self._parameters[key] for key in self._copies}
-
-    def forget_but(self, keys: Container[int]) -> None:
-        """Drop the copies of all other parameters, so that their current values are kept."""
-        self._copies = {key: each for key, each in self._copies.items() if key in keys}
+        return {key: self._parameters[key] for key in self.copies}
 
 
 def _written(schema: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[Tensor]:

@@ -133,6 +133,32 @@ def test_an_input_with_a_history_is_refused_where_it_is_split(size: Any) -> None
 # On the way to the device
 
 
+@pytest.mark.parametrize("size", [None, 2])
+def test_views_of_one_memory_stay_apart_if_their_signs_or_gradients_differ(
+    size: int | None,
+) -> None:
+    def forward(model: Any, batch: Any) -> Tensor:
+        turned = (batch["z"] * batch["conjugate"]).real.mean()
+        loss: Tensor = (model(batch["x"]) * batch["same"]).mean() * turned
+        return loss
+
+    model, found = nn.Linear(6, 6).double(), list[Tensor]()
+    for is_ours in (False, True):
+        inputs = x().requires_grad_()
+        z = torch.complex(x()[:, 0], x()[:, 1])
+        batch = {"same": inputs.detach(), "x": inputs, "z": z, "conjugate": z.conj()}
+        if is_ours:
+            whole = {"z": "shared", "conjugate": "shared"}
+            Microbatcher(
+                model, forward=forward, microbatch_size=size, probe=False, batch_layout=whole
+            ).backward(batch)
+        else:
+            forward(model, batch).backward()
+        assert inputs.grad is not None
+        found.append(inputs.grad)
+    torch.testing.assert_close(*found, rtol=1e-9, atol=0)
+
+
 @pytest.mark.parametrize("size", [None, 3])
 def test_a_batch_of_inference_tensors_is_kept_too(size: int | None) -> None:
     with torch.inference_mode():
