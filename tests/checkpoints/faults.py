@@ -3,8 +3,6 @@
 import errno
 import os
 import signal
-import time
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,17 +10,13 @@ from typing import Any
 import pytest
 
 from automicro import files
+from tests.processes import end, start
 
 POINTS = ("make_folder", "open_new", "write", "sync", "replace", "remove_folder")
-KILLED = 77
 
 
 class Faults:
-    """Counts the points, and lets something happen at one of them or from one on.
-
-    Attributes:
-        seen: the points passed since `arm`, by the name of their function.
-    """
+    """Counts the points, and lets something happen at one of them or from one on."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.seen: list[str] = []
@@ -48,40 +42,36 @@ class Faults:
         return point
 
 
+def half(name: str, original: Callable, args: tuple) -> None:
+    """Do what can be done in part, in part."""
+    if name == "write":
+        data = memoryview(args[1])
+        original(args[0], data[: len(data) // 2])
+    if name == "remove_folder":
+        for path in sorted(Path(args[0]).iterdir())[:2]:
+            path.unlink()
+
+
 def fail(name: str, original: Callable, args: tuple) -> Any:
     """The disk is full. Half of what was to be written found room."""
     if name == "write":
-        original(args[0], memoryview(args[1])[: len(memoryview(args[1])) // 2])
+        half(name, original, args)
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
 def kill(name: str, original: Callable, args: tuple) -> Any:
     """The process ends, in the middle of what it does."""
-    if name == "write":
-        original(args[0], memoryview(args[1])[: len(memoryview(args[1])) // 2])
-    if name == "remove_folder":
-        for path in sorted(Path(args[0]).iterdir())[:2]:
-            path.unlink()
-    os._exit(KILLED)
+    half(name, original, args)
+    die()
 
 
-def in_child(action: Callable[[], object], *, timeout_seconds: float = 60.0) -> int:
-    """Run something in a forked process. Its exit code: 0, 1 after an exception, or `KILLED`."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12: forking with threads.
-        number = os.fork()
-    if number == 0:
-        try:
-            action()
-        except BaseException:
-            os._exit(1)
-        os._exit(0)
-    end = time.monotonic() + timeout_seconds
-    while time.monotonic() < end:
-        done, status = os.waitpid(number, os.WNOHANG)
-        if done:
-            return os.waitstatus_to_exitcode(status)
-        time.sleep(0.001)
-    os.kill(number, signal.SIGKILL)
-    os.waitpid(number, 0)
-    raise TimeoutError("the forked process hangs")
+def die() -> None:
+    """End this process as a power failure would: nothing more is run."""
+    os.kill(os.getpid(), signal.SIGKILL)
+    signal.pause()
+
+
+def in_child(action: Callable[[], object]) -> int:
+    """Run something in a forked process, and return its exit code."""
+    log = Path(os.devnull)
+    return end(start(action, log=log), log=log)

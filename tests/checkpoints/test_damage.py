@@ -70,22 +70,25 @@ DAMAGES = (cut, halve, empty, flip, blank, lengthen, Path.unlink, into_a_folder)
 
 
 @pytest.mark.parametrize("damage", DAMAGES, ids=lambda damage: damage.__name__)
-@pytest.mark.parametrize("name", FILES)
 def test_a_damaged_checkpoint_is_passed_over_and_the_file_named(
-    store: CheckpointStore, name: str, damage: Callable[[Path], None]
+    store: CheckpointStore, damage: Callable[[Path], None], tmp_path: Path
 ) -> None:
-    assert {path.name for path in newest_folder(store).iterdir()} == set(FILES)
-    path = newest_folder(store) / name
-    damage(path)
-    with pytest.warns(CheckpointWarning) as caught:
-        loaded = store.load()
-    assert loaded.state["step"] == 1
-    assert torch.equal(loaded.state["model"]["w"], torch.ones(50))
-    assert len(caught) == 1
-    assert str(path) in str(caught[0].message)
-    assert "00001-step-1, the newest good one" in str(caught[0].message)
-    with pytest.raises(DamagedCheckpointError if path.parent / MANIFEST != path else Exception):
-        load_checkpoint(newest_folder(store))
+    whole = shutil.copytree(newest_folder(store), tmp_path / "whole")
+    assert {path.name for path in whole.iterdir()} == set(FILES)
+    for name in FILES:
+        folder = newest_folder(store)
+        damage(folder / name)
+        with pytest.warns(CheckpointWarning) as caught:
+            loaded = store.load()
+        assert loaded.state["step"] == 1
+        assert torch.equal(loaded.state["model"]["w"], torch.ones(50))
+        assert len(caught) == 1
+        assert str(folder / name) in str(caught[0].message)
+        assert "00001-step-1, the newest good one" in str(caught[0].message)
+        with pytest.raises(CheckpointError if name == MANIFEST else DamagedCheckpointError):
+            load_checkpoint(folder)
+        shutil.rmtree(folder)
+        shutil.copytree(whole, folder)
 
 
 def test_every_single_byte_matters(store: CheckpointStore) -> None:
@@ -197,25 +200,18 @@ def forge_manifest(folder: Path) -> None:
 def test_a_planted_pickle_is_refused_and_does_not_run(
     store: CheckpointStore, bomb: Bomb, name: str, plant: Callable[[Bomb, Path], None]
 ) -> None:
-    plant(bomb, newest_folder(store) / name)
-    with pytest.raises(DamagedCheckpointError, match=name):
-        load_checkpoint(newest_folder(store))
-    assert not exploded(bomb)
-
-
-@pytest.mark.parametrize("plant", [as_pickle, as_archive])
-@pytest.mark.parametrize("name", ["__0_0.distcp", TABLE, "state.pt"])
-def test_a_planted_pickle_with_a_forged_manifest_is_refused_and_does_not_run(
-    store: CheckpointStore, bomb: Bomb, name: str, plant: Callable[[Bomb, Path], None]
-) -> None:
     folder = newest_folder(store)
     plant(bomb, folder / name)
+    with pytest.raises(DamagedCheckpointError, match=name):
+        load_checkpoint(folder)
     if name == "__0_0.distcp":
         forge_table(folder, offset=0, length=(folder / name).stat().st_size)
     forge_manifest(folder)
-    with pytest.raises(CheckpointError) as caught:
-        load_checkpoint(folder)
-    assert str(folder) in str(caught.value)
+    if name in (".metadata", MANIFEST):  # the one is never read, and the other is written anew
+        assert torch.equal(load_checkpoint(folder).state["model"]["w"], torch.full((50,), 2.0))
+    else:
+        with pytest.raises(CheckpointError, match=str(folder)):
+            load_checkpoint(folder)
     assert not exploded(bomb)
 
 
@@ -227,14 +223,6 @@ def test_a_bomb_in_the_table_is_refused_and_does_not_run(
     forge_manifest(folder)
     with pytest.raises(CheckpointError, match="automicro wrote"):
         load_checkpoint(folder)
-    assert not exploded(bomb)
-
-
-def test_the_table_that_is_a_pickle_is_never_read(store: CheckpointStore, bomb: Bomb) -> None:
-    folder = newest_folder(store)
-    as_pickle(bomb, folder / ".metadata")
-    forge_manifest(folder)
-    assert torch.equal(load_checkpoint(folder).state["model"]["w"], torch.full((50,), 2.0))
     assert not exploded(bomb)
 
 

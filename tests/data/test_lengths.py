@@ -14,16 +14,11 @@ from automicro.data import read_lengths
 ROWS = [{"seconds": 1.5, "ids": [1, 2, 3]}, {"seconds": 2.0, "ids": [1]}]
 
 
-@pytest.mark.parametrize(
-    "lengths", [[3, 1], (3.0, 1.0), np.array([3, 1]), torch.tensor([3, 1]), "ids"]
-)
-def test_numbers_and_columns_of_rows(lengths: Any) -> None:
-    found = read_lengths(lengths, ROWS)
-    assert found.dtype == np.float64
-    assert found.tolist() == [3.0, 1.0]
-
-
-def test_a_function_sees_each_row() -> None:
+def test_numbers_columns_of_rows_and_functions() -> None:
+    for lengths in ([3, 1], (3.0, 1.0), np.array([3, 1]), torch.tensor([3, 1]), "ids"):
+        found = read_lengths(lengths, ROWS)
+        assert found.dtype == np.float64
+        assert found.tolist() == [3.0, 1.0]
     assert read_lengths(lambda row: 2 * row["seconds"], ROWS).tolist() == [3.0, 4.0]
 
 
@@ -63,25 +58,22 @@ def test_files(tmp_path: Path) -> None:
     assert read_lengths(f"{tmp_path}/rows.csv:name").tolist() == [1.0, 1.0]  # of the text
 
 
-@pytest.mark.parametrize(
-    ("lengths", "dataset", "words"),
-    [
-        ([1.0, -2.0], None, "has -2.0 at row 1 (one of 1 such rows)"),
-        ([1.0, float("nan")], None, "has nan at row 1"),
-        ([1.0], ROWS, "has 1 numbers, but the data set has 2 rows"),
-        ([[1.0, 2.0]], None, "has the shape (1, 2)"),
-        ("minutes", ROWS, "is not a column of the data set (list has rows without it"),
-        ("minutes", None, "is a column's name: give the dataset"),
-        (len, None, "is a function of a row: give the dataset"),
-        ("no/such.npy", None, "cannot be read"),
-        (Path("rows.parquet"), ROWS, "is not a column of the data set"),
-    ],
-)
-def test_what_is_wrong_is_said(lengths: Any, dataset: Any, words: str) -> None:
-    with pytest.raises(ValueError, match=re.escape(words)):
-        read_lengths(lengths, dataset, name="lengths")
+WRONG: list[tuple[Any, Any, str]] = [
+    ([1.0, -2.0], None, "has -2.0 at row 1 (one of 1 such rows)"),
+    ([1.0, float("nan")], None, "has nan at row 1"),
+    ([1.0], ROWS, "has 1 numbers, but the data set has 2 rows"),
+    ([[1.0, 2.0]], None, "has the shape (1, 2)"),
+    ("minutes", ROWS, "is not a column of the data set (list has rows without it"),
+    ("minutes", None, "is a column's name: give the dataset"),
+    (len, None, "is a function of a row: give the dataset"),
+    ("no/such.npy", None, "cannot be read"),
+    (Path("rows.parquet"), ROWS, "is not a column of the data set"),
+]
 
 
-def test_what_says_nothing_about_lengths_is_refused() -> None:
+def test_what_is_wrong_is_said() -> None:
+    for lengths, dataset, words in WRONG:
+        with pytest.raises(ValueError, match=re.escape(words)):
+            read_lengths(lengths, dataset, name="lengths")
     with pytest.raises(TypeError, match="lengths is a int"):
         read_lengths(5)  # type: ignore[arg-type]

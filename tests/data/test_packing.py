@@ -44,30 +44,6 @@ def test_no_cut_is_better(costs: list[float], budget: float, overhead: float) ->
     assert total(costs, sizes, overhead) == pytest.approx(least(costs, budget, overhead))
 
 
-@given(st.lists(st.integers(1, 300), min_size=1, max_size=7), st.integers(1, 900), OVERHEADS)
-def test_no_other_grouping_of_rows_is_better(
-    lengths: list[int], budget: int, overhead: float
-) -> None:
-    """Sorting loses nothing: neighbours in the order of costs are as good as any groups."""
-    costs = sorted(map(float, lengths), reverse=True)
-
-    def best(rows: tuple[int, ...]) -> float:
-        if not rows:
-            return 0.0
-        found = math.inf
-        first, rest = rows[0], rows[1:]
-        for chosen in range(1 << len(rest)):
-            group = [first, *(row for i, row in enumerate(rest) if chosen >> i & 1)]
-            padded = len(group) * costs[first]
-            if padded <= budget or len(group) == 1:
-                left = tuple(row for i, row in enumerate(rest) if not chosen >> i & 1)
-                found = min(found, overhead + padded + best(left))
-        return found
-
-    sizes = pack(np.array(costs)[:, None], _sum, budget, overhead=overhead)
-    assert total(costs, sizes, overhead) == pytest.approx(best(tuple(range(len(costs)))))
-
-
 @given(
     st.lists(st.tuples(st.integers(1, 40), st.integers(1, 40)), min_size=1, max_size=20),
     st.integers(1, 20000),

@@ -285,85 +285,49 @@ def test_a_position_of_other_lengths_or_options_is_refused() -> None:
             other.load_state_dict(saved)
 
 
-def test_fewer_rows_than_ranks_are_refused() -> None:
-    sampler = LengthBatchSampler(range(3), mode="fixed", batch_size=1, rank=0, world_size=4)
-    with pytest.raises(ValueError, match="3 rows cannot be divided among 4 ranks"):
-        len(sampler)
+def of(mode: str, **options: Any) -> dict[str, Any]:
+    return {"mode": mode, **options}
 
 
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        ({"mode": "2d"}, "mode='2d' is not known; use one of fixed, duration, 1D-bucketing"),
-        ({"mode": "fixed"}, "mode='fixed' needs batch_size, accepts nothing else"),
-        (
-            {"mode": "fixed", "batch_size": 2, "batch_cost": 1},
-            "but got batch_size, batch_cost: give",
-        ),
-        ({"mode": "duration", "batch_length": 5}, "needs lengths, batch_length"),
-        (
-            {"mode": "2D-bucketing", "lengths": [1], "batch_cost": 5},
-            "needs lengths, second_lengths, batch_cost",
-        ),
-        (
-            {"mode": "1D-bucketing", "lengths": [1], "batch_size": 5},
-            "needs lengths, bucket_edges, batch_size or",
-        ),
-        (
-            {"mode": "1D-bucketing", "lengths": [1], "batch_size": 5, "bucket_edges": [3, 2]},
-            "do not ascend",
-        ),
-        (
-            {"mode": "1D-bucketing", "lengths": [1], "batch_size": [5], "bucket_edges": [3]},
-            "and one for longer rows (2 here)",
-        ),
-        ({"mode": "fixed", "batch_size": [1, 2]}, "give one, or in mode='1D-bucketing' one"),
-        ({"mode": "fixed", "batch_size": 0}, "batch_size=0 must be at least 1"),
-        (
-            {"mode": "fixed", "batch_size": 2, "bucket_edges": [1]},
-            "but got batch_size, bucket_edges",
-        ),
-        (
-            {"mode": "fixed", "batch_size": 2, "num_buckets": 3},
-            "but got batch_size, num_buckets",
-        ),
-        (
-            {"mode": "1D-bucketing-dyn", "lengths": [1], "batch_size": 2, "num_buckets": [1, 2]},
-            "give a number, such as 10",
-        ),
-        (
-            {
-                "mode": "2D-bucketing-fixed",
-                "lengths": [1],
-                "second_lengths": [1, 2],
-                "batch_size": 2,
-            },
-            "lengths has 1 numbers and second_lengths 2",
-        ),
-        (
-            {"mode": "duration", "lengths": [1], "batch_length": -1},
-            "batch_length=-1 must be above 0",
-        ),
-        ({"mode": "fixed", "batch_size": 2, "rank": 1}, "give both, or neither"),
-        ({"mode": "fixed", "batch_size": 2, "rank": 2, "world_size": 2}, "=2 of 2 ranks"),
-        ({"mode": "fixed", "batch_size": 2, "unit": "seconds"}, "unit='seconds' needs lengths"),
-        (
-            {"mode": "duration", "lengths": [1], "batch_length": 1, "unit": "h"},
-            "unit='h' is not known; use one of sec",
-        ),
-        (
-            {"mode": "fixed", "batch_size": 2, "cost": len},
-            "cost with batch_cost",
-        ),
-    ],
-)
-def test_options_that_mean_nothing_are_refused_with_a_remedy(
-    options: dict[str, Any], words: str
-) -> None:
-    dataset = None if "lengths" in options else range(4)
-    with pytest.raises(ValueError, match=re.escape(words)) as caught:
-        LengthBatchSampler(dataset, **options)
-    assert re.search("give|leave|pass|use", str(caught.value))
+def buckets(**options: Any) -> dict[str, Any]:
+    return of("1D-bucketing", lengths=[1], **options)
+
+
+PAIR = {"lengths": [1], "second_lengths": [1, 2]}
+MEANINGLESS: list[tuple[dict[str, Any], str]] = [
+    (of("2d"), "mode='2d' is not known; use one of fixed, duration, 1D-bucketing"),
+    (of("fixed"), "mode='fixed' needs batch_size, accepts nothing else"),
+    (of("fixed", batch_size=2, batch_cost=1), "but got batch_size, batch_cost: give"),
+    (of("duration", batch_length=5), "needs lengths, batch_length"),
+    (of("2D-bucketing", lengths=[1], batch_cost=5), "needs lengths, second_lengths, batch_cost"),
+    (buckets(batch_size=5), "needs lengths, bucket_edges, batch_size or"),
+    (buckets(batch_size=5, bucket_edges=[3, 2]), "do not ascend"),
+    (buckets(batch_size=[5], bucket_edges=[3]), "and one for longer rows (2 here)"),
+    (of("fixed", batch_size=[1, 2]), "give one, or in mode='1D-bucketing' one"),
+    (of("fixed", batch_size=0), "batch_size=0 must be at least 1"),
+    (of("fixed", batch_size=2, bucket_edges=[1]), "but got batch_size, bucket_edges"),
+    (of("fixed", batch_size=2, num_buckets=3), "but got batch_size, num_buckets"),
+    (
+        of("1D-bucketing-dyn", lengths=[1], batch_size=2, num_buckets=[1, 2]),
+        "give a number, such as 10",
+    ),
+    (of("2D-bucketing-fixed", batch_size=2, **PAIR), "lengths has 1 numbers and second_lengths 2"),
+    (of("duration", lengths=[1], batch_length=-1), "batch_length=-1 must be above 0"),
+    (of("fixed", batch_size=2, rank=1), "give both, or neither"),
+    (of("fixed", batch_size=2, rank=2, world_size=2), "=2 of 2 ranks"),
+    (of("fixed", batch_size=2, unit="seconds"), "unit='seconds' needs lengths"),
+    (of("duration", lengths=[1], batch_length=1, unit="h"), "='h' is not known; use one of sec"),
+    (of("fixed", batch_size=2, cost=len), "cost with batch_cost"),
+    (of("fixed", batch_size=1, rank=0, world_size=5), "4 rows cannot be divided among 5 ranks"),
+]
+
+
+def test_options_that_mean_nothing_are_refused_with_a_remedy() -> None:
+    for options, words in MEANINGLESS:
+        dataset = None if "lengths" in options else range(4)
+        with pytest.raises(ValueError, match=re.escape(words)) as caught:
+            len(LengthBatchSampler(dataset, **options))
+        assert re.search("give|leave|pass|use", str(caught.value))
 
 
 @pytest.mark.parametrize("job", [samplers.language(4000), samplers.speech(4000)])

@@ -2,8 +2,7 @@
 
 import itertools
 import random
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import numpy as np
@@ -23,7 +22,7 @@ from torch.utils.data import (
 )
 
 from automicro.checkpoints.rng import restore_rng_state, rng_state
-from automicro.checkpoints.store import CheckpointStore
+from automicro.checkpoints.state import put_together, take_apart
 from automicro.errors import CheckpointWarning, DataLoaderError
 from automicro.trainer.data.feed import Feed
 from automicro.trainer.data.loading import (
@@ -231,74 +230,39 @@ def undisturbed(make: Callable[[], Any]) -> tuple[list[list[Tensor]], Any]:
     return passes, state_of(loader)
 
 
-@pytest.fixture(scope="module")
-def references() -> dict[str, Any]:
-    return {}
-
-
-QUICK = {(0, 1), (0, BATCHES), (1, 0), (1, 2)}
-# Workers are processes, started for each pass.
-QUICK_WITH_WORKERS = {("persistent workers", 0, 1)}
-
-
-def is_quick(name: str, *cut: int) -> bool:
-    return (name, *cut) in QUICK_WITH_WORKERS if "workers" in name else cut in QUICK
-
-
-CUTS = [
-    pytest.param(*cut, marks=() if is_quick(*cut) else pytest.mark.sweep)
-    for cut in itertools.product(LOADERS, range(PASSES), [0, 1, 2, BATCHES])
-]
-
-
-MOST_LOADERS = [
-    pytest.param(name, marks=pytest.mark.sweep if name == "workers" else ()) for name in LOADERS
-]
-
-
-@pytest.mark.parametrize(("name", "epoch", "given"), CUTS)
-def test_the_rest_is_that_of_the_undisturbed_run(
-    name: str, epoch: int, given: int, references: dict[str, Any]
-) -> None:
+def check_rest(name: str, cuts: Iterable[tuple[int, int]]) -> None:
     make = LOADERS[name]
-    if name not in references:
-        references[name] = undisturbed(make)
-    passes, end = references[name]
+    passes, end = undisturbed(make)
+    for epoch, given in cuts:
+        seed(1)
+        feed = Feed(make(), "train_dataloader")
+        for earlier in range(epoch):
+            train(feed, earlier)
+        assert_same(train(feed, epoch, given), passes[epoch][:given])
+        structure, tensors = take_apart({"feed": feed.state_dict(), "rng": rng_state()})
 
-    seed(1)
-    feed = Feed(make(), "train_dataloader")
-    for earlier in range(epoch):
-        train(feed, earlier)
-    assert_same(train(feed, epoch, given), passes[epoch][:given])
-    position, numbers = feed.state_dict(), rng_state()
-
-    seed(2)  # another process
-    loader = make()
-    feed = Feed(loader, "train_dataloader")
-    feed.load_state_dict(position)
-    restore_rng_state(numbers)
-    assert_same(train(feed, epoch), passes[epoch][given:])
-    for later in range(epoch + 1, PASSES):
-        assert_same(train(feed, later), passes[later])
-    assert_same(state_of(loader), end)
+        seed(2)  # another process
+        state = put_together(structure, tensors)
+        loader = make()
+        feed = Feed(loader, "train_dataloader")
+        feed.load_state_dict(state["feed"])
+        restore_rng_state(state["rng"])
+        assert_same(train(feed, epoch), passes[epoch][given:])
+        for later in range(epoch + 1, PASSES):
+            assert_same(train(feed, later), passes[later])
+        assert_same(state_of(loader), end)
 
 
-@pytest.mark.parametrize("name", MOST_LOADERS)
-def test_the_position_goes_through_a_checkpoint(name: str, tmp_path: Path) -> None:
-    make = LOADERS[name]
-    passes, _ = undisturbed(make)
-    seed(1)
-    feed = Feed(make(), "train_dataloader")
-    train(feed, 0, 3)
-    store = CheckpointStore(tmp_path)
-    store.save({"feed": feed.state_dict(), "rng": rng_state()}, step=3)
+@pytest.mark.parametrize("name", [name for name in LOADERS if name != "workers"])
+def test_the_rest_is_that_of_the_undisturbed_run(name: str) -> None:
+    cuts = [(0, 1), (0, BATCHES), (1, 0), (1, 2)]
+    check_rest(name, cuts[:1] if "workers" in name else cuts)
 
-    seed(2)
-    state = store.load().state
-    feed = Feed(make(), "train_dataloader")
-    feed.load_state_dict(state["feed"])
-    restore_rng_state(state["rng"])
-    assert_same(train(feed, 0), passes[0][3:])
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("name", LOADERS)
+def test_the_rest_after_any_batch_is_that_of_the_undisturbed_run(name: str) -> None:
+    check_rest(name, itertools.product(range(PASSES), [0, 1, 2, BATCHES]))
 
 
 @pytest.mark.parametrize("name", ["shuffle by the process", "keeps its position"])
@@ -385,11 +349,7 @@ def test_as_many_batches_of_other_rows_are_named_with_both_values(what: str) -> 
     train(feed, 0, 1)
     with pytest.warns(CheckpointWarning, match=f"1 batches into the epoch: {message}. Rows may be"):
         Feed(make_other(), "train_dataloader").load_state_dict(feed.state_dict())
-
-
-@pytest.mark.parametrize("what", OTHER_ROWS)
-def test_other_rows_are_of_no_concern_between_two_passes(what: str) -> None:
-    make, make_other, _ = OTHER_ROWS[what]
+    # Between two passes they are of no concern.
     feed = Feed(make(), "train_dataloader")
     train(feed, 0)
     Feed(make_other(), "train_dataloader").load_state_dict(feed.state_dict())

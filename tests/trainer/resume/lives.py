@@ -21,7 +21,7 @@ from automicro.errors import CheckpointWarning
 from automicro.events.callback import Callback
 from automicro.events.run import Run
 from tests.processes import end, start
-from tests.trainer.resume.points import Points, PointsOfEvents
+from tests.trainer.resume.points import Points, points_of_events
 from tests.trainer.resume.subjects import Job, Subject
 
 
@@ -39,11 +39,7 @@ class Life:
 
 
 class Journal(Callback):
-    """Writes down what happens at once, so that it outlasts the process.
-
-    Args:
-        path: of the file.
-    """
+    """Writes down what happens at once, so that it outlasts the process."""
 
     def __init__(self, path: Path) -> None:
         self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
@@ -70,15 +66,7 @@ def live(
     at: tuple[str, int] | None = None,
     may_warn: bool = False,
 ) -> Life:
-    """Let a process make a run and train until it is done, or killed at a point.
-
-    Args:
-        subject: the kind of run.
-        folder: of the run, in which it goes on where there is a checkpoint.
-        name: of this life.
-        at: the kind of the point and how many of its kind come before it.
-        may_warn: of checkpoints; any other warning, and these otherwise, is an error.
-    """
+    """Let a process make a run and train until it is done, or killed at a point."""
     journal, ending, log = (folder / f"{name}.{kind}" for kind in ("journal", "ending", "log"))
 
     def work() -> None:
@@ -90,7 +78,7 @@ def live(
             if may_warn:
                 warnings.simplefilter("always", CheckpointWarning)
             points = Points(at)
-            job = subject.make(folder, notes, PointsOfEvents(points))
+            job = subject.make(folder, notes, points_of_events(points))
             points.install(job.optimizer)
             job.trainer.fit()
         for each in caught:

@@ -1,21 +1,16 @@
 """Program points of a run, counted by kind, at any of which the process can be killed."""
 
-import os
-import signal
 from collections import Counter
 from collections.abc import Callable
 from io import FileIO
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from automicro import files
 from automicro.events.callback import Callback
-from automicro.events.run import Run
 from automicro.loggers import lines as append_file
-from automicro.step.events import Microbatch
-from automicro.step.results import EvalResult, StepResult
+from tests.checkpoints.faults import die, kill
 
 DISK = {
     "write": "write",
@@ -28,18 +23,8 @@ DISK = {
 LOG_WRITE, STEP = "line logged", "optimizer step"
 
 
-def die() -> None:
-    """End this process as a power failure would: nothing more is run."""
-    os.kill(os.getpid(), signal.SIGKILL)
-    signal.pause()
-
-
 class Points:
-    """Counts the points that are passed, and kills the process at one of them.
-
-    Args:
-        at: the kind of the point and how many of its kind come before it; None for no kill.
-    """
+    """Counts the points that are passed, and kills the process at one of them."""
 
     def __init__(self, at: tuple[str, int] | None = None) -> None:
         self.passed: Counter[str] = Counter()
@@ -64,21 +49,10 @@ class Points:
     def _on_disk(self, name: str, kind: str, original: Callable) -> Callable:
         def point(*args: Any) -> Any:
             if self.is_hit(kind):
-                do_half(name, original, args)
-                die()
+                kill(name, original, args)
             return original(*args)
 
         return point
-
-
-def do_half(name: str, original: Callable, args: tuple) -> None:
-    """Do what can be done in part, in part."""
-    if name == "write":
-        data = memoryview(args[1])
-        original(args[0], data[: len(data) // 2])
-    if name == "remove_folder":
-        for path in sorted(Path(args[0]).iterdir())[:2]:
-            path.unlink()
 
 
 def _watched(points: Points) -> type[FileIO]:
@@ -92,42 +66,26 @@ def _watched(points: Points) -> type[FileIO]:
     return Watched
 
 
-class PointsOfEvents(Callback):
-    """The points between those of the disk: the events of the run.
+EVENTS = {
+    "batch_start": "batch start",
+    "forward_end": "forward",
+    "backward_end": "backward",
+    "batch_end": "batch end",
+    "epoch_start": "epoch start or end",
+    "epoch_end": "epoch start or end",
+    "eval_batch_end": "evaluation",
+    "checkpoint_start": "checkpoint start or end",
+    "checkpoint_end": "checkpoint start or end",
+    "fit_end": "fit end",
+}
 
-    Args:
-        points: are passed.
-    """
 
-    def __init__(self, points: Points) -> None:
-        self._points = points
+def points_of_events(points: Points) -> Callback:
+    """The points between those of the disk: the events of the run."""
 
-    def batch_start(self, run: Run, batch: Any) -> None:
-        self._points.at("batch start")
+    def passing(kind: str) -> Callable[..., None]:
+        return lambda self, *given: points.at(kind)
 
-    def forward_end(self, run: Run, microbatch: Microbatch) -> None:
-        self._points.at("forward")
-
-    def backward_end(self, run: Run, microbatch: Microbatch) -> None:
-        self._points.at("backward")
-
-    def batch_end(self, run: Run, result: StepResult) -> None:
-        self._points.at("batch end")
-
-    def epoch_start(self, run: Run) -> None:
-        self._points.at("epoch start or end")
-
-    def epoch_end(self, run: Run) -> None:
-        self._points.at("epoch start or end")
-
-    def eval_batch_end(self, run: Run, result: EvalResult) -> None:
-        self._points.at("evaluation")
-
-    def checkpoint_start(self, run: Run) -> None:
-        self._points.at("checkpoint start or end")
-
-    def checkpoint_end(self, run: Run, path: Path) -> None:
-        self._points.at("checkpoint start or end")
-
-    def fit_end(self, run: Run) -> None:
-        self._points.at("fit end")
+    methods = {name: passing(kind) for name, kind in EVENTS.items()}
+    passes: Callback = type("PassesPoints", (Callback,), methods)()
+    return passes

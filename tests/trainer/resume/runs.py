@@ -49,14 +49,7 @@ def check_resumes(
     options: Callable[[], dict[str, Any]] = dict,
     read: Callable[[Trainer], Any] = lambda trainer: None,
 ) -> None:
-    """Taken up from each checkpoint, a run ends as the undisturbed one.
-
-    Args:
-        make: makes the model.
-        folder: for checkpoints.
-        options: of the trainer, made anew for each.
-        read: what has to agree besides the weights and the metrics.
-    """
+    """Taken up from each checkpoint, a run ends as the undisturbed one."""
     torch.manual_seed(7)
     whole = trainer(make(), folder / "whole", **options())
     summary = whole.fit()

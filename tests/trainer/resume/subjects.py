@@ -146,25 +146,8 @@ class Subject:
         return Job(self, folder, callbacks)
 
 
-@dataclass(frozen=True)
-class Log:
-    """Where a run logs."""
-
-    folder: Path
-
-    @property
-    def json(self) -> Path:
-        return self.folder / "log.jsonl"
-
-
 class Job:
-    """A Trainer, and what it was made of.
-
-    Args:
-        subject: what kind.
-        folder: of checkpoints and logs.
-        callbacks: come last.
-    """
+    """A Trainer, and what it was made of."""
 
     def __init__(self, subject: Subject, folder: Path, callbacks: tuple[Callback, ...]) -> None:
         torch.manual_seed(subject.seed)
@@ -180,7 +163,7 @@ class Job:
         self.optimizer = OPTIMIZERS[subject.optimizer](self.model.parameters())
         make_scheduler = SCHEDULERS[subject.scheduler]
         self.scheduler = None if make_scheduler is None else make_scheduler(self.optimizer)
-        self.log = Log(folder)
+        self.log = folder / "log.jsonl"
         self.config = CheckpointConfig(
             folder=folder / "checkpoints",
             interval=subject.interval,
@@ -218,7 +201,7 @@ class Job:
             progress=False,
             eval_interval="3ba" if subject.stops_early else "1ep",
             callbacks=[*self.own, *callbacks],
-            loggers=[JSONLinesLogger(self.log.json)],
+            loggers=[JSONLinesLogger(self.log)],
             checkpoint=self.config,
         )
 

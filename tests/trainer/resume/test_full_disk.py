@@ -111,9 +111,9 @@ def test_no_space_left_for_a_log_costs_lines_and_nothing_else(
         assert_same(ending_of(job), ending_of(undisturbed))
         assert all_are_good(job) == [3, 4]
         # Whole lines only, none twice: the readers refuse anything else.
-        path = job.log.json
+        path = job.log
         rows = read_json_lines(path) if path.exists() and path.stat().st_size else []
         assert len({row[:2] for row in rows}) == len(rows)
-        more = len(rows) - len(read_json_lines(undisturbed.log.json))
+        more = len(rows) - len(read_json_lines(undisturbed.log))
         assert more <= 0
         assert more < 0 or lasts < 1000
