@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import functools
 import math
+import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -35,6 +36,7 @@ from automicro.transaction.gradients import Gradients
 T = TypeVar("T")
 _NOTHING: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
 Losses = tuple[Tensor, dict[str, Tensor]]
+_IS_SPLIT, _SIZES = operator.attrgetter("is_split"), operator.attrgetter("sizes")
 
 
 class Passes:
@@ -89,7 +91,7 @@ class Passes:
 
     def cut(self, batches: Sequence[Any], cuts: Sequence[Cut]) -> list[CutBatch]:
         """Cut each batch into microbatches: views on the device of the batch."""
-        if not any(cut.is_split for cut in cuts):
+        if not any(map(_IS_SPLIT, cuts)):
             return list(map(self._cut_one, batches, cuts))
         with on_host():
             return once_more(
@@ -111,7 +113,7 @@ class Passes:
         if not self.scales_for_ranks:
             totals = None
         if totals is None and self._counts_rows:
-            sizes = [cut.sizes for cut in cuts]
+            sizes = list(map(_SIZES, cuts))
             if self._last_weights is None or self._last_weights[0] != sizes:
                 self._last_weights = sizes, BatchWeights(self._averages, cuts)
             return self._last_weights[1]
