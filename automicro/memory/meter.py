@@ -9,7 +9,6 @@ from typing import NamedTuple
 import torch
 
 from automicro.errors import text_of
-from automicro.memory.budget import active_budget
 from automicro.memory.device import (
     NO_COUNTS,
     AllocatorCounts,
@@ -112,8 +111,6 @@ class Meter:
         if self._waits and failure is None and not self._is_cpu:
             self._synchronize()
         now = time.perf_counter()
-        if self._is_cpu and active_budget() is None:  # only a budget counts memory of the host
-            return Measured(None, None, None, now - self._start, None, self._waits)
         # Always after a failure, because the capacity decides the next size.
         if failure is not None or now - self._read_at >= self._seconds_between_readings:
             self._capacities, self._read_at = self._read_capacities(), now

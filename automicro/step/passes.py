@@ -4,7 +4,6 @@ import contextlib
 import dataclasses
 import functools
 import math
-import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -36,7 +35,6 @@ from automicro.transaction.gradients import Gradients
 T = TypeVar("T")
 _NOTHING: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
 Losses = tuple[Tensor, dict[str, Tensor]]
-_IS_SPLIT, _SIZES = operator.attrgetter("is_split"), operator.attrgetter("sizes")
 
 
 class Passes:
@@ -91,7 +89,7 @@ class Passes:
 
     def cut(self, batches: Sequence[Any], cuts: Sequence[Cut]) -> list[CutBatch]:
         """Cut each batch into microbatches: views on the device of the batch."""
-        if not any(map(_IS_SPLIT, cuts)):
+        if not any(cut.is_split for cut in cuts):
             return list(map(self._cut_one, batches, cuts))
         with on_host():
             return once_more(
@@ -113,7 +111,7 @@ class Passes:
         if not self.scales_for_ranks:
             totals = None
         if totals is None and self._counts_rows:
-            sizes = list(map(_SIZES, cuts))
+            sizes = [cut.sizes for cut in cuts]
             if self._last_weights is None or self._last_weights[0] != sizes:
                 self._last_weights = sizes, BatchWeights(self._averages, cuts)
             return self._last_weights[1]

@@ -72,9 +72,10 @@ class Step:
     rows: list[int] = field(init=False)
 
     def __post_init__(self) -> None:
+        batches = self.batches
         # Computed once and not at each attempt, because a step may have many batches.
-        self.raw = list(map(_BATCH, self.batches))
-        self.rows = list(map(_NUM_ROWS, self.batches))
+        self.raw = [each.batch for each in batches]
+        self.rows = [each.num_rows for each in batches]
 
 
 @dataclass
@@ -316,10 +317,7 @@ class Finished(NamedTuple, Generic[T]):
         }
 
 
-# With map(), these read steps of many batches without Python-level calls.
-_BATCH, _SIZES, _NUM_ROWS, _LARGEST = map(
-    operator.attrgetter, ("batch", "sizes", "num_rows", "largest")
-)
+_SIZES, _NUM_ROWS, _LARGEST = map(operator.attrgetter, ("sizes", "num_rows", "largest"))
 
 
 def plan_alone(step: Step, rule: CutRule) -> Plan:
@@ -329,12 +327,13 @@ def plan_alone(step: Step, rule: CutRule) -> Plan:
     policy.level = _level_for(step)
     sizes = [_propose(each, policy, rule) for each in step.batches]
     unit = policy.multiple_of  # read after the proposal, because a policy may choose both
-    cuts = [
-        rule.cut_batch(each, size, multiple_of=unit)
-        for each, size in zip(step.batches, sizes, strict=True)
-    ]
+    cuts: list[Cut] = []
+    is_measuring = False
+    for each, size in zip(step.batches, sizes, strict=True):
+        cuts.append(rule.cut_batch(each, size, multiple_of=unit))
+        is_measuring = is_measuring or policy.is_measuring(each.extent, each.cost)
     # The batch with the largest slice, in elements, represents the step.
-    widest = cuts[0] if len(cuts) == 1 else max(cuts, key=_elements)
+    widest = max(cuts, key=lambda cut: (cut.largest * (cut.row_cost or 1), cut.num_rows))
     return Plan(
         cuts=cuts,
         # Whether an attempt fits is decided by the largest slice of all batches.
@@ -345,15 +344,11 @@ def plan_alone(step: Step, rule: CutRule) -> Plan:
         num_global_rows=sum(step.rows),
         stops=step.wants_to_stop,
         unit=rule.unit,
-        is_measuring=any(policy.is_measuring(each.extent, each.cost) for each in step.batches),
+        is_measuring=is_measuring,
         proposed=max(sizes),
         level=policy.level,
         settings=policy.settings,
     )
-
-
-def _elements(cut: Cut) -> tuple[float, int]:
-    return cut.largest * (cut.row_cost or 1), cut.num_rows
 
 
 def propose_to(step: Step, rule: CutRule, *, training: bool, lacks_rows: bool = False) -> Proposal:

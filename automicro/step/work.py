@@ -3,10 +3,8 @@
 import contextlib
 import functools
 import logging
-import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import chain
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import torch
@@ -102,7 +100,6 @@ class _GlobalLoss:
         return _like(result, (stacked / self._num_means).unbind())
 
 
-_CONTENTS, _MICROBATCHES, _SIZES = map(operator.attrgetter, ("contents", "microbatches", "sizes"))
 Accept = Callable[[Tensor], bool]
 Evaluated = tuple[Tensor | None, dict[str, Tensor], dict[str, Weight | None]]
 
@@ -191,7 +188,7 @@ class _Work(Generic[T]):
         # The phase owns it and not each step: walking over all that is reached costs more than a
         # step.
         self._state = phase.state(counted)
-        self._watch = watch = phase.watch(list(map(_CONTENTS, step.batches)))
+        self._watch = watch = phase.watch([each.contents for each in step.batches])
         # The usual step has no features, and then no hook is looked up.
         self._watching = [_Watching(watch, self._passes.tensors)] if watch.compares else []
         features: list[Feature] = [*self._watching]
@@ -270,8 +267,8 @@ class _Work(Generic[T]):
 
     def _run_all(self, plan: Plan, cuts: Sequence[CutBatch]) -> None:
         features, ranks = self._features, self._ranks
-        microbatches = list(chain.from_iterable(map(_MICROBATCHES, cuts)))
-        sizes = list(chain.from_iterable(map(_SIZES, cuts)))
+        microbatches = [each for cut in cuts for each in cut.microbatches]
+        sizes = [size for cut in cuts for size in cut.sizes]
         every = microbatches
         if num_fillers := plan.num_microbatches - len(sizes):
             spare, min_rows = self._engine.spare, self._phase.rule.min_rows
