@@ -33,7 +33,7 @@ _ROUNDING = 1e-6
 _EPS = 16.0  # times that of the outputs
 
 
-class Metrics(Part):
+class Metrics:
     """Metrics of torchmetrics, collections and wrappers of them, or any objects with ``update``."""
 
     def __init__(self, metrics: Iterable[Any]) -> None:
@@ -83,6 +83,9 @@ class Metrics(Part):
                 metric._compute_groups_create_state_ref()
                 metric._groups_checked = True
         self._ungrouped = []
+
+    def commit(self) -> None:
+        """Do nothing."""
 
     def roll_back(self) -> None:
         """Restore only the grouping; capture restores the counts."""

@@ -155,6 +155,15 @@ class _Forgotten(Part):
     def __init__(self, forget: Callable[[], None]) -> None:
         self._forget = forget
 
+    def begin(self) -> None:
+        """Do nothing, because nothing is kept yet."""
+
+    def prepare(self) -> None:
+        """Do nothing, because outputs are already joined."""
+
+    def commit(self) -> None:
+        """Do nothing, because the caller has the outputs."""
+
     def roll_back(self) -> None:
         self._forget()
 

@@ -106,7 +106,7 @@ def raising(error: Exception) -> Callable[[list[int]], str]:
     return attempt
 
 
-class Stubborn(Part):
+class Stubborn:
     """A part whose rollback fails a few times."""
 
     def __init__(self, *errors: BaseException) -> None:
@@ -116,6 +116,9 @@ class Stubborn(Part):
 
     def begin(self) -> None:
         self.is_open = True
+
+    def prepare(self) -> None:
+        pass
 
     def commit(self) -> None:
         self.is_open = False

@@ -195,7 +195,12 @@ class Recurrent(nn.Module):
 
 
 def carrying(model: nn.Module, layout: Any = 1, **options: Any) -> Microbatcher:
-    given = {"forward": step, "loss_average": "samples", "features": [Carry(layout)], **options}
+    given: dict[str, Any] = {
+        "forward": step,
+        "loss_average": "samples",
+        "features": [Carry(layout)],
+        **options,
+    }
     return Microbatcher(model, **given)
 
 

@@ -36,7 +36,11 @@ def whole(model: nn.Module, loss: Callable[[], Tensor]) -> dict[str, Tensor | No
 
 
 def in_tokens(model: nn.Module, size: Any = 60, **options: Any) -> Microbatcher:
-    given = {"loss_average": "tokens", "features": [MicrobatchUnit("tokens")], **options}
+    given: dict[str, Any] = {
+        "loss_average": "tokens",
+        "features": [MicrobatchUnit("tokens")],
+        **options,
+    }
     return Microbatcher(model, microbatch_size=size, **given)
 
 
@@ -180,7 +184,7 @@ def test_metrics_that_keep_rows_keep_their_order() -> None:
 class Shifting(Reader):
     """Its labels are its words, and each is predicted from what stands before it."""
 
-    def forward(self, *ids: Tensor, labels: Tensor | None = None, **given: Any) -> Any:
+    def forward(self, *ids: Any, labels: Tensor | None = None, **given: Any) -> Any:
         assert labels is not None
         following = labels.roll(-1, 1)
         following[:, -1] = IGNORED
@@ -224,8 +228,8 @@ def labeled_everywhere(*, is_empty: bool = False) -> dict[str, Tensor]:
 
 
 EMPTY_ROWS = texts([9, 0, 3, 5, 0, 7]) | {"labels": torch.arange(6) % 3}
-# Each with the warning of its padding, if there is one, and the longest slice that then runs.
-PADDED: dict[str, tuple[nn.Module, dict[str, Tensor], str, str]] = {
+# Each with the warning of its padding, if there is one.
+PADDED: dict[str, tuple[Any, dict[str, Tensor], str, str]] = {
     "all seen": (
         Reader(sees_padding=True),
         texts(LENGTHS),

@@ -59,7 +59,7 @@ def mean(outputs: Tensor, targets: Any) -> Tensor:
 
 
 def cut_in(size: Any, model: nn.Module | None = None, **options: Any) -> Microbatcher:
-    given = {"loss_fn": mean, "probe": False, **options}
+    given: dict[str, Any] = {"loss_fn": mean, "probe": False, **options}
     return Microbatcher(model or Given(), microbatch_size=size, eval_microbatch_size=size, **given)
 
 
