@@ -33,7 +33,6 @@ from automicro.torch_private import (
     without_global_step_hooks,
 )
 from automicro.transaction.rng import RandomState
-from automicro.transaction.transaction import Part
 from automicro.values import OBJECT, Kind, kinds_of, walk
 
 logger = logging.getLogger(__name__)
@@ -171,8 +170,8 @@ def _options(group: Mapping[str, Any], on_accelerator: bool | None) -> dict[str,
 _WANTS = operator.attrgetter("requires_grad")
 
 
-class OptimizerReservation(Part):
-    """Placeholders for the state that an optimizer has yet to build, kept after a commit."""
+class OptimizerReservation:
+    """Placeholders for the state that an optimizer has yet to build; a part of the transaction."""
 
     # They are held during attempts and released right before the optimizer's step. A step that a
     # gradient scaler skips releases nothing. The step's temporaries never coexist with activations,
@@ -259,6 +258,9 @@ class OptimizerReservation(Part):
         if self._placeholders:
             # Released at once, because only its availability matters.
             _hold(self._needed.temporary_bytes, self._placeholders[0].device)
+
+    def commit(self) -> None:
+        """Keep the placeholders until the optimizer steps."""
 
     def roll_back(self) -> None:
         self._placeholders = []

@@ -5,6 +5,7 @@ import inspect
 import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import numpy as np
@@ -186,6 +187,16 @@ def _refuse(value: Any) -> list[Any]:
     )
 
 
+@dataclass(slots=True)
+class _Known:
+    """A metric, kept so that its id is not reused."""
+
+    metric: Any
+    checks: int = 0
+    # Consecutive batches in which it did not test its numbers: observing it costs time.
+    silent: int = 0
+
+
 class MetricGuard:
     """The guard that warns once of each metric whose value changes when a batch is split."""
 
@@ -207,17 +218,16 @@ class MetricGuard:
         self._layout = layout
         self._random_state = random_state
         self._is_split = False
-        self._checks = _Counts()
+        self._known: dict[int, _Known] = {}
         self._readings: dict[str, tuple[Any, Readings]] = {}  # of one batch, by the metric's name
-        # Consecutive batches in which a metric did not test its numbers: observing it costs time.
-        self._silent = _Counts()
         self._warned: set[str] = set()
 
     def expect(self, *, is_split: bool) -> None:
         """Prepare for batches that are split or whole; warn of metrics of the previous batch."""
         for metric, readings in self._readings.values():
             self._warn_of(metric, readings)
-            self._silent.put(metric, 0 if readings.asks else self._silent.of(metric) + 1)
+            known = self._of(metric)
+            known.silent = 0 if readings.asks else known.silent + 1
         # The readings belong to the previous batch, whose answers have reached the host by now.
         self._readings.clear()
         self._is_split = is_split
@@ -242,7 +252,7 @@ class MetricGuard:
     @contextlib.contextmanager
     def reading(self, metric: Any, name: str) -> Iterator[None]:
         """Observe how a metric reads its numbers during an update."""
-        if not (self._is_split and self._silent.of(metric) < _MOST_CHECKS):
+        if not (self._is_split and self._of(metric).silent < _MOST_CHECKS):
             yield
             return
         _, readings = self._readings.setdefault(name, (metric, Readings()))
@@ -256,12 +266,16 @@ class MetricGuard:
         if readings.differ:
             self._warn(metric, _TAKES_EITHER)
 
+    def _of(self, metric: Any) -> "_Known":
+        # By id, because metrics do not have to be hashable.
+        return self._known.setdefault(id(metric), _Known(metric))
+
     def _may_check(self, metric: Any) -> bool:
-        checks = self._checks.of(metric)
-        if checks >= _MOST_CHECKS:
+        known = self._of(metric)
+        if known.checks >= _MOST_CHECKS:
             return False
         # Counted before the check, because a metric that fails would fail each time.
-        self._checks.put(metric, checks + 1)
+        known.checks += 1
         if not all(callable(getattr(metric, name, None)) for name in ("compute", "reset")):
             return False
         return not _has_peers() and (self._is_callers or _is_unknown(metric))
@@ -451,20 +465,6 @@ class Readings(TorchFunctionMode):
             self.on_device = self.on_device or args[0].device.type != "cpu"
             self._waiting[-1].append(args[0])
         return result
-
-
-class _Counts:
-    """A counter for each metric, 0 at first; metrics do not have to be hashable."""
-
-    def __init__(self) -> None:
-        self._known: dict[int, tuple[Any, int]] = {}  # keeps the metric, because ids are reused
-
-    def of(self, metric: Any) -> int:
-        known, count = self._known.get(id(metric), (None, 0))
-        return count if known is metric else 0
-
-    def put(self, metric: Any, count: int) -> None:
-        self._known[id(metric)] = metric, count
 
 
 def _rows_of(outputs: Any, num_rows: int, rows: list[int]) -> Any:

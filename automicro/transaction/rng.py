@@ -12,7 +12,6 @@ import numpy as np
 import torch
 from torch import nn
 
-from automicro.transaction.transaction import Part
 from automicro.values import same_values, set_state, state_of
 
 
@@ -27,7 +26,7 @@ def devices_of(modules: Iterable[nn.Module], device: torch.device) -> tuple[torc
     return tuple(each for each in found if each == device or each.type not in ("cpu", "meta"))
 
 
-class RandomState(Part):
+class RandomState:
     """The generators of Python, NumPy and torch, of devices, and of the caller."""
 
     def __init__(
@@ -46,13 +45,16 @@ class RandomState(Part):
             # Capture all of them, because the generators that a forward uses are unknown.
             _PYTHON.state(),
             _NUMPY.state(),
-            torch.default_generator.get_state(),
+            torch.get_rng_state(),
             self._devices
             and [
                 (each, torch.get_device_module(each).get_rng_state(each)) for each in self._devices
             ],
             own and [(generator, state_of(generator)) for generator in own],
         )
+
+    def prepare(self) -> None:
+        """Do nothing, because nothing can fail."""
 
     def commit(self) -> None:
         self._state = None

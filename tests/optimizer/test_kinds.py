@@ -474,11 +474,11 @@ def test_a_scheduler_of_the_optimizer_inside_belongs_to_the_wrapper() -> None:
 MODEL, OTHER, BARE = nn.Linear(4, 3), nn.Linear(4, 2), nn.Parameter(torch.ones(3))
 REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "a wrapper": (
-        lambda: given_to_trainer(optimizer=Duck(adam(MODEL))),
+        lambda: Trainer(MODEL, [], optimizer=duck_of(MODEL), **QUIET),
         r"a Duck around a Adam.*Pass the inner optimizer",
     ),
     "another model": (
-        lambda: given(optimizer=Duck(adam(MODEL, OTHER))),
+        lambda: given(optimizer=duck_of(MODEL, OTHER)),
         r"2 of the optimizer's 4 .*\(2, 4\), \(2,\).*modules=",
     ),
     "a leaf": (
@@ -496,8 +496,8 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
 }
 
 
-def adam(*modules: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.Adam(p for module in modules for p in module.parameters())
+def duck_of(*modules: nn.Module) -> Any:
+    return Duck(torch.optim.Adam(p for module in modules for p in module.parameters()))
 
 
 def given(**options: Any) -> Microbatcher:

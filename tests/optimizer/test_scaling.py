@@ -175,43 +175,24 @@ def test_a_scaled_step_that_runs_out_of_memory_is_named(steps: int) -> None:
             step_optimizer(optimizer, CPU, scaler=scaler)
 
 
-class Held:
-    """What a reservation holds over the batches of a training."""
-
-    def __init__(self, name: str, model: nn.Module, **options: Any) -> None:
-        self.optimizer = build(name, model, **options)
-        self.reservation = OptimizerReservation(self.optimizer)
-        self.scaler = GradientScaler(CPU)
-        self.weight = next(model.parameters())
-
-    def begin(self) -> int:
-        self.reservation.begin()
-        self.scaler.backward(self.weight.sum())
-        self.reservation.prepare()
-        self.reservation.commit()
-        return self.reservation.reserved_bytes
-
-    def step(self, *, overflows: bool) -> bool:
-        if overflows:
-            assert self.weight.grad is not None
-            self.weight.grad.fill_(float("inf"))
-        stepped = step_optimizer(self.optimizer, CPU, scaler=self.scaler)
-        self.optimizer.zero_grad()
-        return stepped
-
-
 @pytest.mark.parametrize("fused", [False, True])
 def test_a_first_step_that_is_left_out_keeps_the_reservation_as_it_is(fused: bool) -> None:
-    held = Held("Adam", nn.Linear(8, 4, bias=False), fused=fused)
-    reserved_bytes = held.begin()
-    assert reserved_bytes > 2 * 8 * 4 * 4
-    for _ in range(2):
-        assert not held.step(overflows=True)
-        assert held.reservation.reserved_bytes == reserved_bytes
-        assert held.begin() == reserved_bytes
-    assert held.step(overflows=False)
-    assert held.reservation.reserved_bytes == 0
-    assert held.begin() == 0
+    model = nn.Linear(8, 4, bias=False)
+    optimizer, scaler = build("Adam", model, fused=fused), GradientScaler(CPU)
+    reservation = OptimizerReservation(optimizer)
+    held: list[tuple[int, int]] = []  # before and after each step
+    for overflows in (True, True, False, False):
+        reservation.begin()
+        scaler.backward(model.weight.sum() * (float("inf") if overflows else 1))
+        reservation.prepare()
+        reservation.commit()
+        before = reservation.reserved_bytes
+        assert step_optimizer(optimizer, CPU, scaler=scaler) is not overflows
+        optimizer.zero_grad()
+        held.append((before, reservation.reserved_bytes))
+    full = held[0][0]
+    assert full > 2 * 8 * 4 * 4
+    assert held == [(full, full), (full, full), (full, 0), (0, 0)]
 
 
 def test_a_fused_step_that_runs_out_of_memory_leaves_nothing_of_the_scaler_behind() -> None:

@@ -10,17 +10,12 @@ from torch import Tensor, nn
 from automicro import (
     BatchNormWarning,
     BufferWarning,
-    Halving,
     Microbatcher,
     SampleTooLargeError,
     UnsplittableModelError,
 )
 from tests.callbacks.runs import Scripted
-from tests.models import IMAGE, ROWS, Memory, Mlp, norm_model, numbers, pair, y
-
-
-def images() -> tuple[Tensor, Tensor]:
-    return numbers(ROWS, *IMAGE), y()
+from tests.models import ROWS, Memory, Mlp, norm_model, pair
 
 
 def on(model: nn.Module, **options: Any) -> Microbatcher:
@@ -79,13 +74,6 @@ def test_disable_trains_on_whole_batches_and_explains_an_oom(size: Any) -> None:
     assert not isinstance(raised.value, SampleTooLargeError)
 
 
-# The floor
-
-
-def floored(model: nn.Module) -> Microbatcher:
-    return on(model, microbatch_size=Halving(initial=2), batchnorm="ignore", probe=False)
-
-
 def test_two_rows_that_do_not_fit_are_the_end_where_one_is_refused() -> None:
     model = Memory(norm_model(), most=1)
     with pytest.raises(SampleTooLargeError, match="a microbatch of 2 of 8 rows does not fit"):
@@ -103,33 +91,6 @@ def test_the_floor_is_kept_in_the_state() -> None:
     other.load_state_dict(microbatcher.state_dict())
     assert other.backward(pair()).attempts == 1
     assert model.seen == [3, 2, 2, 2, 2]
-
-
-# Other buffers
-
-
-class Codebook(nn.Module):
-    """A moving average of the inputs, as in vector quantization."""
-
-    def __init__(self, *, replaced: bool) -> None:
-        super().__init__()
-        self.net = Mlp()
-        self.replaced = replaced
-        self.codes: Any
-        self.register_buffer("codes", torch.zeros(6, dtype=torch.float64))
-
-    def forward(self, inputs: Tensor) -> Any:
-        if self.training:
-            codes = 0.9 * self.codes + 0.1 * inputs.mean(0)
-            if self.replaced:
-                self.codes = codes
-            else:
-                self.get_buffer("codes").copy_(codes)
-        return self.net(inputs)
-
-
-def spectral() -> nn.Module:
-    return nn.Sequential(nn.utils.parametrizations.spectral_norm(nn.Linear(6, 6)), Mlp()).double()
 
 
 class Observed(nn.Module):

@@ -194,6 +194,16 @@ class Recurrent(nn.Module):
         return self.head(outputs), carry
 
 
+def carrying(model: nn.Module, layout: Any = 1, **options: Any) -> Microbatcher:
+    given: dict[str, Any] = {
+        "forward": step,
+        "loss_average": "samples",
+        "features": [Carry(layout)],
+        **options,
+    }
+    return Microbatcher(model, **given)
+
+
 def step(model: nn.Module, batch: Mapping[str, Tensor], carry: Any) -> dict[str, Any]:
     outputs, carry = model(batch["x"], carry)
     return {"loss": (outputs - batch["y"]).square().mean(), "outputs": outputs, "carry": carry}
@@ -222,17 +232,8 @@ def by_hand(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Tensor]:
     return losses
 
 
-def carried(
-    model: nn.Module, optimizer: torch.optim.Optimizer, *, forward: Any = step, **options: Any
-) -> list[Tensor]:
-    microbatcher = Microbatcher(
-        model,
-        forward=forward,
-        optimizer=optimizer,
-        loss_average="samples",
-        features=[Carry(1)],
-        **options,
-    )
+def carried(model: nn.Module, optimizer: torch.optim.Optimizer, **options: Any) -> list[Tensor]:
+    microbatcher = carrying(model, optimizer=optimizer, **options)
     losses, carry = [], None
     for batch in windows():
         result = microbatcher.backward(batch, carry=carry)
@@ -264,9 +265,7 @@ def test_state_goes_from_batch_to_batch(kind: str, size: Any) -> None:
 
 def test_evaluation_and_prediction_carry_too() -> None:
     model = Recurrent("LSTM").double()
-    microbatcher = Microbatcher(
-        model, forward=step, loss_average="samples", features=[Carry(1)], eval_microbatch_size=4
-    )
+    microbatcher = carrying(model, eval_microbatch_size=4)
     carry = expected = None
     for batch in windows():
         with torch.no_grad():
@@ -296,24 +295,13 @@ def test_what_the_caller_gave_sees_batches_as_they_are() -> None:
         def update(self) -> None:
             """Do nothing: `update_metric` counts."""
 
-        def state_dict(self) -> dict[str, Any]:
-            return {"count": self.count}
-
-        def load_state_dict(self, state: Any) -> None:
-            self.count = state["count"]
-
     def update(metric: Any, outputs: Any, batch: Any) -> None:
         seen.append(batch)
         metric.count += len(batch["x"])
 
     model = Recurrent("GRU").double()
-    microbatcher = Microbatcher(
-        model,
-        forward=step,
-        loss_average=count,
-        features=[Carry(1), UpdateMetric(update), Observing(observe)],
-        microbatch_size=4,
-    )
+    features = [Carry(1), UpdateMetric(update), Observing(observe)]
+    microbatcher = carrying(model, loss_average=count, features=features, microbatch_size=4)
     metric, carry = Rows(), None
     for batch in windows():
         carry = microbatcher.backward(batch, metric, carry=carry).carry
@@ -324,7 +312,7 @@ def test_what_the_caller_gave_sees_batches_as_they_are() -> None:
 
 def test_state_of_other_rows_is_refused() -> None:
     model = Recurrent("GRU").double()
-    microbatcher = Microbatcher(model, forward=step, loss_average="samples", features=[Carry(1)])
+    microbatcher = carrying(model)
     first, second, *_ = windows()
     carry = microbatcher.backward(first, carry=None).carry
     shorter = {name: each[:4] for name, each in second.items()}
@@ -335,55 +323,33 @@ def test_state_of_other_rows_is_refused() -> None:
     microbatcher.backward(second, carry=carry)
 
 
-@pytest.mark.parametrize("layout", [0, {"": 2}])
-def test_rows_in_another_dimension_are_refused(layout: Any) -> None:
-    model = Recurrent("GRU").double()
-    microbatcher = Microbatcher(
-        model, forward=step, loss_average="samples", features=[Carry(layout)]
-    )
-    with pytest.raises(LossError, match=r"a carry of \d rows for a microbatch of 6\. .*dimension"):
-        microbatcher.backward(windows()[0])
-
-
 def test_a_part_of_the_state_that_is_none_at_first_may_be_declared() -> None:
-    model = Recurrent("LSTM").double()
-    layout = {"0": 1, "1": 1}
-    microbatcher = Microbatcher(
-        model, forward=step, loss_average="samples", features=[Carry(layout)]
-    )
-    carry = None
+    microbatcher, carry = carrying(Recurrent("LSTM").double(), {"0": 1, "1": 1}), None
     for batch in windows():
         carry = microbatcher.backward(batch, carry=carry).carry
 
 
-def test_a_forward_that_gives_no_state_is_refused() -> None:
-    def forward(model: nn.Module, batch: Any, carry: Any) -> Tensor:
-        loss: Tensor = step(model, batch, carry)["loss"]
-        return loss
-
+def test_state_needs_its_layout_a_forward_that_returns_it_and_one_batch_at_a_time() -> None:
     model = Recurrent("GRU").double()
-    microbatcher = Microbatcher(model, forward=forward, loss_average="samples", features=[Carry(1)])
+    for layout in (0, {"": 2}):
+        with pytest.raises(
+            LossError, match=r"a carry of \d rows for a microbatch of 6\. .*dimension"
+        ):
+            carrying(model, layout).backward(windows()[0])
     with pytest.raises(LossError, match="a mapping with 'loss' and 'carry'"):
-        microbatcher.backward(windows()[0])
-
-
-def test_state_needs_a_layout_a_forward_and_one_batch_at_a_time() -> None:
-    model = Recurrent("GRU").double()
+        carrying(model, forward=lambda *given: step(*given)["loss"]).backward(windows()[0])
     with pytest.raises(ValueError, match=r"features=\[Carry\(1\)\] for nn.LSTM"):
         Microbatcher(model, forward=step).backward(windows()[0], carry=torch.zeros(2, 6, 4))
     with pytest.raises(ValueError, match=r"Carry[(]…[)] was given without forward=…"):
         Microbatcher(model, loss_fn=nn.MSELoss(), features=[Carry(1)])
-    microbatcher = Microbatcher(model, forward=step, features=[Carry(1)], loss_average="samples")
     with pytest.raises(ValueError, match="call backward for each of them"):
-        microbatcher.accumulate(windows())
+        carrying(model).accumulate(windows())
 
 
 def test_state_that_makes_a_graph_across_batches_is_cut_off() -> None:
     model = Recurrent("GRU").double()
     twin = copy.deepcopy(model)
-    microbatcher = Microbatcher(
-        model, forward=step, loss_average="samples", features=[Carry(1)], microbatch_size=2
-    )
+    microbatcher = carrying(model, microbatch_size=2)
     first, second, *_ = windows()
     carry = microbatcher.backward(first).carry
     assert not carry.requires_grad

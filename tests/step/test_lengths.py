@@ -1,5 +1,6 @@
 """Rows of varying length: sorted, packed by cost, cut to their own length, and nothing changes."""
 
+import contextlib
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -8,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from automicro import BatchError, Microbatcher, PaddingWarning, SampleTooLargeError
+from automicro import BatchError, Microbatcher, PaddingWarning, SampleTooLargeError, StepResult
 from automicro.features import MicrobatchUnit, Repeatable, UpdateMetric, with_features
 from tests.cases import difference, gradients
 from tests.ranks.steps import HalvingOnly
@@ -34,6 +35,23 @@ def whole(model: nn.Module, loss: Callable[[], Tensor]) -> dict[str, Tensor | No
     return found
 
 
+def in_tokens(model: nn.Module, size: Any = 60, **options: Any) -> Microbatcher:
+    given: dict[str, Any] = {
+        "loss_average": "tokens",
+        "features": [MicrobatchUnit("tokens")],
+        **options,
+    }
+    return Microbatcher(model, microbatch_size=size, **given)
+
+
+def exact(microbatcher: Microbatcher, model: nn.Module, batch: Any) -> StepResult:
+    """Train on a batch, and compare its gradient with that of plain torch."""
+    expected = whole(model, lambda: model(**batch)["loss"])
+    result = microbatcher.backward(batch)
+    assert difference(gradients(model), expected) < 1e-9
+    return result
+
+
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("left", [False, True], ids=["right", "left"])
 def test_texts_have_the_gradient_of_the_whole_batch(size: Any, left: bool) -> None:
@@ -41,9 +59,7 @@ def test_texts_have_the_gradient_of_the_whole_batch(size: Any, left: bool) -> No
     expected = whole(model, lambda: model(**batch)["loss"])
     plain = model(**batch)
     model.seen.clear()
-    microbatcher = Microbatcher(
-        model, microbatch_size=size, features=[MicrobatchUnit("tokens")], loss_average="tokens"
-    )
+    microbatcher = in_tokens(model, size)
     result = microbatcher.backward(batch, return_outputs=True)
     assert difference(gradients(model), expected) < 1e-9
     assert float(result.loss) == pytest.approx(float(plain["loss"].detach()), abs=1e-12)
@@ -113,9 +129,7 @@ def test_inputs_and_targets_of_a_pair(reduction: str) -> None:
 def test_several_batches_count_as_one() -> None:
     model = Reader()
     batches = [texts(LENGTHS, padded=30), texts([4, 30, 6])]
-    microbatcher = Microbatcher(
-        model, microbatch_size=40, features=[MicrobatchUnit("tokens")], loss_average="tokens"
-    )
+    microbatcher = in_tokens(model, 40)
 
     def loss() -> Tensor:
         counts = [float((each["labels"] != IGNORED).sum()) for each in batches]
@@ -167,67 +181,14 @@ def test_metrics_that_keep_rows_keep_their_order() -> None:
     assert torch.allclose(kept.compute().double(), torch.cat(expected), atol=1e-5)
 
 
-def test_a_model_that_sees_padding_keeps_it_and_is_named() -> None:
-    model, batch = Reader(sees_padding=True), texts(LENGTHS)
-    expected = whole(model, lambda: model(**batch)["loss"])
-    microbatcher = Microbatcher(
-        model, microbatch_size=60, features=[MicrobatchUnit("tokens")], loss_average="tokens"
-    )
-    with pytest.warns(PaddingWarning, match="results change without padding"):
-        result = microbatcher.backward(batch)
-    assert difference(gradients(model), expected) < 1e-9
-    assert result.num_microbatches == 4, "three rows of 17 each"
-    microbatcher.backward(batch)  # said once
-
-
-def test_texts_that_are_padded_on_the_left_need_their_positions() -> None:
-    model, batch = Reader(), texts(LENGTHS, left=True)
-    del batch["position_ids"]
-    expected = whole(model, lambda: model(**batch)["loss"])
-    microbatcher = Microbatcher(
-        model, microbatch_size=60, features=[MicrobatchUnit("tokens")], loss_average="tokens"
-    )
-    with pytest.warns(PaddingWarning, match="position_ids"):
-        microbatcher.backward(batch)
-    assert difference(gradients(model), expected) < 1e-9
-
-
 class Shifting(Reader):
     """Its labels are its words, and each is predicted from what stands before it."""
 
-    def forward(
-        self,
-        input_ids: Tensor,
-        attention_mask: Tensor,
-        labels: Tensor | None = None,
-        position_ids: Tensor | None = None,
-        **others: Any,
-    ) -> dict[str, Tensor]:
+    def forward(self, *ids: Any, labels: Tensor | None = None, **given: Any) -> Any:
         assert labels is not None
         following = labels.roll(-1, 1)
         following[:, -1] = IGNORED
-        return super().forward(input_ids, attention_mask, following, position_ids)
-
-
-@pytest.mark.parametrize("counts", [True, False])
-def test_the_first_word_after_padding_is_predicted_from_padding(counts: bool) -> None:
-    """Also where the most padded row has nothing else: without padding it has no loss at all."""
-    model, batch = Shifting(), texts([*LENGTHS, 1], padded=20, left=True)
-    mask = batch["attention_mask"]
-    batch["labels"] = torch.where(mask == 1, batch["input_ids"], IGNORED)
-    if not counts:
-        batch["labels"][mask.cumsum(1) == 1] = IGNORED
-    expected = whole(model, lambda: model(**batch)["loss"])
-    microbatcher = Microbatcher(
-        model, microbatch_size=60, features=[MicrobatchUnit("tokens")], loss_average="tokens"
-    )
-    if counts:
-        with pytest.warns(PaddingWarning, match="without .*at the first word"):
-            microbatcher.backward(batch)
-    else:
-        microbatcher.backward(batch)
-    assert difference(gradients(model), expected) < 1e-9
-    assert (model.seen[-1][1] == 20) is counts
+        return super().forward(*ids, labels=following, **given)
 
 
 class Pooling(nn.Module):
@@ -246,46 +207,71 @@ class Pooling(nn.Module):
         return {"loss": nn.functional.cross_entropy(logits, labels), "logits": logits}
 
 
-@pytest.mark.parametrize("sees_padding", [True, False])
-def test_rows_of_nothing_but_padding_say_nothing_of_padding(sees_padding: bool) -> None:
-    model, batch = Pooling(sees_padding=sees_padding), texts([9, 0, 3, 5, 0, 7])
-    batch["labels"] = torch.arange(6) % 3
-    expected = whole(model, lambda: model(**batch)["loss"])
-    microbatcher = Microbatcher(
-        model, microbatch_size=12, features=[MicrobatchUnit("tokens")], loss_average="samples"
-    )
-    with pytest.warns(PaddingWarning) if sees_padding else warnings.catch_warnings():
-        microbatcher.backward(batch)
-    assert difference(gradients(model), expected) < 1e-9
+def shifted(*, counts: bool) -> dict[str, Tensor]:
+    """Texts padded on the left; without its padding the shortest would have no loss at all."""
+    batch = texts([*LENGTHS, 1], padded=20, left=True)
+    mask = batch["attention_mask"]
+    batch["labels"] = torch.where(mask == 1, batch["input_ids"], IGNORED)
+    if not counts:
+        batch["labels"][mask.cumsum(1) == 1] = IGNORED
+    return batch
+
+
+def without(name: str, batch: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {key: value for key, value in batch.items() if key != name}
+
+
+def labeled_everywhere(*, is_empty: bool = False) -> dict[str, Tensor]:
+    batch = texts(LENGTHS)
+    mask = batch["attention_mask"] * (not is_empty)
+    return batch | {"labels": batch["input_ids"].clone(), "attention_mask": mask}
+
+
+EMPTY_ROWS = texts([9, 0, 3, 5, 0, 7]) | {"labels": torch.arange(6) % 3}
+# Each with the warning of its padding, if there is one.
+PADDED: dict[str, tuple[Any, dict[str, Tensor], str, str]] = {
+    "all seen": (
+        Reader(sees_padding=True),
+        texts(LENGTHS),
+        "tokens",
+        "results change without padding",
+    ),
+    "no positions": (
+        Reader(),
+        without("position_ids", texts(LENGTHS, left=True)),
+        "tokens",
+        "position_ids",
+    ),
+    "first word": (Shifting(), shifted(counts=True), "tokens", "without .*at the first word"),
+    "first word ignored": (Shifting(), shifted(counts=False), "tokens", ""),
+    "empty rows": (Pooling(sees_padding=False), EMPTY_ROWS, "samples", ""),
+    "empty rows seen": (Pooling(sees_padding=True), EMPTY_ROWS, "samples", "padding"),
+    "labels in padding": (Reader(), labeled_everywhere(), "tokens", ""),
+    "labels of nothing": (Reader(), labeled_everywhere(is_empty=True), "tokens", ""),
+}
+
+
+@pytest.mark.parametrize("name", PADDED)
+def test_padding_that_counts_is_kept_and_named_once(name: str) -> None:
+    model, batch, average, warning = PADDED[name]
+    size = 12 if average == "samples" else 60
+    microbatcher = in_tokens(model, size, loss_average=average)
+    with pytest.warns(PaddingWarning, match=warning) if warning else contextlib.nullcontext():
+        result = exact(microbatcher, model, batch)
+    assert result.num_microbatches == 4 or name != "all seen", "three rows of 17 each"
+    if name.startswith("first word"):
+        assert (model.seen[-1][1] == 20) is bool(warning)
+    microbatcher.backward(batch)  # said once
 
 
 @pytest.mark.parametrize("declared", [True, False])
 def test_whoever_knows_says_whether_padding_is_cut(declared: bool) -> None:
     model, batch = Reader(sees_padding=True), texts(LENGTHS)
-    microbatcher = Microbatcher(
-        model,
-        microbatch_size=60,
-        features=[MicrobatchUnit("tokens", cut_padding=declared)],
-        loss_average="tokens",
-        probe=False,
-    )
+    features = [MicrobatchUnit("tokens", cut_padding=declared)]
+    microbatcher = in_tokens(model, features=features, probe=False)
     result = microbatcher.backward(batch)
     lengths = {length for _, length in model.seen[-result.num_microbatches :]}
     assert (lengths == {17}) is not declared
-
-
-@pytest.mark.parametrize("is_empty", [False, True])
-def test_labels_that_count_in_padding_are_kept(is_empty: bool) -> None:
-    model, batch = Reader(), texts(LENGTHS)
-    batch["labels"] = batch["input_ids"].clone()
-    if is_empty:
-        batch["attention_mask"].zero_()
-    expected = whole(model, lambda: model(**batch)["loss"])
-    microbatcher = Microbatcher(
-        model, microbatch_size=60, features=[MicrobatchUnit("tokens")], loss_average="tokens"
-    )
-    microbatcher.backward(batch)
-    assert difference(gradients(model), expected) < 1e-9
 
 
 def test_a_tensor_that_may_be_padded_is_named() -> None:
@@ -313,9 +299,7 @@ def test_a_tensor_that_may_be_padded_is_named() -> None:
 
 def test_a_size_that_equals_the_length_by_chance_is_none_once_it_was_another() -> None:
     model = Reader()
-    microbatcher = Microbatcher(
-        model, microbatch_size=30, features=[MicrobatchUnit("tokens")], loss_average="tokens"
-    )
+    microbatcher = in_tokens(model, 30)
     for padded in (20, 17):
         batch = texts(LENGTHS, padded=padded)
         batch["features"] = torch.ones(11, 17)
@@ -341,9 +325,7 @@ def test_batches_that_cannot_be_sorted(change: Callable[[Any], Any], message: st
     model, batch = Reader(), texts(LENGTHS)
     change(batch)
     with pytest.raises(BatchError, match=message):
-        Microbatcher(model, features=[MicrobatchUnit("tokens")], loss_average="tokens").backward(
-            batch
-        )
+        in_tokens(model).backward(batch)
 
 
 @pytest.mark.parametrize(
@@ -377,9 +359,7 @@ def test_options_that_mean_nothing(options: dict[str, Any], message: str) -> Non
 
 @pytest.mark.parametrize("cost", [0.001, -1, float("nan"), "long", (1, 2, "x")])
 def test_costs_that_are_none(cost: Any) -> None:
-    microbatcher = Microbatcher(
-        Reader(), loss_average="tokens", features=[MicrobatchUnit(lambda row: cost)]
-    )
+    microbatcher = in_tokens(Reader(), features=[MicrobatchUnit(lambda row: cost)])
     with pytest.raises(BatchError, match=r"microbatch_unit (returned|gives)"):
         microbatcher.backward(texts(LENGTHS))
 
@@ -387,13 +367,8 @@ def test_costs_that_are_none(cost: Any) -> None:
 def test_seconds_are_read_from_the_batch() -> None:
     model, batch = Reader(), texts(LENGTHS)
     batch["durations"] = torch.tensor(LENGTHS) / 2
-    expected = whole(model, lambda: model(**batch)["loss"])
-    microbatcher = Microbatcher(
-        model, microbatch_size=10, features=[MicrobatchUnit("seconds")], loss_average="tokens"
-    )
-    result = microbatcher.backward(batch)
-    assert difference(gradients(model), expected) < 1e-9
-    assert result.microbatch_size <= 10
+    microbatcher = in_tokens(model, 10, features=[MicrobatchUnit("seconds")])
+    assert exact(microbatcher, model, batch).microbatch_size <= 10
     del batch["durations"]
     with pytest.raises(BatchError, match="called 'seconds' or 'durations'"):
         microbatcher.backward(batch)
@@ -431,17 +406,14 @@ def test_the_limit_is_learnt_in_tokens_and_a_failed_attempt_leaves_no_trace() ->
 
 
 def test_a_row_that_is_too_long_says_so_in_tokens() -> None:
-    microbatcher = Microbatcher(
-        Reader(), features=[MicrobatchUnit("tokens")], loss_average="tokens", memory_limit="60KiB"
-    )
+    microbatcher = in_tokens(Reader(), "auto", memory_limit="60KiB")
     expected = r"of \d+ tokens does not fit, and .* single row"
     with pytest.raises(SampleTooLargeError, match=expected):
         microbatcher.backward(texts([60, 3, 2]))
 
 
 def test_a_state_of_rows_is_refused_by_one_of_tokens() -> None:
-    rows = Microbatcher(Reader(), loss_average="tokens")
-    tokens = Microbatcher(Reader(), loss_average="tokens", features=[MicrobatchUnit("tokens")])
+    rows, tokens = in_tokens(Reader(), features=()), in_tokens(Reader())
     tokens.load_state_dict(tokens.state_dict())
     with pytest.raises(ValueError, match="the sizes of this state are in rows"):
         tokens.load_state_dict(rows.state_dict())
@@ -456,14 +428,8 @@ def test_short_rows_are_cut_further_where_one_long_row_costs_as_much() -> None:
         if given["input_ids"].numel() > 60:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1 GiB.")
 
-    microbatcher = Microbatcher(
-        model,
-        loss_average="tokens",
-        features=[
-            MicrobatchUnit(lambda row: float(row["attention_mask"].sum()) ** 2, cut_padding=True)
-        ],
-        probe=False,
-    )
+    unit = MicrobatchUnit(lambda row: float(row["attention_mask"].sum()) ** 2, cut_padding=True)
+    microbatcher = in_tokens(model, "auto", features=[unit], probe=False)
     model.register_forward_pre_hook(run_out, with_kwargs=True)
     results = []
     for _ in range(4):
@@ -482,12 +448,8 @@ def test_a_row_that_does_not_fit_at_all_ends_it() -> None:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1 GiB.")
 
     model.register_forward_pre_hook(run_out, with_kwargs=True)
-    microbatcher = Microbatcher(
-        model,
-        loss_average="tokens",
-        features=[MicrobatchUnit("tokens", cut_padding=True)],
-        probe=False,
-    )
+    features = [MicrobatchUnit("tokens", cut_padding=True)]
+    microbatcher = in_tokens(model, "auto", features=features, probe=False)
     with pytest.raises(SampleTooLargeError, match=r"a microbatch of 20 of .* it has a single row"):
         microbatcher.backward(texts([20, *[4] * 12]))
     assert microbatcher.backward(texts([9, *[4] * 12])).num_samples == 13
@@ -497,9 +459,7 @@ def test_lengths_beside_a_mask_are_not_counted_twice() -> None:
     model, batch = Reader(), texts(LENGTHS)
     sizes = []
     for more in ({}, {"input_lengths": batch["attention_mask"].sum(1)}):
-        microbatcher = Microbatcher(
-            model, microbatch_size=40, features=[MicrobatchUnit("tokens")], loss_average="tokens"
-        )
+        microbatcher = in_tokens(model, 40)
         result = microbatcher.backward({**batch, **more})
         sizes.append((result.microbatch_size, result.num_microbatches))
     assert sizes[0] == sizes[1]

@@ -81,7 +81,7 @@ KEPT: dict[str, tuple[str, Callable[[Any, Tensor], object]]] = {
 }
 
 
-@pytest.mark.parametrize("size", [None, 3, "auto"])
+@pytest.mark.parametrize("size", [3, "auto"])
 @pytest.mark.parametrize("kind", KEPT)
 def test_state_that_depends_on_the_number_of_calls_is_named_where_a_batch_is_split(
     kind: str, size: Any
