@@ -34,10 +34,11 @@ def every_key() -> str:
     ]
     for group, keys in describe_keys().items():
         parts += [f"\n### {group}\n", "| Key | Type | Default | What it is |", "|---|---|---|---|"]
-        for key in keys:
-            needed = key.needed if key.example or key.default is None else f"`{key.default}`"
-            meaning = key.meaning.replace("|", r"\|")
-            parts.append(f"| `{key.name}` | {key.kind} | {needed} | {meaning} |")
+        for name, (kind, default, meaning) in keys.items():
+            word, _, value = default.partition(" ")
+            shown = f"`{value}`" if word == "default" else default.partition(",")[0]
+            meaning = meaning.replace("|", r"\|")
+            parts.append(f"| `{name}` | {kind} | {shown} | {meaning} |")
     return "\n".join(parts) + "\n"
 
 

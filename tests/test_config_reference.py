@@ -96,7 +96,7 @@ def test_entries_are_read_whole_and_in_one_line() -> None:
 
 
 def test_every_key_is_described_once_in_its_group() -> None:
-    described = [key.name for keys in describe_keys().values() for key in keys]
+    described = [name for keys in describe_keys().values() for name in keys]
     assert sorted(each for each in described if each not in ("call", "args")) == sorted(
         KEYS + INSIDE
     )

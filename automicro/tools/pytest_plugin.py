@@ -6,7 +6,6 @@ Call `assert_fits` in any test; a fixture has the same name. pytest loads this p
 
 import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -15,7 +14,6 @@ if TYPE_CHECKING:
     from automicro.tools.plan.report import PlanReport
 
 _WHOLE = sys.maxsize  # rows of a microbatch that is never cut
-_OURS = str(Path(__file__).parents[1])
 
 
 def assert_fits(model: Any, batch: Any, memory: Any = None, **options: Any) -> "PlanReport":
@@ -51,24 +49,10 @@ def assert_fits(model: Any, batch: Any, memory: Any = None, **options: Any) -> "
             "device, as in device='a100-80gb' (automicro plan --device help lists them)"
         )
     whole: dict[str, Any] = {"microbatch_size": _WHOLE} if options.pop("whole", False) else {}
-    try:
-        report = plan(model, batch, memory=memory, **whole, **options)
-    except Exception as error:
-        cause = error.__cause__
-        if cause is not None:
-            _without_our_lines(cause).__suppress_context__ = True  # hides earlier attempts
-        raise _without_our_lines(error) from cause
+    report = plan(model, batch, memory=memory, **whole, **options)
     if not report.fits:
         raise AssertionError("the batch does not fit whole\n" * bool(whole) + str(report))
     return report
-
-
-def _without_our_lines(error: BaseException) -> BaseException:
-    """Return the same error with a traceback that starts at the user's code."""
-    lines = error.__traceback__
-    while lines is not None and lines.tb_frame.f_code.co_filename.startswith(_OURS):
-        lines = lines.tb_next
-    return error.with_traceback(lines)
 
 
 @pytest.fixture(name="assert_fits")

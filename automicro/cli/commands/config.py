@@ -14,7 +14,7 @@ import re
 import shutil
 import textwrap
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from automicro.cli.arguments import reading
 from automicro.cli.config.keys import GROUPS, KEYS, TO_TRAIN
@@ -65,21 +65,6 @@ def _print_config(arguments: argparse.Namespace) -> None:
         print(to_yaml(job.loaded.written if arguments.set else job.loaded.everything), end="")
 
 
-class Key(NamedTuple):
-    """Description of a key; the default is None if the key has none."""
-
-    name: str
-    kind: str
-    default: str | None
-    meaning: str
-    example: str = ""
-
-    @property
-    def needed(self) -> str:
-        """The default, or that the key is required or not set."""
-        return "required" if self.example else "not set" if self.default is None else self.default
-
-
 def documentation() -> dict[str, str]:
     """Return the meaning of each key in the terms of a config, with null for None.
 
@@ -109,29 +94,33 @@ def documentation() -> dict[str, str]:
     return {key: _in_yaml(text) for key, text in texts.items()}
 
 
-def describe_keys() -> dict[str, list[Key]]:
-    """Return all keys in their groups, each followed by the keys inside it."""
+def describe_keys() -> dict[str, dict[str, tuple[str, str, str]]]:
+    """Return the type, the default and the meaning of all keys, by group and name.
+
+    Each key is followed by the keys inside it.
+    """
     from automicro.cli.config.load import to_yaml
     from automicro.cli.config.schema import EXAMPLES, defaults, keys_inside, type_in_words
 
     meanings = documentation()
 
-    def describe(name: str) -> Key:
+    def describe(name: str) -> tuple[str, str, str]:
         section, _, own = name.rpartition(".")
-        values = defaults(section)
-        # Under an empty key, because top-level YAML is a mapping here.
-        text = to_yaml({"": values.get(own)}).partition(": ")[2].strip()
-        default = text if own in values else None
-        example = EXAMPLES[name] if name in TO_TRAIN else ""
-        return Key(name, type_in_words(name), default, meanings[name], example)
+        values, default = defaults(section), "not set"
+        if name in TO_TRAIN:
+            default = f"required, such as {EXAMPLES[name]}"
+        elif own in values:
+            # Under an empty key, because top-level YAML is a mapping here.
+            default = f"default {to_yaml({'': values[own]}).partition(': ')[2].strip()}"
+        return type_in_words(name), default, meanings[name]
 
     return {
-        group: [
-            describe(name)
+        group: {
+            name: describe(name)
             for key in KEYS
             if key in options
             for name in (key, *(f"{key}.{inner}" for inner in keys_inside(key)))
-        ]
+        }
         for group, options in GROUPS.items()
     }
 
@@ -166,7 +155,7 @@ def _print_keys(pattern: str) -> None:
         overwritten.
     """
     groups = describe_keys()
-    known = [key.name for keys in groups.values() for key in keys]
+    known = [name for keys in groups.values() for name in keys]
     chosen = [name for name in known if fnmatch.fnmatch(name, pattern) or pattern in name]
     if not chosen:
         raise ConfigError(
@@ -181,13 +170,11 @@ def _print_keys(pattern: str) -> None:
     )
     blocks = []
     for group, keys in groups.items():
-        shown = [key for key in keys if key.name in chosen]
+        shown = {name: keys[name] for name in keys if name in chosen}
         blocks += [group] if shown else []
-        for key in shown:
-            such = f", such as {key.example}" if key.example else ""
-            default = "" if such or key.default is None else "default "
-            head = wrapper.fill(f"{key.name}: {key.kind}, {default}{key.needed}{such}")
-            blocks.append(f"{head}\n{wrapper.fill('    ' + key.meaning)}")
+        for name, (kind, default, meaning) in shown.items():
+            head = wrapper.fill(f"{name}: {kind}, {default}")
+            blocks.append(f"{head}\n{wrapper.fill('    ' + meaning)}")
     print("\n\n".join(blocks))
 
 
