@@ -26,15 +26,10 @@ from automicro.trainer.data.loading import (
     num_batches,
     samplers_of,
 )
-from automicro.trainer.evaluators import Evaluator, is_inherited, read_evaluators
+from automicro.trainer.evaluators import Evaluator, is_inherited
 from automicro.trainer.metrics import MetricSet
 from automicro.trainer.progress import StatusLine, count_of, evaluation_line, position, size_lines
-from automicro.trainer.same_on_all_ranks import (
-    of_all_ranks,
-    outline_evaluations,
-    require_same,
-    require_same_order,
-)
+from automicro.trainer.same_on_all_ranks import of_all_ranks, require_same_order
 from automicro.trainer.surroundings import noting
 from automicro.units import Duration, Unit, read_duration
 
@@ -206,48 +201,35 @@ class Evaluation:
         return itertools.chain(own, itertools.repeat(None)) if has_peers else own
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class EvaluationFactory:
-    """Creates evaluations, each with its own metrics and, if requested, its own size."""
-
-    microbatcher: Microbatcher
-    make_microbatcher: Callable[..., Microbatcher]
-    inherited: Mapping[str, Any]  # the options of evaluators that do not have their own
-    device: torch.device
-    share: Callable[..., Any]
-
-    def make_given(self, dataloader: Any) -> list[Evaluation]:
-        """Create the evaluations of a call of `Trainer.eval`; all ranks must call this."""
-        given = read_evaluators("dataloader", dataloader)
-        self.microbatcher.ranks.ready("evaluating on a loader of its own")
-        require_same(partial(outline_evaluations, "dataloader", dataloader))
-        return self.make_all(given, loader_name="dataloader")
-
-    def make_all(
-        self, evaluators: Mapping[str, Evaluator], *, loader_name: str = "eval_dataloader"
-    ) -> list[Evaluation]:
-        """Create the evaluation of each evaluator."""
-        return [
-            self._make(name, evaluator, f"{loader_name}[{name!r}]" if name else loader_name)
-            for name, evaluator in evaluators.items()
-        ]
-
-    def _make(self, name: str, evaluator: Evaluator, loader_name: str) -> Evaluation:
+def make_evaluations(
+    evaluators: Mapping[str, Evaluator],
+    *,
+    microbatcher: Microbatcher,
+    make_microbatcher: Callable[..., Microbatcher],
+    inherited: Mapping[str, Any],  # the options of evaluators that do not have their own
+    device: torch.device,
+    share: Callable[..., Any],
+    loader_name: str = "eval_dataloader",
+) -> list[Evaluation]:
+    """Create an evaluation for each evaluator; all ranks must call this."""
+    made = []
+    for name, evaluator in evaluators.items():
         own = {key: each for key, each in vars(evaluator).items() if not is_inherited(each)}
-        options = {**self.inherited, **own}
-        microbatcher, every = self.microbatcher, options["interval"]
-        if name or "microbatch_size" in own:
-            size = options["microbatch_size"]
-            microbatcher = self.make_microbatcher(eval_microbatch_size=size)
-        return Evaluation(
+        options, which = {**inherited, **own}, f"{loader_name}[{name!r}]" if name else loader_name
+        runs, every = microbatcher, options["interval"]
+        if name or "microbatch_size" in own:  # sizes are found separately
+            runs = make_microbatcher(eval_microbatch_size=options["microbatch_size"])
+        evaluation = Evaluation(
             name=name,
-            dataloader=self.share(evaluator.dataloader, loader_name, is_evaluated=True),
+            dataloader=share(evaluator.dataloader, which, is_evaluated=True),
             max_batches=evaluator.max_batches,
-            microbatcher=microbatcher,
-            metrics=MetricSet(options["metrics"], self.device),
+            microbatcher=runs,
+            metrics=MetricSet(options["metrics"], device),
             interval=Interval(None if every is None else read_duration("interval", every)),
-            loader_name=loader_name,
+            loader_name=which,
         )
+        made.append(evaluation)
+    return made
 
 
 class EvaluationPlan:

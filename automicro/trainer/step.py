@@ -27,23 +27,18 @@ class FinitenessGuard:
 
     def __init__(self, mode: str) -> None:
         self._mode = mode
-        self._in_a_row = 0
-
-    @property
-    def decides(self) -> bool:
-        """Whether the loss of a batch must be finite."""
-        return self._mode != "ignore"
+        self.in_a_row = 0  # skipped batches since the last step
 
     @property
     def accept(self) -> Callable[[Tensor], bool] | None:
         """Predicate of the losses whose batches are committed; None to commit every batch."""
         # A batch that is rolled back leaves no trace, for example in BatchNorm's statistics. The
         # predicate reads the loss, which waits for the device.
-        return _is_finite if self.decides else None
+        return None if self._mode == "ignore" else _is_finite
 
     def object_to(self, loss: float, norm: float | None, state: LoopState) -> str | None:
         """Describe the value that is not finite; None if the optimizer can step."""
-        if not self.decides or (math.isfinite(loss) and math.isfinite(norm or 0.0)):
+        if self._mode == "ignore" or (math.isfinite(loss) and math.isfinite(norm or 0.0)):
             return None
         what = f"the loss is {loss:.6g}"
         if math.isfinite(loss):
@@ -56,14 +51,10 @@ class FinitenessGuard:
             "such batches with NonFinite('skip') (in a config non_finite: skip)"
         )
 
-    def take_note_of_step(self) -> None:
-        """Reset the count of skipped batches after an optimizer step."""
-        self._in_a_row = 0
-
     def skip(self, what: str, state: LoopState) -> str:
         """Describe a skipped batch; raise an error after too many in a row."""
-        self._in_a_row += 1
-        if self._in_a_row <= MOST_IN_A_ROW:
+        self.in_a_row += 1
+        if self.in_a_row <= MOST_IN_A_ROW:
             return f"{what} in {place_of(state)}"
         raise NonFiniteLossError(
             f"{what} in {place_of(state)}, as in the {MOST_IN_A_ROW} skipped batches before it; "
@@ -136,7 +127,7 @@ class TrainingStep:
             what = "gradients overflowed, so the scale of the loss was lowered"
             objection = self.guard.skip(what, state)
         if objection is None:
-            self.guard.take_note_of_step()
+            self.guard.in_a_row = 0
         else:
             state.skipped += 1
             progress.line(f"train: {objection}; skipped")

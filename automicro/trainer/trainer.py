@@ -14,7 +14,7 @@ from automicro.checkpoints.store import CheckpointConfig
 from automicro.errors import DeterminismWarning, removed, warn
 from automicro.events.callback import Callback, Callbacks
 from automicro.events.run import ExpectedValues, LoopState, PhaseState, Requests, Run
-from automicro.features import last_of
+from automicro.features import TrainerFeature, last_of
 from automicro.files import write_whole
 from automicro.loggers import Logger, LoggerGroup
 from automicro.loss.averages import LossAverage
@@ -28,7 +28,7 @@ from automicro.step.feature import Feature, check_features
 from automicro.trainer.context import RunContext
 from automicro.trainer.data.loading import check_loader, check_passes
 from automicro.trainer.device import seed_everything
-from automicro.trainer.evaluation import EvaluationFactory, predict_all
+from automicro.trainer.evaluation import make_evaluations, predict_all
 from automicro.trainer.evaluators import read_evaluators
 from automicro.trainer.failed_batch import Failures
 from automicro.trainer.metrics import MetricSet, model_metrics
@@ -40,7 +40,7 @@ from automicro.trainer.optimizer import (
 from automicro.trainer.parallel import whole_state_dict
 from automicro.trainer.progress import count_of, describe_parameters
 from automicro.trainer.report import FitSummary
-from automicro.trainer.same_on_all_ranks import require_same
+from automicro.trainer.same_on_all_ranks import outline_evaluations, require_same
 from automicro.trainer.setup import MicrobatcherFactory, PlacedModel, assemble_fit
 from automicro.trainer.surroundings import RunSurroundings, noting, prepare_cublas
 from automicro.units import Duration, parse_time, read_duration
@@ -180,6 +180,13 @@ class Trainer:
     ) -> None:
         given = {name: value for name, value in locals().items() if name != "self"}
         given["features"] = features = check_features(features)
+        of_the_loop = [type(each).__name__ for each in features if isinstance(each, TrainerFeature)]
+        for name in of_the_loop:
+            if of_the_loop.count(name) > 1:
+                raise ValueError(
+                    f"features has several {name}(…), of which only one would count. Give all "
+                    f"arguments to one {name}(…)"
+                )
         if seed is not None:
             seed_everything(seed)
         check_model(model)
@@ -250,7 +257,8 @@ class Trainer:
             mode=OptimizerMode(optimizer),
         )
         share = placed.sharing(self._microbatcher.ranks)
-        self._evaluating = EvaluationFactory(
+        self._make_evaluations = partial(
+            make_evaluations,
             microbatcher=self._microbatcher,
             make_microbatcher=partial(factory.make, features=of_callbacks),
             inherited={
@@ -261,7 +269,7 @@ class Trainer:
             device=device,
             share=share,
         )
-        self._evaluations = self._evaluating.make_all(evaluators)
+        self._evaluations = self._make_evaluations(evaluators)
         metrics = model_metrics(model, is_train=True) if metrics is None else metrics
         of_training = MetricSet(metrics, device)
         at_end = [each for each in self._evaluations if each.happens_at_end]
@@ -433,7 +441,10 @@ class Trainer:
         """
         evaluations = self._evaluations
         if dataloader is not None:
-            evaluations = self._evaluating.make_given(dataloader)
+            given = read_evaluators("dataloader", dataloader)
+            self._microbatcher.ranks.ready("evaluating on a loader of its own")
+            require_same(partial(outline_evaluations, "dataloader", dataloader))
+            evaluations = self._make_evaluations(given, loader_name="dataloader")
         if not evaluations:
             raise ValueError(
                 "there is no data to evaluate on. Pass eval_dataloader=… to the Trainer, or a "

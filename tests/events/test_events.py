@@ -225,7 +225,7 @@ def test_several_evaluators_have_names_metrics_sizes_intervals_and_subsets() -> 
 @pytest.mark.parametrize(
     ("wrong", "error", "message"),
     [
-        ({}, ValueError, "is an empty mapping"),
+        ({}, ValueError, "eval_dataloader={} names no evaluation"),
         ({"a/b": [1]}, ValueError, "names cannot contain '/'"),
         ({"a": 3}, TypeError, r"eval_dataloader\['a'\] is a int and cannot be iterated over"),
         ({"a": None}, TypeError, r"eval_dataloader\['a'\] is None; pass a loader"),

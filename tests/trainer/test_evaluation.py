@@ -1,4 +1,4 @@
-"""Durations, evaluations and metrics."""
+"""Evaluations and predictions, their metrics, and what `fit` and `eval` take."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -10,7 +10,14 @@ from torch.utils.data import DataLoader
 from torchmetrics import MetricCollection
 from torchmetrics.classification import MulticlassAccuracy, MulticlassPrecision
 
-from automicro import DataLoaderError, Evaluator
+from automicro import (
+    CheckpointConfig,
+    DataLoaderError,
+    Evaluator,
+    LossError,
+    MemoryBudget,
+    Microbatcher,
+)
 from tests.trainer.runs import (
     CLASSES,
     FEATURES,
@@ -157,3 +164,76 @@ def test_several_loaders_without_names_are_refused_at_once() -> None:
 def test_an_interval_that_counts_otherwise_is_answered(given: Any, hint: str) -> None:
     with pytest.raises((TypeError, ValueError), match=f"eval_interval=.*{hint}"):
         make_trainer(make_model(), eval_interval=given)
+
+
+def test_the_first_fit_may_have_another_duration() -> None:
+    trainer = make_trainer(make_model(), max_duration="1ep")
+    assert trainer.fit(duration="2ep").epochs == 2
+
+
+def test_a_saved_run_has_its_duration_from_the_start(tmp_path: Any) -> None:
+    trainer = make_trainer(make_model(), checkpoint=CheckpointConfig(folder=tmp_path))
+    with pytest.raises(ValueError, match=r"resumed from its .* Pass the whole max_duration"):
+        trainer.fit(duration="1ep")
+
+
+def test_what_is_no_duration_is_answered() -> None:
+    trainer = make_trainer(make_model())
+    with pytest.raises(TypeError, match="duration=2 has no unit: write '2ep'"):
+        trainer.fit(2)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"'0.5dur' is not a duration"):
+        trainer.fit("0.5dur")
+
+
+def test_eval_may_see_fewer_batches() -> None:
+    metrics = {"accuracy": MulticlassAccuracy(CLASSES)}
+    trainer = make_trainer(make_model(), eval_dataloader=make_loader(), metrics=metrics)
+    few = Evaluator(dataloader=make_loader(), max_batches=2)
+    assert trainer.eval(few) == trainer.eval(list(make_loader())[:2])
+    many = Evaluator(dataloader=make_loader(), max_batches=99)
+    assert trainer.eval(many) == trainer.eval()
+    with pytest.raises(TypeError, match=r"no argument max_batches\. Pass eval\(Evaluator\("):
+        trainer.eval(max_batches=2)
+
+
+def outputs_of(model: nn.Module, inputs: Tensor) -> Tensor:
+    model.eval()
+    with torch.no_grad():
+        outputs: Tensor = model(inputs)
+    model.train()
+    return outputs
+
+
+def test_predicting_survives_running_out_of_memory() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 4))
+    batch = torch.randn(512, 64)
+    expected = outputs_of(model, batch)
+    with MemoryBudget("256KiB"):
+        microbatcher = Microbatcher(model, loss_fn=nn.CrossEntropyLoss())
+        outputs = microbatcher.predict(batch)
+        size = microbatcher.eval_microbatch_size
+    assert size is not None
+    assert size < 512
+    torch.testing.assert_close(outputs, expected)
+
+
+def test_a_loader_that_shuffles_is_refused() -> None:
+    trainer = make_trainer(make_model())
+    for options in ({"shuffle": True}, {"sampler": torch.utils.data.SubsetRandomSampler([1, 2])}):
+        with pytest.raises(ValueError, match=r"in an unknown order. Pass a loader with shuf"):
+            trainer.predict(DataLoader(make_data(), batch_size=4, **options))
+
+
+def test_an_empty_loader_and_a_forward_without_outputs_are_errors() -> None:
+    with pytest.raises(DataLoaderError, match="gave no batch"):
+        make_trainer(make_model()).predict([])
+    only_loss = make_trainer(
+        make_model(),
+        loss_fn=None,
+        forward=lambda model, batch: model(batch[0]).mean(),
+        loss_average="samples",
+    )
+    with pytest.raises(LossError, match="predictions need outputs; return") as raised:
+        only_loss.predict(make_loader())
+    assert raised.value.__notes__ == ["automicro: in prediction, batch 1"]

@@ -7,8 +7,15 @@ import torch
 from torch import Tensor, nn
 
 from automicro import Microbatcher, ParameterGroups, Trainer
-from automicro.features import NonFinite
-from tests.trainer.runs import FEATURES, make_loader, make_model, make_trainer
+from automicro.features import NonFinite, Optimization
+from tests.trainer.runs import (
+    FEATURES,
+    adam,
+    make_loader,
+    make_model,
+    make_trainer,
+    schedule,
+)
 
 
 def sentences(*lengths: int) -> list[dict[str, Tensor]]:
@@ -111,6 +118,12 @@ def test_options_of_another_place_are_answered_with_it(option: str, instead: str
     given: dict[str, Any] = {option: 1}
     with pytest.raises(TypeError, match=instead):
         Trainer(make_model(), **given)
+
+
+def test_several_features_of_one_kind_are_refused() -> None:
+    features = [Optimization(schedule, "batch"), Optimization(grad_clip_norm=1.0)]
+    with pytest.raises(ValueError, match=r"several Optimization\(…\), of which only one"):
+        Trainer(make_model(), make_loader(), optimizer=adam, features=features)
 
 
 def test_features_of_the_loop_are_refused_where_the_loop_is_the_callers() -> None:
