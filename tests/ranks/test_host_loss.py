@@ -7,7 +7,6 @@ import os
 import re
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection
@@ -24,7 +23,7 @@ from automicro import Microbatcher
 from automicro.ranks.coordinated import open_exchange
 from automicro.ranks.heartbeat import EXIT_CODE, watch_peers
 from automicro.torch_private_distributed import TCPStore
-from tests.ranks.test_trainer_torchrun import JOB, MODULE, free_port, weights
+from tests.ranks.test_trainer_torchrun import JOB, MODULE, free_port, launch, weights
 from tests.ranks.wrapping import raised, wrapped
 
 pytestmark = pytest.mark.sweep
@@ -33,16 +32,17 @@ pytestmark = pytest.mark.sweep
 GROUP_TIMEOUT = datetime.timedelta(minutes=30)
 
 
-def step_for_ever(
-    rank: int, world_size: int, port: int, seconds: str, kind: str, pipe: Connection
-) -> None:
-    """Take steps until one fails; tell of the first, and of the failure."""
+def join(rank: int, port: int, seconds: str) -> None:
+    """Become a rank of a group, whose store lies outside of all ranks."""
     torch.set_num_threads(1)
     os.environ["AUTOMICRO_PEER_TIMEOUT"] = seconds
     store = TCPStore("127.0.0.1", port, None, False, wait_for_workers=False)
-    dist.init_process_group(
-        "gloo", store=store, rank=rank, world_size=world_size, timeout=GROUP_TIMEOUT
-    )
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=RANKS, timeout=GROUP_TIMEOUT)
+
+
+def step_for_ever(rank: int, port: int, seconds: str, kind: str, pipe: Connection) -> None:
+    """Take steps until one fails; tell of the first, and of the failure."""
+    join(rank, port, seconds)
     model = wrapped(kind, nn.Linear(8, 8))
     microbatcher = Microbatcher(model, loss_fn=nn.MSELoss(), microbatch_size=2)
     batch = (torch.ones(4, 8), torch.zeros(4, 8))
@@ -58,15 +58,9 @@ def step_for_ever(
     os._exit(0)
 
 
-def wait_for_a_lost_peer(
-    rank: int, world_size: int, port: int, seconds: str, kind: str, pipe: Connection
-) -> None:
+def wait_for_a_lost_peer(rank: int, port: int, seconds: str, kind: str, pipe: Connection) -> None:
     """Sign in and wait in a place that nothing ends."""
-    os.environ["AUTOMICRO_PEER_TIMEOUT"] = seconds
-    store = TCPStore("127.0.0.1", port, None, False, wait_for_workers=False)
-    dist.init_process_group(
-        "gloo", store=store, rank=rank, world_size=world_size, timeout=GROUP_TIMEOUT
-    )
+    join(rank, port, seconds)
     watch_peers(open_exchange())
     pipe.send("waits")
     while True:
@@ -130,7 +124,7 @@ def ranks_that_run(
     try:
         for rank in range(RANKS):
             here, there = context.Pipe()
-            arguments = (rank, RANKS, store.port, str(timeout_seconds), kind, there)
+            arguments = (rank, store.port, str(timeout_seconds), kind, there)
             process = context.Process(target=work, args=arguments)
             process.start()
             there.close()
@@ -215,9 +209,8 @@ class Hosts:
         self.agents: list[subprocess.Popen[str]] = []
 
     def start(self, node: int, **env: str) -> subprocess.Popen[str]:
-        root = str(Path(__file__).resolve().parents[2])
-        command = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2"]
-        command += ["--nproc-per-node=1", f"--node-rank={node}", "--monitor-interval=0.5"]
+        command = ["-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=1"]
+        command += [f"--node-rank={node}", "--monitor-interval=0.5"]
         if any("rdzv" in each for each in self._options):
             command += [f"--rdzv-endpoint=127.0.0.1:{self._port}"]
             command += [f"--rdzv-conf=is_host={1 - node}"]
@@ -225,15 +218,8 @@ class Hosts:
             command += ["--master-addr=127.0.0.1", f"--master-port={self._port}"]
         command += [*self._options, "-m", "automicro", "train", "job.yaml", "parallel=ddp"]
         command += ["max_duration=8ep", "eval_interval=null", "checkpoint={interval: 3ba}"]
-        agent = subprocess.Popen(
-            command,
-            cwd=self._folder,
-            env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": root, **self._env, **env},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            start_new_session=True,
-        )
+        given = {**self._env, **env}
+        agent = launch(self._folder, *command, env=given, start_new_session=True)
         self.agents.append(agent)
         return agent
 
@@ -270,13 +256,14 @@ def said_by(agent: subprocess.Popen[str], *, within_seconds: float = 180.0) -> s
     return agent.communicate(timeout=within_seconds)[0]
 
 
-def run_undisturbed(folder: Path) -> dict[str, torch.Tensor]:
-    with two_hosts(folder) as hosts:
+def require_as_undisturbed(folder: Path) -> None:
+    with two_hosts(folder / "undisturbed") as hosts:
         agents = [hosts.start(node) for node in (0, 1)]
         for agent in agents:
             said = said_by(agent)
             assert agent.returncode == 0, said
-    return weights(folder)
+    ours, theirs = weights(folder / "stopped"), weights(folder / "undisturbed")
+    assert all(torch.equal(ours[name], value) for name, value in theirs.items())
 
 
 # Rows, backwards and saves of the second host; 16 batches in all, 3 of them before a save.
@@ -307,9 +294,7 @@ def test_the_first_host_ends_when_the_second_is_stopped_and_the_next_start_goes_
         assert agents[0].returncode == 0, resumed
         assert "resumed from runs/one" in resumed
         said_by(agents[1])
-    theirs = run_undisturbed(tmp_path / "undisturbed")
-    ours = weights(tmp_path / "stopped")
-    assert all(torch.equal(ours[name], value) for name, value in theirs.items())
+    require_as_undisturbed(tmp_path)
 
 
 @pytest.mark.slow
@@ -331,6 +316,4 @@ def test_torchrun_starts_again_with_a_host_that_comes_in_for_the_stopped_one(
         assert "is lost: no sign of life" in said
         assert "resumed from runs/one" in said
         said_by(replacement)
-    theirs = run_undisturbed(tmp_path / "undisturbed")
-    ours = weights(tmp_path / "stopped")
-    assert all(torch.equal(ours[name], value) for name, value in theirs.items())
+    require_as_undisturbed(tmp_path)

@@ -14,15 +14,14 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import automicro.ranks.guards.fsdp
 from automicro.errors import SampleTooLargeError
-from automicro.ranks.coordinated import CoordinatedRanks
 from automicro.ranks.interface import Sync
 from tests.ranks import test_recovery as recovery
 from tests.ranks.faulty_models import Fault, Faults, build, points
 from tests.ranks.jobs import compare
 from tests.ranks.steps import Stepper, another, squared_error
 from tests.ranks.test_uneven import LOSSES, train_on_words
-from tests.ranks.world import World
-from tests.ranks.wrapping import furthest, whole, wrapped
+from tests.ranks.world import World, on_ranks
+from tests.ranks.wrapping import furthest, gap, wrapped
 from tests.sweeps import mostly_in_sweeps
 
 pytestmark = pytest.mark.sweep
@@ -55,33 +54,36 @@ def counting() -> Iterator[Counter[str]]:
         yield found
 
 
-def collectives_of_steps(kind: str, **options: Any) -> list[dict[str, int]]:
-    """Of three steps of four microbatches, by kind: guarded first, then replayed."""
+# With "each" shards are reduced with each microbatch, and replicas add up with the last one.
+@pytest.mark.parametrize("sync", ["each", "auto"])
+@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
+@on_ranks()
+def test_how_often_a_step_reduces(kind: str, sync: str) -> None:
+    require_reductions(kind, sync)
+
+
+@pytest.mark.parametrize("sync", ["each", "auto"])
+@on_ranks(4)
+def test_how_often_a_step_of_replicas_reduces(sync: str) -> None:
+    require_reductions("hsdp", sync)
+
+
+def require_reductions(kind: str, sync: str) -> None:
+    """Of three steps of four microbatches, guarded first, then replayed."""
+    # DDP has one bucket before torch has ordered them, as many as modules afterwards.
+    expected = [{"all-reduce": 1}, {"all-reduce": MODULES}, {"all-reduce": MODULES}]
+    if kind != "ddp":
+        scattered = MODULES * (MICROBATCHES if sync == "each" else 1)
+        replicas = {"all-reduce": MODULES} if kind == "hsdp" else {}
+        expected = [{"all-gather": 28, "reduce-scatter": scattered, **replicas}] * 3
     faults = Faults()
-    stepper = Stepper(build(kind, [faults], {"norm": False}), faults, size=2, **options)
-    counts = []
+    stepper = Stepper(build(kind, [faults], {"norm": False}), faults, size=2, sync=sync)
     for step in range(3):
         batch = torch.randn(2 * MICROBATCHES, 4), torch.randn(2 * MICROBATCHES, 2)
         with counting() as found:
             result = stepper.train(step, batch)
         assert result.num_microbatches == MICROBATCHES
-        counts.append(dict(found))
-    return counts
-
-
-# With "each" shards are reduced with each microbatch, and replicas add up with the last one.
-@pytest.mark.parametrize("sync", ["each", "auto"])
-@pytest.mark.parametrize("kind", ["ddp", "fsdp", "hsdp"])
-def test_how_often_a_step_reduces(worlds: Callable[[int], World], kind: str, sync: str) -> None:
-    # DDP has one bucket before torch has ordered them, as many as modules afterwards.
-    expected = [{"all-reduce": 1}, {"all-reduce": MODULES}, {"all-reduce": MODULES}]
-    if kind != "ddp":
-        scattered = MODULES * (MICROBATCHES if sync == "each" else 1)
-        expected = [{"all-gather": 28, "reduce-scatter": scattered}] * 3
-    if kind == "hsdp":
-        expected = [{**each, "all-reduce": MODULES} for each in expected]
-    for counts in worlds(4 if kind == "hsdp" else 2).run(collectives_of_steps, kind, sync=sync):
-        assert counts == expected
+        assert found == expected[step]
 
 
 def test_asking_ddp_to_reduce_late_tries_no_size_twice(world2: World) -> None:
@@ -119,8 +121,15 @@ def choosing_batch(ranks: Sequence[int]) -> tuple[Tensor, Tensor]:
     return x, y
 
 
-def train_choosing(sharded: Sequence[str], *, looks: bool = True) -> dict[str, Any]:
-    """How far gradients of two steps are from those of one process; the all-reduces of each."""
+@pytest.mark.parametrize(
+    "sharded", [[], ["layers.0", "layers.1"]], ids=["in one module", "each by itself"]
+)
+@pytest.mark.parametrize("looks", [True, False])
+@on_ranks(4)
+def test_microbatches_that_train_other_parameters_add_up_each(
+    sharded: list[str], looks: bool
+) -> None:
+    """Unless nothing looks: torch adds up what has the same place."""
     world, rank = dist.get_world_size(), dist.get_rank()
     model, plain = Choosing(), Choosing()
     wrapped("hsdp", model, *map(model.get_submodule, sharded))
@@ -130,46 +139,24 @@ def train_choosing(sharded: Sequence[str], *, looks: bool = True) -> dict[str, A
         (squared_error(plain(x[part]), y[part]) / (2 * world)).backward()
     step = another(model, microbatch_size=2)
     guard: Any = automicro.ranks.guards.fsdp
-    kept = guard.whole_numel, guard.holds_back
-    if not looks:
-        guard.whole_numel = lambda module: mock.ANY
-        guard.holds_back = lambda module: False
-    errors, counts = [], []
-    try:
+    blind: Any = {"whole_numel": lambda module: mock.ANY, "holds_back": lambda module: False}
+    errors = []
+    with contextlib.nullcontext() if looks else mock.patch.multiple(guard, **blind):
         for _ in range(2):
             model.zero_grad()
             with counting() as found:
                 step.backward((x[4 * rank :][:4], y[4 * rank :][:4]))
-            counts.append(found["all-reduce"])
-            errors.append(difference(model, plain))
-    finally:
-        guard.whole_numel, guard.holds_back = kept
-    return {"errors": errors, "counts": counts}
+            errors.append(gap(model, plain))
+    assert max(errors) <= 1e-12 if looks else max(errors) > 1e-3
+    assert not looks or found["all-reduce"] > 1 + len(sharded), "with each microbatch"
 
 
-def difference(model: nn.Module, plain: nn.Module) -> float:
-    """How far whole gradients are from those of a model without a wrapper."""
-    pairs = zip(model.parameters(), plain.parameters(), strict=True)
-    found = [(one.grad, other.grad) for one, other in pairs if other.grad is not None]
-    ours = [torch.zeros_like(other) if one is None else whole(one) for one, other in found]
-    return furthest(ours, [other for _, other in found])
-
-
-@pytest.mark.parametrize(
-    "sharded", [[], ["layers.0", "layers.1"]], ids=["in one module", "each by itself"]
-)
-def test_microbatches_that_train_other_parameters_add_up_each(
-    world4: World, sharded: list[str]
+@pytest.mark.parametrize(("option", "count"), [("", 1), ("coarse sums", 2), ("a hook", 2)])
+@on_ranks(4)
+def test_replicas_add_up_each_microbatch_where_somebody_would_notice(
+    option: str, count: int
 ) -> None:
-    for found in world4.run(train_choosing, sharded):
-        assert max(found["errors"]) <= 1e-12
-        assert found["counts"][1] > 1 + len(sharded), "with each microbatch"
-    for found in world4.run(train_choosing, sharded, looks=False):
-        assert max(found["errors"]) > 1e-3, "torch adds up what has the same place"
-
-
-def reductions_of(option: str) -> int:
-    """All-reduces of a second step of two microbatches, of a model of one wrapped module."""
+    """In a second step of two microbatches, of a model of one wrapped module."""
     policy = MixedPrecisionPolicy(reduce_dtype=torch.bfloat16 if option == "coarse sums" else None)
     model = wrapped("hsdp", nn.Linear(4, 2), mp_policy=policy)
     if option == "a hook":
@@ -178,14 +165,7 @@ def reductions_of(option: str) -> int:
     for _ in range(2):
         with counting() as found:
             step.backward((torch.randn(4, 4), torch.randn(4, 2)))
-    return found["all-reduce"]
-
-
-@pytest.mark.parametrize(("option", "count"), [("", 1), ("coarse sums", 2), ("a hook", 2)])
-def test_replicas_add_up_each_microbatch_where_somebody_would_notice(
-    world4: World, option: str, count: int
-) -> None:
-    assert world4.run(reductions_of, option) == [count] * 4
+    assert found["all-reduce"] == count
 
 
 def require_recovered(world: World, kind: str, plan: Sequence[Fault], **options: Any) -> Any:
@@ -257,8 +237,10 @@ def masked_mean(outputs: Tensor, targets: Tensor) -> Tensor:
     return ((outputs[:, 0] - targets).square() * counts).sum() / counts.sum()
 
 
-def train_beside_nothing(empty: int) -> float:
-    """How far a step is from one process, where one microbatch of the last rank has no target."""
+@pytest.mark.parametrize("empty", [0, 1, 2])
+@on_ranks()
+def test_nothing_that_is_nan_gets_into_whole_gradients(empty: int) -> None:
+    """One microbatch of the last rank has no target."""
     world, rank = dist.get_world_size(), dist.get_rank()
     generator = torch.Generator().manual_seed(empty)
     x = torch.randn(6 * world, 4, generator=generator, dtype=torch.float64)
@@ -277,13 +259,7 @@ def train_beside_nothing(empty: int) -> float:
     )
     step.backward((x[6 * rank :][:6], y[6 * rank :][:6]))
     assert step.ranks.synced is Sync.LAST
-    return difference(model, plain)
-
-
-@pytest.mark.parametrize("empty", [0, 1, 2])
-def test_nothing_that_is_nan_gets_into_whole_gradients(world2: World, empty: int) -> None:
-    for error in world2.run(train_beside_nothing, empty):
-        assert error <= 1e-12
+    assert gap(model, plain) <= 1e-12
 
 
 def test_earlier_gradients_are_added_to_whole_ones(world2: World) -> None:
@@ -292,37 +268,30 @@ def test_earlier_gradients_are_added_to_whole_ones(world2: World) -> None:
         assert furthest(found, expected) <= 1e-12
 
 
-def within(limit_bytes: int, state: dict[str, Any] | None = None) -> dict[str, Any]:
-    """Two steps of two microbatches within a limit.
-
-    Whole gradients have 2 MiB, shards half of it.
-    """
-    torch.manual_seed(0)
-    layers = [nn.Linear(256, 256, bias=False) for _ in range(8)]
-    model = wrapped("fsdp", nn.Sequential(*layers), *layers)
-    step = another(model, microbatch_size=16, memory_limit=limit_bytes, sync="auto")
-    if state is not None:
-        step.load_state_dict(state)
-    failed: list[int] = []
-    for _ in range(2):
-        result = step.backward((torch.randn(32, 256), torch.randn(32, 256)))
-        failed += result.failed_sizes
-        model.zero_grad()
-    assert isinstance(step.ranks, CoordinatedRanks)
-    size, sync = step.microbatch_size, step.ranks.synced
-    return {"size": size, "failed": failed, "sync": sync, "state": step.state_dict()}
-
-
-def test_whole_gradients_are_held_where_memory_allows_it_and_else_not(world2: World) -> None:
+@on_ranks()
+def test_whole_gradients_are_held_where_memory_allows_it_and_else_not() -> None:
+    """Two steps of two microbatches; whole gradients have 2 MiB, shards half of it."""
     plenty, scarce = 6600 * 1024, 5600 * 1024
-    for found in world2.run(within, plenty):
-        assert (found["size"], found["failed"], found["sync"]) == (16, [], Sync.LAST)
-    for found in world2.run(within, scarce):
-        # A fixed size, which fits without them: found out once.
-        assert (found["size"], found["failed"], found["sync"]) == (16, [16], Sync.REPLICAS_LAST)
-        state = found["state"]
-    for found in world2.run(within, plenty, state):
-        assert (found["failed"], found["sync"]) == ([], Sync.REPLICAS_LAST), "as the run before"
+    state = None
+    for limit_bytes, resumes, failed, sync in (
+        (plenty, False, [], Sync.LAST),
+        (scarce, False, [16], Sync.REPLICAS_LAST),  # a fixed size fits without: found out once
+        (plenty, True, [], Sync.REPLICAS_LAST),  # as the run before
+    ):
+        torch.manual_seed(0)
+        layers = [nn.Linear(256, 256, bias=False) for _ in range(8)]
+        model = wrapped("fsdp", nn.Sequential(*layers), *layers)
+        step = another(model, microbatch_size=16, memory_limit=limit_bytes, sync="auto")
+        if resumes:
+            assert state is not None
+            step.load_state_dict(state)
+        found: list[int] = []
+        for _ in range(2):
+            result = step.backward((torch.randn(32, 256), torch.randn(32, 256)))
+            found += result.failed_sizes
+            model.zero_grad()
+        assert (step.microbatch_size, found, step.ranks.synced) == (16, failed, sync)
+        state = step.state_dict()
 
 
 def test_an_unknown_sync_is_refused() -> None:
@@ -330,8 +299,9 @@ def test_an_unknown_sync_is_refused() -> None:
         another(nn.Linear(2, 2), sync="late")
 
 
-def after_an_impossible_batch() -> Sync:
-    """How late a batch is reduced after one of which no row fitted."""
+@on_ranks()
+def test_an_impossible_batch_says_nothing_of_whole_gradients() -> None:
+    """No row of it fits."""
     model = wrapped("fsdp", Choosing())
     impossible = torch.zeros(())
 
@@ -347,8 +317,4 @@ def after_an_impossible_batch() -> Sync:
         step.backward((x, y))
     impossible.fill_(0)
     step.backward((x, y))
-    return step.ranks.synced
-
-
-def test_an_impossible_batch_says_nothing_of_whole_gradients(world2: World) -> None:
-    assert world2.run(after_an_impossible_batch) == [Sync.LAST] * 2
+    assert step.ranks.synced is Sync.LAST

@@ -8,7 +8,7 @@ import socket
 import subprocess
 import sys
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 import pytest
 import torch
@@ -73,32 +73,33 @@ def free_port() -> int:
         return port
 
 
+def launch(folder: Path, *command: str, **options: Any) -> subprocess.Popen[str]:
+    """Start a command of this Python in a folder, with one thread and with more variables."""
+    root = str(Path(__file__).resolve().parents[2])
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": root, **options.pop("env")}
+    return subprocess.Popen(
+        [sys.executable, *command],
+        cwd=folder,
+        env=env,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        **options,
+    )
+
+
 class Run:
     """A job under torchrun, or alone."""
 
-    def __init__(
-        self,
-        folder: Path,
-        *arguments: str,
-        processes: int,
-        **env: str,
-    ) -> None:
+    def __init__(self, folder: Path, *arguments: str, processes: int, **env: str) -> None:
         (folder / "job.yaml").write_text(JOB, encoding="utf-8")
         (folder / "wide.py").write_text(MODULE, encoding="utf-8")
-        root = str(Path(__file__).resolve().parents[2])
-        command = [sys.executable]
+        launcher = []
         if processes > 1:
-            command += ["-m", "torch.distributed.run", f"--nproc-per-node={processes}"]
-            command += [f"--master-port={free_port()}"]
-        command += ["-m", "automicro", "train", "job.yaml", *arguments]
-        self.process = subprocess.Popen(
-            command,
-            cwd=folder,
-            env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": root, **env},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
+            launcher = ["-m", "torch.distributed.run", f"--nproc-per-node={processes}"]
+            launcher += [f"--master-port={free_port()}"]
+        command = [*launcher, "-m", "automicro", "train", "job.yaml", *arguments]
+        self.process = launch(folder, *command, env=env)
 
     def wait_for(self, beginning: str) -> None:
         """Read until a line begins so."""

@@ -29,7 +29,7 @@ def sample(laboratory: Laboratory) -> dict[str, list[Any]]:
     shrinking += [
         laboratory.shrink(Scene(subject="MLP", in_thread=True), 4),
         laboratory.shrink(Scene(subject="CNN, GroupNorm", call="evaluate"), 4),
-        laboratory.shrink(Scene(subject="GRU", warm_steps=0), 4),
+        laboratory.shrink(Scene(subject="activation checkpointing", warm_steps=0), 4),
     ]
     faults = [
         laboratory.fail_each(Scene(subject="CNN, BatchNorm, dropout", rows=4), 2, every=13),
@@ -69,7 +69,7 @@ def everything(laboratory: Laboratory) -> dict[str, list[Any]]:
             for name in OPTIMIZERS
             for warm in (0, 1)
         ]
-    subjects = ("MLP", "CNN, BatchNorm, dropout", "GRU")
+    subjects = ("MLP", "CNN, BatchNorm, dropout", "activation checkpointing")
     return {
         "shrinking": shrinking,
         "faults": faults,
