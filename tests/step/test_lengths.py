@@ -188,7 +188,7 @@ class Shifting(Reader):
         assert labels is not None
         following = labels.roll(-1, 1)
         following[:, -1] = IGNORED
-        return super().forward(*ids, labels=following, **given)
+        return super().forward(*ids, labels=following, **given)  # type: ignore[misc]
 
 
 class Pooling(nn.Module):

@@ -193,7 +193,7 @@ def test_eval_may_see_fewer_batches() -> None:
     many = Evaluator(dataloader=make_loader(), max_batches=99)
     assert trainer.eval(many) == trainer.eval()
     with pytest.raises(TypeError, match=r"no argument max_batches\. Pass eval\(Evaluator\("):
-        trainer.eval(max_batches=2)
+        trainer.eval(max_batches=2)  # type: ignore[call-arg]
 
 
 def outputs_of(model: nn.Module, inputs: Tensor) -> Tensor:

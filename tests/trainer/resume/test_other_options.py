@@ -168,6 +168,14 @@ def test_another_run_is_refused_before_its_model_is_overwritten(other: str, tmp_
 
 
 SIZES = ("microbatch_size", "eval_microbatch_size")
+def evaluated(names: str) -> Options:
+    return {"eval_dataloader": {name: make_loader(rows=16) for name in names}}
+
+
+def sized(name: str, size: Any) -> Options:
+    return {name: size, **evaluated("a")}
+
+
 WARNED: dict[str, tuple[Callable[[], Options], Callable[[], Options], str]] = {
     "a callback less": (
         lambda: {"callbacks": [Counts()]},
@@ -190,18 +198,14 @@ WARNED: dict[str, tuple[Callable[[], Options], Callable[[], Options], str]] = {
     ),
     **{
         f"{name} {sizes[0]} to {sizes[1]}": (
-            lambda name=name, sizes=sizes: {name: sizes[0], **evaluated("a")},
-            lambda name=name, sizes=sizes: {name: sizes[1], **evaluated("a")},
+            partial(sized, name, sizes[0]),
+            partial(sized, name, sizes[1]),
             "another policy .*which changes no result",
         )
         for name in SIZES
         for sizes in ((4, "auto"), ("auto", 4))
     },
 }
-
-
-def evaluated(names: str) -> Options:
-    return {"eval_dataloader": {name: make_loader(rows=16) for name in names}}
 
 
 @pytest.mark.parametrize("other", WARNED)
@@ -218,8 +222,8 @@ TAKEN: dict[str, tuple[Callable[[], Options], Callable[[], Options]]] = {
     "another evaluation": (lambda: evaluated("a"), lambda: evaluated("b")),
     **{
         name: (
-            lambda name=name: {name: 4, **evaluated("a")},
-            lambda name=name: {name: None, **evaluated("a")},
+            partial(sized, name, 4),
+            partial(sized, name, None),
         )
         for name in SIZES
     },
