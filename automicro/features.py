@@ -5,10 +5,11 @@ stands for ``features=[RememberSizes()]``. `with_features` converts these option
 """
 
 import contextlib
+import functools
 import importlib
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, ParamSpec
 
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
@@ -289,6 +290,8 @@ WORDS = {
 }
 """Each word that says something makes a feature; those of one feature make it together."""
 
+P = ParamSpec("P")
+
 
 # Hosts have options for these, which add to a user's feature; others switch something on.
 _BESIDE_OPTIONS = ("RankReduction", "Repeatable", "StepState", "StrictDivisible")
@@ -332,6 +335,18 @@ def with_features(words: Mapping[str, Any]) -> dict[str, Any]:
         features.append(class_of(feature)(**given))
     others = {name: value for name, value in words.items() if name not in WORDS}
     return {**others, "features": features} if features else others
+
+
+def taking_words(construct: Callable[P, None]) -> Callable[P, None]:
+    """Let an ``__init__`` take the options that stand for features, as configs do."""
+
+    # `functools.wraps` keeps the constructor's own signature for help() and the config's schema.
+    @functools.wraps(construct)
+    def taking(*args: P.args, **kwargs: P.kwargs) -> None:
+        given: Any = kwargs if WORDS.keys().isdisjoint(kwargs) else with_features(kwargs)
+        construct(*args, **given)
+
+    return taking
 
 
 def last_of(name: str, features: Iterable[Feature]) -> Any:

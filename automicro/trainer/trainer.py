@@ -14,7 +14,7 @@ from automicro.checkpoints.store import CheckpointConfig
 from automicro.errors import DeterminismWarning, removed, warn
 from automicro.events.callback import Callback, Callbacks
 from automicro.events.run import ExpectedValues, LoopState, PhaseState, Requests, Run
-from automicro.features import TrainerFeature, last_of
+from automicro.features import TrainerFeature, last_of, taking_words
 from automicro.files import write_whole
 from automicro.loggers import Logger, LoggerGroup
 from automicro.loss.averages import LossAverage
@@ -135,15 +135,18 @@ class Trainer:
         loggers: objects that record the values of the run; see ``automicro.loggers``.
         checkpoint: where and how often to save the run, and whether to resume.
         features: additional features from `automicro.features`, such as `Optimization` (learning
-            rates, clipping), or your own. Sizes are remembered by default if neither ``seed`` nor
-            `Deterministic` is given. ``RememberSizes`` overrides this, but `Deterministic` never
-            remembers sizes.
+            rates, clipping), or your own. As in a config, a word can stand for its feature:
+            ``scheduler``, ``scheduler_interval``, ``grad_clip_norm``, ``compile``, ``rehearse``,
+            ``deterministic``, ``microbatch_unit``, ``nested``, ``strict_divisible`` and others.
+            Sizes are remembered by default if neither ``seed`` nor `Deterministic` is given.
+            ``RememberSizes`` overrides this, but `Deterministic` never remembers sizes.
 
     Raises:
         TypeError, ValueError: an argument is invalid.
         DesyncError: ranks were given different arguments.
     """
 
+    @taking_words
     @answering_unknown
     @announcing_failed_construction
     def __init__(

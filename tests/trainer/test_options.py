@@ -109,15 +109,24 @@ def test_flags_are_true_or_false() -> None:
         ("channels_last", r"convert the model: model.to\(memory_format=torch.channels_last\)"),
         ("max_time", r"give it to fit\(max_time='2h30m'\)"),
         ("parameter_groups", r"give optimizer=automicro.ParameterGroups"),
-        ("count_tokens", r"Give features=\[automicro.features.CountData\(tokens=1\)\]"),
-        ("grad_clip_norm", r"Give features=\[automicro.features.Optimization\(grad_clip_norm=1"),
-        ("deterministic", r"Give features=\[automicro.features.Deterministic\(\)\]"),
     ],
 )
 def test_options_of_another_place_are_answered_with_it(option: str, instead: str) -> None:
     given: dict[str, Any] = {option: 1}
     with pytest.raises(TypeError, match=instead):
         Trainer(make_model(), **given)
+
+
+def test_a_word_stands_for_its_feature() -> None:
+    words = {"scheduler": schedule, "scheduler_interval": "batch", "grad_clip_norm": 0.5}
+    weights = []
+    for given in (words, {"features": [Optimization(schedule, "batch", 0.5)]}, {}):
+        options: dict[str, Any] = {"loss_fn": nn.CrossEntropyLoss(), "optimizer": adam, **given}
+        trainer = Trainer(make_model(), make_loader(), device="cpu", progress=False, **options)
+        trainer.fit()
+        weights.append(torch.cat([each.flatten() for each in trainer.model.parameters()]))
+    assert torch.equal(weights[0], weights[1])
+    assert not torch.equal(weights[0], weights[2])
 
 
 def test_several_features_of_one_kind_are_refused() -> None:

@@ -168,6 +168,8 @@ def test_another_run_is_refused_before_its_model_is_overwritten(other: str, tmp_
 
 
 SIZES = ("microbatch_size", "eval_microbatch_size")
+
+
 def evaluated(names: str) -> Options:
     return {"eval_dataloader": {name: make_loader(rows=16) for name in names}}
 
