@@ -223,6 +223,8 @@ class Recorded:
         self._skip = skip
         self._beside = State(beside, skip=self._skipped, is_held=False)
         self._num_split: collections.Counter[bool] = collections.Counter()  # by whether it trains
+        # Number of comparisons of each changed path, in training (True) and evaluation (False).
+        self._looks = collections.defaultdict[bool, collections.Counter[str]](collections.Counter)
         self._dims, self._sorted_by, self._concat = dims, sorted_by, concat
         self._verdicts: dict[_Key, str] = {}
         self._checked: set[_Key] = set()
@@ -319,8 +321,12 @@ class Recorded:
         self.rows.append(rows)
         if len(self.rows) == 2 and self._is_due():
             self._changed = self._places(self._beside.captured)
-            self._num_modules = self._modules()
-            self._first = capture(self._roots(), skip=self._skipped())
+            looks, paths = self._looks[torch.is_grad_enabled()], {*self._changed, ""}  # "": any
+            # A capture takes memory from the batch, so state that is known is not captured again.
+            if any(looks[each] < _LOOKS for each in paths):
+                looks.update(paths)
+                self._num_modules = self._modules()
+                self._first = capture(self._roots(), skip=self._skipped())
         self._times.clear()
         self._counts = counts or {}
         self._is_open = True
