@@ -255,7 +255,7 @@ class Compile(TrainerFeature):
         self.options = options
 
 
-class Word(NamedTuple):
+class _Word(NamedTuple):
     """An option that stands for a feature, or for one of its arguments."""
 
     feature: str  # the name of its class in this module
@@ -264,29 +264,29 @@ class Word(NamedTuple):
 
 
 WORDS = {
-    "microbatch_unit": Word("MicrobatchUnit", "unit", "rows"),
-    "padding": Word("MicrobatchUnit", "padding", None),
-    "cut_padding": Word("MicrobatchUnit", "cut_padding", "auto"),
-    "nested": Word("Nested", "parts", None),
-    "when_too_large": Word("WhenTooLarge", "savers", "error"),
-    "strict_divisible": Word("StrictDivisible", None, False),
-    "gradient_sums": Word("GradientSums", "sums", "fp32"),
-    "carry_layout": Word("Carry", "layout", None),
-    "update_metric": Word("UpdateMetric", "update", None),
-    "count_tokens": Word("CountData", "tokens", None),
-    "count_seconds": Word("CountData", "seconds", None),
-    "non_finite": Word("NonFinite", "mode", "stop"),
-    "scheduler": Word("Optimization", "scheduler", None),
-    "scheduler_interval": Word("Optimization", "scheduler_interval", None),
-    "grad_clip_norm": Word("Optimization", "grad_clip_norm", None),
-    "rehearse": Word("Rehearse", "mode", None),
-    "deterministic": Word("Deterministic", None, False),
-    "compile": Word("Compile", "options", False),
-    "state": Word("StepState", "values", ()),
-    "scales_for_ranks": Word("RankReduction", "scales", True),
-    "sync": Word("RankReduction", "sync", "each"),
-    "remember_sizes": Word("RememberSizes", "wanted", None),
-    "repeatable": Word("Repeatable", None, False),
+    "microbatch_unit": _Word("MicrobatchUnit", "unit", "rows"),
+    "padding": _Word("MicrobatchUnit", "padding", None),
+    "cut_padding": _Word("MicrobatchUnit", "cut_padding", "auto"),
+    "nested": _Word("Nested", "parts", None),
+    "when_too_large": _Word("WhenTooLarge", "savers", "error"),
+    "strict_divisible": _Word("StrictDivisible", None, False),
+    "gradient_sums": _Word("GradientSums", "sums", "fp32"),
+    "carry_layout": _Word("Carry", "layout", None),
+    "update_metric": _Word("UpdateMetric", "update", None),
+    "count_tokens": _Word("CountData", "tokens", None),
+    "count_seconds": _Word("CountData", "seconds", None),
+    "non_finite": _Word("NonFinite", "mode", "stop"),
+    "scheduler": _Word("Optimization", "scheduler", None),
+    "scheduler_interval": _Word("Optimization", "scheduler_interval", None),
+    "grad_clip_norm": _Word("Optimization", "grad_clip_norm", None),
+    "rehearse": _Word("Rehearse", "mode", None),
+    "deterministic": _Word("Deterministic", None, False),
+    "compile": _Word("Compile", "options", False),
+    "state": _Word("StepState", "values", ()),
+    "scales_for_ranks": _Word("RankReduction", "scales", True),
+    "sync": _Word("RankReduction", "sync", "each"),
+    "remember_sizes": _Word("RememberSizes", "wanted", None),
+    "repeatable": _Word("Repeatable", None, False),
 }
 """Each word that says something makes a feature; those of one feature make it together."""
 

@@ -56,6 +56,7 @@ from automicro.step.split_guard import BATCHNORM_MODES, SplitGuard
 from automicro.step.work import Engine, EvaluationWork, TrainingWork
 from automicro.torch_private import compiler_is_loaded
 from automicro.transaction.gradients import GradientHistory
+from automicro.transaction.parameters import WrittenParameters
 
 P = ParamSpec("P")
 
@@ -197,6 +198,8 @@ class Microbatcher:
         self._setup, self._model, self._modules = setup, model, everything
         self._ranks, self._device, self._index = ranks, setup.device, setup.index
         self._levels = levels = list(setup.levels(setup))
+        written: dict[int, Tensor] = {}  # parameters, as checks find them
+        setup.state.append(WrittenParameters(written))
 
         # Evaluation has its own phase: it keeps no activations, so far larger sizes fit.
         self._train = make_phase("train", microbatch_size, setup, levels)
@@ -261,7 +264,7 @@ class Microbatcher:
             checking={
                 "declared": is_declared(loss_average),
                 "off": not is_checked or ranks.rank != 0,
-                "notes_writes": is_checked,
+                "written": written if is_checked else None,
                 "refuses": probe == "error",
                 "is_alone": not ranks.communicates_in_forward,
             },

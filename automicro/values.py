@@ -451,15 +451,13 @@ def kinds_within(roots: Mapping[str, Any]) -> Kinds:
     >>> len(kinds(threading.Thread)), len(kinds(threading.Timer))
     (1, 0)
     """
-    given = {
-        type(e): (OBJECT,) for e in roots.values() if is_closed(type(e)) and hasattr(e, "__dict__")
-    }
-    return lambda kind: given.get(kind) or kinds_of(kind)
+    given = {type(each) for each in roots.values() if hasattr(each, "__dict__")}
 
+    def kinds(kind: type) -> tuple[Kind, ...]:
+        found = kinds_of(kind)
+        return (OBJECT,) if kind in given and found in ((), (_OPTIONS,)) else found
 
-def is_closed(kind: type) -> bool:
-    """Whether the attributes of such objects are captured only if they are roots."""
-    return kinds_of(kind) in ((), (_OPTIONS,))
+    return kinds
 
 
 class Place(NamedTuple):

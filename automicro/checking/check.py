@@ -111,7 +111,7 @@ class Checks:
         *,
         declared: bool,
         off: bool = False,
-        notes_writes: bool = False,
+        written: dict[int, Tensor] | None = None,
         refuses: bool = False,
         is_alone: bool = True,
     ) -> None:
@@ -126,7 +126,7 @@ class Checks:
         self._off = off or not is_alone
         self._refuses = refuses
         self._why_not = "" if is_alone else needs_other_ranks()
-        is_over = off and not notes_writes
+        is_over = off and written is None
         self._train, self._eval = (_Track(is_over=is_over) for _ in range(2))
         self._output_splits = Occasions()
         self._has_named_outputs = False
@@ -136,7 +136,7 @@ class Checks:
         # Names of attributes and variables that depend on the number of forwards per batch.
         self.counting: list[str] = []
         # Parameters that a forward wrote to, also if it restored them, by id.
-        self.written: dict[int, Tensor] = {}
+        self.written = {} if written is None else written
 
     @property
     def loss_average_is(self) -> str:

@@ -54,7 +54,7 @@ def show_failure(error: BaseException, *, debug: bool) -> int:
 
 def summarize_error(error: BaseException) -> str:
     """Describe an error with its notes; errors of other code with their type and place, too."""
-    if isinstance(error, AutomicroError) or is_refusal(error):
+    if isinstance(error, AutomicroError) or _is_refusal(error):
         return _with_notes(error)
     return _in_words(error, _users_place(error))
 
@@ -139,7 +139,7 @@ def _describe(error: BaseException) -> tuple[int, str]:
         return MISUSED, _with_notes(error)
     from automicro.memory.oom import is_out_of_memory
 
-    if isinstance(error, AutomicroError) or is_out_of_memory(error) or is_refusal(error):
+    if isinstance(error, AutomicroError) or is_out_of_memory(error) or _is_refusal(error):
         return FAILED, _with_notes(error)
     return FAILED, f"the run failed: {_in_words(error, _users_place(error))}"
 
@@ -197,7 +197,7 @@ def _users_place(error: BaseException) -> str | None:
     return None
 
 
-def is_refusal(error: BaseException) -> bool:
+def _is_refusal(error: BaseException) -> bool:
     """Return whether automicro itself raised an error to refuse a value."""
     if not isinstance(error, TypeError | ValueError):
         return False

@@ -10,27 +10,33 @@ lists and cells, which the next capture compares by identity: if all objects are
 is necessary.
 """
 
+import contextlib
+import contextvars
 import functools
 import operator
 import types
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
 from itertools import chain, compress, starmap, zip_longest
 from typing import Any, NamedTuple
 
 import numpy as np
+import torch
 from torch import Tensor, nn
 
 from automicro.errors import RollbackError
 from automicro.memory.oom import surely
-from automicro.state.settings import put_settings_back, read_settings
 from automicro.state.tensors import SMALL_BYTES, Copies, Leaves, is_freed
 from automicro.torch_private import (
+    BACKENDS,
     BUFFERS,
     GLOBAL_HOOKS,
     REGISTERED,
+    function_modes,
     gradient_hooks,
     is_uninitialized,
+    pop_function_modes,
 )
 from automicro.values import (
     CELL,
@@ -46,11 +52,9 @@ from automicro.values import (
     Kind,
     cells_of,
     differs,
-    is_closed,
     is_installed,
     is_owned,
     is_plain,
-    kinds_of,
     kinds_within,
     namespaces_of,
     put_table,
@@ -88,7 +92,6 @@ def capture(
 
 
 _NOT_COPIED = "it was changed, but is too large to be copied. Update it after the step"
-_RESHAPED = "it shows its memory in another shape. Let the forward restore it in a finally block"
 _NEW = vars(nn.Module())
 # Flags about hooks change only together with the tables of hooks.
 _TABLES = [name for name, value in _NEW.items() if hasattr(value, "clear") or "hook" in name]
@@ -282,6 +285,77 @@ def _changes(value: Any, kind: Kind, held: Any, names: Mapping[int, _Name]) -> I
         yield path
 
 
+def _context() -> dict[Any, tuple[int, Any]]:
+    # By identity first, because values may have no truth value when they are compared.
+    return {each: (id(value), value) for each, value in contextvars.copy_context().items()}
+
+
+def _put_context(saved: dict[Any, tuple[int, Any]]) -> None:
+    for variable in {**contextvars.copy_context(), **saved}:
+        # A variable cannot be unset, but an empty context knows its default. One without a default
+        # keeps its value: libraries create theirs at the first use.
+        with contextlib.suppress(LookupError):
+            is_saved = variable in saved
+            variable.set(
+                saved[variable][1] if is_saved else contextvars.Context().run(variable.get)
+            )
+
+
+def _nesting() -> int:
+    # Torch has no getter, and returns the nesting only when it changes.
+    nesting = torch.autocast_increment_nesting() - 1
+    torch.autocast_decrement_nesting()
+    return nesting
+
+
+def _set_nesting(nesting: int) -> None:
+    for _ in range(_nesting() - nesting):
+        torch.autocast_decrement_nesting()
+
+
+_CUDA, _ATTENTION = torch.backends.cuda, ("flash", "mem_efficient", "math", "cudnn")
+_OWN: list[tuple[Any, Any]] = [  # one per device type
+    (torch.is_autocast_enabled, torch.set_autocast_enabled),
+    (torch.get_autocast_dtype, torch.set_autocast_dtype),
+]
+_SETTINGS: list[tuple[Any, Any]] = [
+    (function_modes, pop_function_modes),
+    (torch.is_grad_enabled, torch.set_grad_enabled),
+    (torch.get_default_dtype, torch.set_default_dtype),
+    (torch.is_autocast_cache_enabled, torch.set_autocast_cache_enabled),
+    (_nesting, _set_nesting),
+    (torch.get_deterministic_debug_mode, torch.set_deterministic_debug_mode),
+    (torch.get_num_threads, torch.set_num_threads),
+    *BACKENDS,
+    *((getattr(_CUDA, f"{e}_sdp_enabled"), getattr(_CUDA, f"enable_{e}_sdp")) for e in _ATTENTION),
+    (_context, _put_context),
+]
+
+
+@functools.cache
+def _settings() -> list[tuple[Any, Any]]:
+    types = ["cpu"]
+    if torch.accelerator.is_available():
+        types.append(torch.accelerator.current_accelerator().type)  # type: ignore[union-attr]
+    own = [(partial(read, each), partial(write, each)) for each in types for read, write in _OWN]
+    return [*_SETTINGS, *own]
+
+
+def _read_settings() -> list[Any]:
+    """Return all settings of this thread and process."""
+    return [read() for read, _ in _settings()]
+
+
+def _put_settings_back(saved: list[Any]) -> None:
+    """Restore the settings that differ."""
+    if _read_settings() != saved:
+        for (read, write), value in zip(_settings(), saved, strict=True):
+            if read() != value:
+                write(value)
+        # It may hold casts of the failed attempt, whose graph was freed.
+        torch.clear_autocast_cache()
+
+
 class _Standing:
     """A placeholder for a tensor with a graph, which does not extend its lifetime."""
 
@@ -361,15 +435,12 @@ class _Walk:
         hooks = GLOBAL_HOOKS.values()
         # Most tables of modules and tensors are empty.
         self.empty: list[Any] = [each for each in hooks if not each]
-        waiting = [*roots.values(), *filter(None, hooks)]
+        waiting, kinds = [*roots.values(), *filter(None, hooks)], kinds_within(roots)
         for number, value in enumerate(waiting):  # the list grows inside the loop
-            kinds = kinds_of(type(value))
             if id(value) in seen or (skipped and issubclass(type(value), skipped)):
                 continue
             seen.add(id(value))
-            if number < len(roots) and is_closed(type(value)) and hasattr(value, "__dict__"):
-                kinds = (OBJECT,)  # a root is captured even if its class is opaque
-            for kind in kinds:
+            for kind in kinds(type(value)):
                 if left < 0:
                     rest = [v for v in waiting[number:] if not (is_plain(v) or id(v) in seen)]
                     why = f"it is one of over {MOST_VALUES} values"
@@ -519,7 +590,7 @@ class Captured:
             self._change_content(lambda value: stands.get(id(value), value))
         tensors = [*(e for key, e in content.items() if key not in stands), *self._leaves.small]
         self._copies = Copies(tensors, self._copied, watches_others=self._large is not None)
-        self._global = read_settings()
+        self._global = _read_settings()
 
     def _change_content(self, change: Callable[[Any], Any]) -> None:
         for each in self._held:
@@ -563,7 +634,7 @@ class Captured:
             self._copies = Copies([], {})
         self._change_content(lambda value: None if _is_content(value) else value)
         self._containers.let_go()
-        self._leaves.let_go(is_committed=is_committed)
+        self._leaves.let_go()
         return True
 
     # Restoring
@@ -589,12 +660,11 @@ class Captured:
                 failures.append((value, error.with_traceback(None)))
         failures += self._copies.put_back()
         self._leaves.put_back()
-        failures += ((each, _RESHAPED) for each in self._leaves.reshaped())
         if self._large is None:  # otherwise the replayed code sets its modes itself
             failures += ((each, _NOT_COPIED) for each in self.written())
             # Last, because contexts that were entered manually end here when they are released, and
             # set modes.
-            put_settings_back(self._global)
+            _put_settings_back(self._global)
         if failures:
             names = self.names()
             told = [f"{names.get(id(value), '?')[0]}: {why}" for value, why in failures]
@@ -623,7 +693,7 @@ class Captured:
         for each in chain(tensors, filter(None, self._empty), others):
             if id(each) in names:
                 yield names[id(each)][0]
-        if read_settings() != self._global:
+        if _read_settings() != self._global:
             yield "torch"
 
     def changed_tensors(self, *, by_content: bool) -> set[int]:

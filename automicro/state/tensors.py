@@ -193,10 +193,6 @@ def _where(tensor: Tensor) -> tuple[Any, ...]:
     return tensor.data_ptr(), tensor.shape, tensor.dtype, tensor.stride()
 
 
-def _form(tensor: Tensor) -> tuple[Any, ...]:
-    return tensor.dtype, tensor.storage_offset(), tensor.shape, tensor.stride()
-
-
 def _is_dense(alias: Tensor) -> bool:
     # Subclasses may keep their data elsewhere.
     if type(alias) is not Tensor or alias.layout is not torch.strided or alias.is_meta:
@@ -245,9 +241,8 @@ class Leaves:
         self._leaves = leaves
         # Only these can have their memory restored.
         self._dense = [each for each in leaves if type(each) in _DENSE and _is_dense(each.detach())]
-        self._addresses: list[int] = []
+        self._places: list[int] = []
         self._forms: list[Any] = []
-        self._knows_forms = False  # whether they are those of the current step
         self._flags: list[bool] = []
         self.small: list[Tensor] = []  # frozen ones that are copied with other tensors
         self._frozen: list[Tensor] = []
@@ -267,24 +262,24 @@ class Leaves:
             self.small = [each for each in there if id(each) in small]
             self._frozen = [each for each in there if id(each) not in small]
         self._versions = all_versions(self._frozen)
-        addresses, self._addresses = self._addresses, list(map(Tensor.data_ptr, self._dense))
-        # Reading all forms at each step would be slow.
-        if self._addresses != addresses:
-            self._knows_forms = True
-            self._forms = list(map(_form, self._dense))
+        before = self._places
+        self._places = [*map(Tensor.data_ptr, self._dense), *map(Tensor.numel, self._dense)]
+        if self._places != before:  # reading all forms at each step would be slow
+            self._forms = [(_where(each), each.storage_offset()) for each in self._dense]
         # Kept alive, so that their addresses are not reused.
         self._memory = list(map(Tensor.untyped_storage, self._dense))
         return True
 
-    def let_go(self, *, is_committed: bool) -> None:
+    def let_go(self) -> None:
         """Release all memory."""
         self._memory = []
-        self._knows_forms &= not is_committed  # the caller's code may change them now
 
     def put_back(self) -> None:
         """Restore everything except values."""
-        for leaf, memory, (dtype, *form) in self._moved():
-            leaf.data = torch.empty(0, dtype=dtype, device=memory.device).set_(memory, *form)
+        for leaf, memory, (where, offset) in self._moved():
+            _, shape, dtype, stride = where
+            empty = torch.empty(0, dtype=dtype, device=memory.device)
+            leaf.data = empty.set_(memory, offset, shape, stride)
         for leaf in self._switched():
             leaf.requires_grad_(not leaf.requires_grad)
         for _, hooks in self._hooked():
@@ -301,19 +296,9 @@ class Leaves:
 
     def _moved(self) -> Iterator[tuple[Tensor, Any, Any]]:
         """Yield parameters with other memory, with their own, unless a wrapper has freed it."""
-        held = zip(self._dense, self._memory, self._addresses, self._forms, strict=True)
-        for leaf, memory, address, form in held:
-            has_moved = leaf.data_ptr() != address
-            if (has_moved or (self._knows_forms and _form(leaf) != form)) and memory.nbytes():
+        for leaf, memory, form in zip(self._dense, self._memory, self._forms, strict=True):
+            if _where(leaf) != form[0] and memory.nbytes():
                 yield leaf, memory, form
-
-    def reshaped(self) -> Iterator[Tensor]:
-        """Yield parameters that show their own memory in another shape."""
-        # These forms may be older than the step, so they are not restored.
-        held = zip(self._dense, self._addresses, self._forms, strict=True)
-        for leaf, address, form in held:
-            if leaf.data_ptr() == address and _form(leaf) != form:
-                yield leaf
 
     def changed(self) -> Iterator[Tensor]:
         """Yield parameters with another flag, other hooks or other memory."""

@@ -30,7 +30,7 @@ from automicro.step.plan import ROWS, Plan, Step
 from automicro.step.results import Where
 from automicro.step.split_guard import SplitGuard
 from automicro.transaction.gradients import GradientHistory, Gradients
-from automicro.transaction.parameters import Parameters, WrittenParameters
+from automicro.transaction.parameters import Parameters
 from automicro.transaction.transaction import Part
 from automicro.values import read_scalars, stack_scalars
 
@@ -113,7 +113,7 @@ class Engine:
     spare: SpareRows
     split_guard: SplitGuard
     computation: Computation
-    checking: Mapping[str, bool]  # options of `Checks`
+    checking: Mapping[str, Any]  # options of `Checks`
     update_metric: Callable[..., None]
     updates_by_caller: bool
     random_state: Callable[[], Part]  # makes the part that undoes the draws of a metric's update
@@ -223,10 +223,6 @@ class _Work(Generic[T]):
     def carry(self) -> Any:
         """The state for the next batch, if any."""
         return None if self._kept is None else self._kept.carry
-
-    def _written(self) -> list[Part]:
-        written = self._engine.checks.written
-        return [WrittenParameters(written)] if written else []
 
     def check(self, plan: Plan) -> None:
         checks, kept, mode = self._engine.checks, self._kept, self._mode
@@ -372,7 +368,6 @@ class TrainingWork(_Work[Losses]):
         index, reservation = self._engine.index, self._engine.reservation
         return [
             Parameters(index.parameters, index.names_of),
-            *self._written(),
             self._watch,
             # Early, so that the optimizer's state does not count as free memory of an attempt.
             *([] if reservation is None else [reservation]),
@@ -493,11 +488,7 @@ class EvaluationWork(_Work[Evaluated]):
         self._has_checked = predicts  # a prediction has no loss to check
 
     def parts(self) -> list[Part]:
-        index, written = self._engine.index, self._engine.checks.written
-        counted = [e for e in index.parameters if not (id(e) in written or e.is_inference())]
         return [
-            Parameters(counted, index.names_of, is_training=False),
-            *self._written(),
             self._watch,
             self._phase.random,
             self._state,

@@ -6,7 +6,7 @@ from itertools import compress
 
 from torch import Tensor
 
-from automicro.errors import RollbackError, StateWarning, warn
+from automicro.errors import RollbackError
 from automicro.state.tensors import Copies
 from automicro.torch_private import all_versions
 
@@ -20,43 +20,29 @@ class Parameters:
         self,
         parameters: Sequence[Tensor],
         names_of: Callable[[Iterable[Tensor]], Sequence[str]] = lambda _: (),
-        *,
-        is_training: bool = True,
     ) -> None:
-        self._parameters, self._names_of = parameters, names_of
-        self._is_training = is_training
+        self._parameters = parameters
+        self._names_of = names_of
         self._versions: list[int] | None = None
 
     def begin(self) -> None:
         self._versions = all_versions(self._parameters)
 
     def prepare(self) -> None:
-        if self._is_training:
-            self._refuse_changes()
+        before, now = self._versions, all_versions(self._parameters)
+        if before != now:
+            # Raised only once: the rollback after a failed `prepare` must not fail for it, too.
+            self._versions = None
+            moved = map(operator.ne, before or (), now)
+            raise refused_writes(self._names_of(compress(self._parameters, moved)))
 
     def commit(self) -> None:
         self._versions = None
 
     def roll_back(self) -> None:
-        self._refuse_changes()
+        if self._versions is not None:
+            self.prepare()
         self._versions = None
-
-    def _refuse_changes(self) -> None:
-        before, now = self._versions, all_versions(self._parameters)
-        if before is None or before == now:
-            return
-        # Only once: the rollback after a failed `prepare` must not fail for them, too.
-        self._versions = None
-        names = self._names_of(compress(self._parameters, map(operator.ne, before, now)))
-        if self._is_training:
-            raise refused_writes(names)
-        # The forward may have restored them itself, in a finally block.
-        warn(
-            f"a failed attempt of an evaluation changed parameters{_listed(names)}, which cannot "
-            "be rolled back. If a forward changes parameters for a while, restore them in a "
-            "finally block",
-            StateWarning,
-        )
 
 
 class WrittenParameters:
@@ -65,7 +51,7 @@ class WrittenParameters:
     # A check has seen the writes, which autograd does not count, so versions would miss them.
     def __init__(self, parameters: Mapping[int, Tensor]) -> None:
         self._parameters = parameters
-        self._copies: Copies | None = None
+        self._copies = Copies([], {})
 
     def begin(self) -> None:
         self._copies = Copies([*self._parameters.values()], self._parameters)
@@ -74,23 +60,18 @@ class WrittenParameters:
         """Do nothing, because nothing can fail."""
 
     def commit(self) -> None:
-        self._copies = None
+        self._copies = Copies([], {})
 
     def roll_back(self) -> None:
-        if self._copies is not None:
-            list(self._copies.put_back())  # all are copied, because they count as buffers
-        self._copies = None
-
-
-def _listed(names: Sequence[str]) -> str:
-    more = f" and {len(names) - 3} more" * (len(names) > 3)
-    return f" ({', '.join(map(repr, names[:3]))}{more})" if names else ""
+        list(self._copies.put_back())  # all are copied, because they count as buffers
+        self.commit()
 
 
 def refused_writes(names: Sequence[str]) -> RollbackError:
     """Return the error for parameters that a forward or backward changed."""
+    listed = ", ".join(map(repr, names[:3])) + f" and {len(names) - 3} more" * (len(names) > 3)
     return RollbackError(
-        f"the forward or backward changed parameters{_listed(names)}, which cannot be "
+        f"the forward or backward changed parameters{listed and f' ({listed})'}, which cannot be "
         "rolled back. Call optimizer.step() after backward() returns (in a single process also in "
         "a post-accumulate hook that cannot fail). Update moving averages (a teacher, a key "
         "encoder) and constrain parameters after the step (an embedding with max_norm constrains "

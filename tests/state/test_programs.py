@@ -11,7 +11,6 @@ import contextlib
 import contextvars
 import dataclasses
 import itertools
-import os
 import random
 import re
 import sys
@@ -113,10 +112,6 @@ def down(at):
 
 def put(at, value):
     at.v = value
-
-
-def add_to_environment(number):
-    os.environ["OF_A_FORWARD"] = str(int(os.environ["OF_A_FORWARD"]) + number)
 
 
 def scale_rate(optimizer, factor):
@@ -250,8 +245,6 @@ KINDS: dict[str, tuple[Any, ...]] = {
     "context_variable": (lambda a: VARIABLE.set(0), lambda a: VARIABLE.set(VARIABLE.get() + 1), lambda a: VARIABLE.set(VARIABLE.get() - 1), lambda a: VARIABLE.get()),
     "context_variable_with_a_default": (lambda a: a, lambda a: put(a, DEFAULTED.set(1)), lambda a: DEFAULTED.reset(a.v), lambda a: DEFAULTED.get(), PULSE),
     "errors_of_numpy": (lambda a: np.seterr(over="warn"), lambda a: np.seterr(over="ignore"), lambda a: np.seterr(over="warn"), lambda a: np.geterr()["over"], PULSE),
-    "environment": (lambda a: os.environ.update(OF_A_FORWARD="0"), lambda a: add_to_environment(1), lambda a: add_to_environment(-1), lambda a: os.environ["OF_A_FORWARD"]),
-    "directory": (lambda a: os.getcwd(), lambda a: os.chdir("/"), lambda a: os.chdir(a.v), lambda a: os.getcwd() == a.v, PULSE),
     "learning_rate": (lambda a: torch.optim.SGD([torch.ones(1)], 1.0), lambda a: scale_rate(a.v, 2), lambda a: scale_rate(a.v, 0.5), lambda a: a.v.param_groups[0]["lr"]),
     "function_of_numpy": (lambda a: a.of(np, "einsum", lambda: np.einsum), lambda a: put(a, len), lambda a: put(a, EINSUM), lambda a: a.v is EINSUM, AROUND),
     "matmul_precision": (lambda a: a, lambda a: torch.set_float32_matmul_precision("medium"), lambda a: torch.set_float32_matmul_precision("highest"), modes, PULSE),
@@ -424,7 +417,6 @@ def everything_global():
         while modes()[-1]:
             torch.autocast_decrement_nesting()
         sys.modules.pop(USERS, None)
-        os.environ.pop("OF_A_FORWARD", None)
         np.seterr(over="warn")
         globals().pop("LATE", None)
 
