@@ -635,6 +635,7 @@ class Captured:
         self._change_content(lambda value: None if _is_content(value) else value)
         self._containers.let_go()
         self._leaves.let_go()
+        self._global = []  # context variables may hold tensors
         return True
 
     # Restoring

@@ -241,7 +241,7 @@ class Leaves:
         self._leaves = leaves
         # Only these can have their memory restored.
         self._dense = [each for each in leaves if type(each) in _DENSE and _is_dense(each.detach())]
-        self._places: list[int] = []
+        self._places: list[list[int]] = []
         self._forms: list[Any] = []
         self._flags: list[bool] = []
         self.small: list[Tensor] = []  # frozen ones that are copied with other tensors
@@ -262,9 +262,10 @@ class Leaves:
             self.small = [each for each in there if id(each) in small]
             self._frozen = [each for each in there if id(each) not in small]
         self._versions = all_versions(self._frozen)
-        before = self._places
-        self._places = [*map(Tensor.data_ptr, self._dense), *map(Tensor.numel, self._dense)]
-        if self._places != before:  # reading all forms at each step would be slow
+        # Reading all forms at each step would be slow.
+        looks = (Tensor.data_ptr, Tensor.numel, Tensor.is_contiguous)
+        before, self._places = self._places, [list(map(each, self._dense)) for each in looks]
+        if self._places != before:
             self._forms = [(_where(each), each.storage_offset()) for each in self._dense]
         # Kept alive, so that their addresses are not reused.
         self._memory = list(map(Tensor.untyped_storage, self._dense))

@@ -2,8 +2,10 @@
 
 import collections
 import contextlib
+import contextvars
 import itertools
 import sys
+import weakref
 from typing import Any
 
 import pytest
@@ -421,3 +423,13 @@ def test_a_parameter_gets_its_dtype_back():
     model.double()
     captured.put_back()
     assert torch.equal(model.weight, before)
+
+
+def test_values_of_context_variables_do_not_live_longer_than_an_attempt():
+    variable, box = contextvars.ContextVar[Any]("variable", default=None), Box(n=0)
+    token, alive = variable.set(box), weakref.ref(box)
+    captured = capture({"model": nn.Linear(2, 2)})
+    variable.reset(token)
+    del token, box
+    captured.let_go()
+    assert alive() is None

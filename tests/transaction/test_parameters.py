@@ -1,6 +1,7 @@
 """Parameters that a forward changes for a while, when memory runs out in between."""
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -94,3 +95,20 @@ def test_a_shape_that_changes_in_a_later_batch_comes_back() -> None:
         microbatcher.backward(batch)
         model.most_rows = 1
     assert model.weight.shape == (4, 3)
+
+
+def test_a_shape_that_the_caller_changes_between_steps_stays() -> None:
+    model, (rows, targets) = nn.Linear(3, 3), (torch.randn(8, 3), torch.randn(8, 3))
+    most_rows = [8, 4]
+
+    def forward(model: nn.Module, batch: Any) -> Tensor:
+        if len(batch[0]) > most_rows[0]:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        return nn.functional.mse_loss(model(batch[0]), batch[1])
+
+    microbatcher = Microbatcher(model, forward=forward, loss_average="samples")
+    microbatcher.backward((rows, targets))
+    model.weight.data, model.weight.grad = model.weight.data.t(), None
+    del most_rows[0]
+    assert microbatcher.backward((rows, targets)).microbatch_size == 4
+    assert model.weight.stride() == (1, 3)
