@@ -34,25 +34,25 @@ def run(folder: Path, *arguments: str) -> None:
         env={**os.environ, **there},
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=560,
     )
     assert ended.returncode == 0, ended.stdout[-8000:] + ended.stderr[-2000:]
     assert " passed" in ended.stdout
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 def test_keras_keeps_its_bits_and_survives(tmp_path: Path) -> None:
     run(tmp_path)
 
 
 @pytest.mark.sweep
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 def test_keras_survives_every_limit(tmp_path: Path) -> None:
     run(tmp_path, "-m", "sweep")
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 def test_keras_on_two_ranks(tmp_path: Path) -> None:
     run(tmp_path, "-m", "slow")
 
