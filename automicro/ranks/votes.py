@@ -7,8 +7,8 @@ be paired. State of a rank changes only after an exchange succeeded.
 Sums detect whether all members of a group reached a collective: each member contributes numbers
 derived from the collective it is about to run. The first member contributes them negated, times the
 number of other members, so they sum to zero if all arrived, for any number of groups. Senders and
-receivers of messages cancel in the same way, over several votes: senders contribute negative
-numbers, so a sum above zero means that a rank waits for a message that was not sent.
+receivers of messages cancel in the same way, over several votes: senders count down in digits, so a
+digit above zero means that a rank waits for a message that was not sent.
 """
 
 import hashlib
@@ -24,8 +24,11 @@ from automicro.ranks.guards.collectives import Call
 from automicro.ranks.heartbeat import Watch
 from automicro.ranks.interface import Agreement, Proposal, Report, Status, Sync
 
-COUNT = 4
 _NO_MESSAGES = (0.0,) * SLOTS
+# Each number counts a message in one of its digits, so that messages under way rarely hide another
+# one that was not sent.
+_DIGIT, _DIGITS = 1 << 10, 5
+_TOO_MANY = sum(_DIGIT**place * _DIGIT // 2 for place in range(_DIGITS))
 _LARGEST = 1 << 24  # exact in float64 when multiplied by the ranks of any world
 
 
@@ -36,19 +39,20 @@ def brought(call: Call, rank: int) -> tuple[float, ...]:
     >>> {sum(each) for each in zip(*(brought(call, rank) for rank, call in enumerate(both)))}
     {0.0}
     """
+    # A digest, because hash() of a string differs between processes.
     if call.peer is not None:
         pair = (rank, call.peer) if call.sends else (call.peer, rank)
-        factor = -1 if call.sends else 1
-        text = f"{pair} {call.shape}"
-    else:
-        factor = -(len(call.members) - 1) if rank == call.members[0] else 1
-        text = str(call)
-    # A digest, because hash() of a string differs between processes. Never 0, which would look as
-    # if no member had arrived.
-    drawn = struct.unpack(f"{COUNT}I", hashlib.sha256(text.encode()).digest()[: 4 * COUNT])
-    numbers = [1 + each % (_LARGEST - 1) for each in drawn]
-    # With the complements, two different messages never sum to less than zero everywhere.
-    return tuple(float(factor * each) for each in (*numbers, *(_LARGEST - n for n in numbers)))
+        drawn = hashlib.sha256(f"{pair} {call.shape}".encode()).digest()[:SLOTS]
+        return tuple((-1.0 if call.sends else 1.0) * _DIGIT ** (each % _DIGITS) for each in drawn)
+    factor = -(len(call.members) - 1) if rank == call.members[0] else 1
+    numbers = struct.unpack("4I", hashlib.sha256(str(call).encode()).digest()[:16])
+    # Never 0, which would look as if no member had arrived.
+    return tuple(float(factor * (1 + each % (_LARGEST - 1))) for each in numbers)
+
+
+def _are_sent(under_way: Sequence[float]) -> bool:
+    """Return whether all received messages had been sent: whether no digit is above zero."""
+    return not any(-int(each) & _TOO_MANY for each in under_way)
 
 
 _SAME_CALLS = (
@@ -115,7 +119,7 @@ class Votes:
         is_met = not any(together.sums)
         if is_message:
             self._under_way = tuple(map(operator.add, self._under_way, together.sums))
-            is_met = max(self._under_way) <= 0
+            is_met = _are_sent(self._under_way)
         if not is_met:
             self._report_desync(f"{call} {where}", _ALL_COME)
 

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from automicro.errors import DesyncError, PeerFailedError, PeerLostError, PeerStoppedError
 from automicro.ranks.coordinated import CoordinatedRanks
 from automicro.ranks.exchange import FAN_OUT, Ballot, failed, fold, healthy, plan_levels
+from automicro.ranks.guards.collectives import Call
 from automicro.ranks.interface import (
     Agreement,
     OneRank,
@@ -328,3 +329,20 @@ def test_one_process_agrees_with_itself_for_free() -> None:
     with alone.microbatch(0):
         alone.vote()
     assert alone.stop(MemoryError(), Status.OUT_OF_MEMORY) is Status.OUT_OF_MEMORY
+
+
+@pytest.mark.parametrize("num_sent", [1, 2, 3])
+def test_messages_under_way_hide_none_that_was_not_sent(num_sent: int) -> None:
+    world = SimulatedWorld(2)
+
+    def on_rank(rank: int) -> None:
+        for wrong in range(50):
+            votes, peer = Votes(world.exchange(rank)), 1 - rank
+            for number in range(num_sent):
+                sent = Call(name="isend", members=(0, 1), peer=peer, sends=True, shape=f"{number}")
+                votes.collective(sent, where="in the forward")
+            call = Call(name="irecv", members=(0, 1), peer=peer, shape=f"{wrong} others")
+            with pytest.raises(DesyncError):
+                votes.collective(call, where="in the forward")
+
+    world.run(on_rank)
