@@ -26,6 +26,7 @@ from automicro.options import (
     read_flag,
 )
 from automicro.step.feature import Feature as Feature
+from automicro.step.feature import check_features
 from automicro.step.setup import Setup
 from automicro.units import duration_meant
 
@@ -314,7 +315,7 @@ def with_features(words: Mapping[str, Any]) -> dict[str, Any]:
         >>> made["precision"], [type(each).__name__ for each in made["features"]]
         ('bf16', ['Repeatable'])
     """
-    features = list(words.get("features", ()))
+    features = check_features(words.get("features", ()))
     wanted = [w.feature for name, w in WORDS.items() if words.get(name, w.default) != w.default]
     # All options of one feature together create one instance of it.
     for feature in dict.fromkeys(wanted):
@@ -350,9 +351,10 @@ def taking_words(construct: Callable[P, None]) -> Callable[P, None]:
 
 
 def last_of(name: str, features: Iterable[Feature]) -> Any:
-    """The last feature of a class, which takes precedence; None if there is none."""
+    """The last feature of a class or a subclass, which takes precedence; None if there is none."""
     # Compare names: a feature whose module is not imported cannot be in the list.
-    return next((f for f in reversed([*features]) if type(f).__name__ == name), None)
+    kinds = ((f, type(f).__mro__) for f in reversed([*features]))
+    return next((f for f, kind in kinds if name in (each.__name__ for each in kind)), None)
 
 
 def exact_batchnorm(microbatch_size: Any) -> Feature:

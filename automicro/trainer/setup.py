@@ -142,7 +142,7 @@ class MicrobatcherFactory:
     def __init__(self, placed: PlacedModel, options: Mapping[str, Any]) -> None:
         # RememberSizes is not passed on, because each microbatcher gets it as an option.
         passed = [f for f in options["features"] if not isinstance(f, TrainerFeature)]
-        self._features = [f for f in passed if type(f).__name__ != "RememberSizes"]
+        self._features = [f for f in passed if last_of("RememberSizes", [f]) is None]
         sized = last_of("MicrobatchUnit", self._features)
         unit = unit_name("rows" if sized is None else sized.unit)
         self.policies = (

@@ -183,7 +183,8 @@ class Trainer:
     ) -> None:
         given = {name: value for name, value in locals().items() if name != "self"}
         given["features"] = features = check_features(features)
-        of_the_loop = [type(each).__name__ for each in features if isinstance(each, TrainerFeature)]
+        kinds = [type(each).__mro__ for each in features if isinstance(each, TrainerFeature)]
+        of_the_loop = [kind[kind.index(TrainerFeature) - 1].__name__ for kind in kinds]
         for name in of_the_loop:
             if of_the_loop.count(name) > 1:
                 raise ValueError(

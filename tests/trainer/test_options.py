@@ -117,20 +117,33 @@ def test_options_of_another_place_are_answered_with_it(option: str, instead: str
         Trainer(make_model(), **given)
 
 
+class Clipping(Optimization):
+    pass
+
+
 def test_a_word_stands_for_its_feature() -> None:
     words = {"scheduler": schedule, "scheduler_interval": "batch", "grad_clip_norm": 0.5}
     weights = []
-    for given in (words, {"features": [Optimization(schedule, "batch", 0.5)]}, {}):
+    kinds = Optimization, Clipping
+    for given in (words, *({"features": [kind(schedule, "batch", 0.5)]} for kind in kinds), {}):
         options: dict[str, Any] = {"loss_fn": nn.CrossEntropyLoss(), "optimizer": adam, **given}
         trainer = Trainer(make_model(), make_loader(), device="cpu", progress=False, **options)
         trainer.fit()
         weights.append(torch.cat([each.flatten() for each in trainer.model.parameters()]))
     assert torch.equal(weights[0], weights[1])
-    assert not torch.equal(weights[0], weights[2])
+    assert torch.equal(weights[0], weights[2])
+    assert not torch.equal(weights[0], weights[3])
 
 
-def test_several_features_of_one_kind_are_refused() -> None:
-    features = [Optimization(schedule, "batch"), Optimization(grad_clip_norm=1.0)]
+def test_features_are_a_list_beside_words_too() -> None:
+    features: Any = NonFinite("skip")
+    with pytest.raises(TypeError, match="features is a NonFinite and not a list"):
+        Trainer(make_model(), make_loader(), optimizer=adam, grad_clip_norm=1.0, features=features)
+
+
+@pytest.mark.parametrize("kind", [Optimization, Clipping])
+def test_several_features_of_one_kind_are_refused(kind: type[Optimization]) -> None:
+    features = [kind(schedule, "batch"), Optimization(grad_clip_norm=1.0)]
     with pytest.raises(ValueError, match=r"several Optimization\(…\), of which only one"):
         Trainer(make_model(), make_loader(), optimizer=adam, features=features)
 
