@@ -235,8 +235,8 @@ def read_scheduler_interval(scheduler: object, given: str | None) -> str:
     name, own = type(scheduler).__name__, getattr(scheduler, "scheduler_interval", None)
     if own is None and given is None and scheduler is not None:
         raise ValueError(
-            f"{name} does not declare its unit. Pass Optimization(scheduler_interval='batch') to "
-            "step it after each optimizer step, or 'epoch' to step it after each epoch"
+            f"{name} does not declare its unit. Pass scheduler_interval='batch' to step it after "
+            "each optimizer step, or 'epoch' to step it after each epoch"
         )
     if own is not None and given not in (None, own):
         raise ValueError(

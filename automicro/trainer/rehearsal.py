@@ -167,10 +167,10 @@ def _pass_of(loader: Any, name: str) -> Iterator[_Made]:
     if not _begins_again(loader):
         owner = loader.dataset if isinstance(loader, DataLoader) else loader
         raise ValueError(
-            f"Rehearse('worst') iterates over {name} before the first step, but {name} "
+            f"rehearse='worst' iterates over {name} before the first step, but {name} "
             f"({type(owner).__name__}) can be iterated only once, so these batches would be "
             "missing in the run. Pass a DataLoader over a data set with a length, or leave "
-            "the rehearsal out"
+            "rehearse out"
         )
     if isinstance(loader, DataLoader):  # without workers, which would be started only for this
         loader = copy.copy(loader)

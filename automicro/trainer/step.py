@@ -47,8 +47,8 @@ class FinitenessGuard:
             return self.skip(what, state)
         raise NonFiniteLossError(
             f"{what} in {place_of(state)}; the optimizer did not step. Lower the learning rate, "
-            "clip gradients (Optimization(grad_clip_norm=1.0)), check this batch for NaN, or skip "
-            "such batches with NonFinite('skip') (in a config non_finite: skip)"
+            "clip gradients (grad_clip_norm=1.0), check this batch for NaN, or skip such batches "
+            "(non_finite='skip')"
         )
 
     def skip(self, what: str, state: LoopState) -> str:
@@ -59,7 +59,7 @@ class FinitenessGuard:
         raise NonFiniteLossError(
             f"{what} in {place_of(state)}, as in the {MOST_IN_A_ROW} skipped batches before it; "
             "the weights may be NaN. Resume from an earlier checkpoint with a lower learning rate, "
-            "or clip gradients (Optimization(grad_clip_norm=1.0))"
+            "or clip gradients (grad_clip_norm=1.0)"
         )
 
 

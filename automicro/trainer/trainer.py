@@ -220,7 +220,7 @@ class Trainer:
         sizes += [each.microbatch_size for each in evaluators.values()]
         by_clock = any(each == "explore" or isinstance(each, Explore) for each in sizes)
         if by_clock and deterministic:
-            raise ValueError(f"features has Deterministic(), but {_BY_CLOCK}")
+            raise ValueError(f"deterministic was given, but {_BY_CLOCK}")
         asked = last_of("RememberSizes", features)
         remembers = seed is None if asked is None else asked.wanted
         given |= {

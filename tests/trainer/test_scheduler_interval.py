@@ -48,7 +48,7 @@ halving = partial(torch_schedules.StepLR, step_size=1, gamma=0.5)
 
 @pytest.mark.parametrize("kind", [halving, lambda optimizer: SimpleNamespace(step=print)])
 def test_a_scheduler_that_does_not_say_what_it_counts_is_refused_with_both_words(kind: Any) -> None:
-    message = r"Optimization\(scheduler_interval='batch'\) to step it after each .* or 'epoch' to"
+    message = r"Pass scheduler_interval='batch' to step it after each .* or 'epoch' to"
     with pytest.raises(ValueError, match=message):
         rates_of("1ep", scheduler=kind, scheduler_interval=None)
 
