@@ -241,7 +241,7 @@ class Leaves:
         self._leaves = leaves
         # Only these can have their memory restored.
         self._dense = [each for each in leaves if type(each) in _DENSE and _is_dense(each.detach())]
-        self._places: list[list[int]] = []
+        self._places: list[list[Any]] = []
         self._forms: list[Any] = []
         self._flags: list[bool] = []
         self.small: list[Tensor] = []  # frozen ones that are copied with other tensors
@@ -263,7 +263,7 @@ class Leaves:
             self._frozen = [each for each in there if id(each) not in small]
         self._versions = all_versions(self._frozen)
         # Reading all forms at each step would be slow.
-        looks = (Tensor.data_ptr, Tensor.numel, Tensor.is_contiguous)
+        looks = (Tensor.data_ptr, Tensor.numel, Tensor.stride)
         before, self._places = self._places, [list(map(each, self._dense)) for each in looks]
         if self._places != before:
             self._forms = [(_where(each), each.storage_offset()) for each in self._dense]
