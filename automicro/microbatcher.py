@@ -8,6 +8,7 @@ import contextlib
 import functools
 import inspect
 import math
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, ParamSpec
 
@@ -198,7 +199,8 @@ class Microbatcher:
         self._setup, self._model, self._modules = setup, model, everything
         self._ranks, self._device, self._index = ranks, setup.device, setup.index
         self._levels = levels = list(setup.levels(setup))
-        written: dict[int, Tensor] = {}  # parameters, as checks find them
+        # Parameters, as checks find them; weak, because the caller may replace them.
+        written = weakref.WeakValueDictionary[int, Tensor]()
         setup.state.append(WrittenParameters(written))
 
         # Evaluation has its own phase: it keeps no activations, so far larger sizes fit.

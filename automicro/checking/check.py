@@ -9,7 +9,7 @@ import functools
 import itertools
 import logging
 import math
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias, TypeVar
 
@@ -111,7 +111,7 @@ class Checks:
         *,
         declared: bool,
         off: bool = False,
-        written: dict[int, Tensor] | None = None,
+        written: MutableMapping[int, Tensor] | None = None,
         refuses: bool = False,
         is_alone: bool = True,
     ) -> None:
@@ -136,7 +136,7 @@ class Checks:
         # Names of attributes and variables that depend on the number of forwards per batch.
         self.counting: list[str] = []
         # Parameters that a forward wrote to, also if it restored them, by id.
-        self.written = {} if written is None else written
+        self.written: MutableMapping[int, Tensor] = {} if written is None else written
 
     @property
     def loss_average_is(self) -> str:
@@ -304,7 +304,7 @@ class Checks:
             pieces = bench.read(apart)
             found, blind = bench.compare(together, whole, pieces)
             initialised = bench.check_writes()
-            self.written |= bench.draws.written
+            self.written.update(bench.draws.written)
             if initialised and track.looks < 2:
                 warn(_initialises(initialised), BufferWarning)
                 return None  # later batches start from these values
@@ -350,7 +350,7 @@ class Checks:
         together, _ = cuts_of(layout, batch, telling_rows(layout, batch, num_rows, most=most))
         with Bench(self._computation, Conditions(mode=mode, wants="numbers")) as bench:
             bench.read(together)
-            self.written |= bench.draws.written
+            self.written.update(bench.draws.written)
 
     def _note_state(self, bench: Bench, whole: Reading, parts: Reading, apart: CutBatch) -> None:
         """Record state that depends on how many forwards process the same rows."""
@@ -423,7 +423,7 @@ class Checks:
         with Bench(self._computation, Conditions(mode=mode, wants=wants)) as bench:
             whole, parts = bench.read(together), bench.read(apart)
             found, _ = bench.compare(together, whole, parts)
-            self.written |= bench.draws.written
+            self.written.update(bench.draws.written)
             if bench.draws.changed(once=True) and self._train.looks < 2:
                 return "", {}  # later batches start from these values
             finite = {name for name, value in whole.numbers.items() if math.isfinite(value)}

@@ -1,5 +1,7 @@
 """Parameters that a forward changes for a while, when memory runs out in between."""
 
+import gc
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -112,3 +114,14 @@ def test_a_shape_that_the_caller_changes_between_steps_stays() -> None:
     del most_rows[0]
     assert microbatcher.backward((rows, targets)).microbatch_size == 4
     assert model.weight.stride() == (1, 3)
+
+
+def test_a_replaced_parameter_is_freed() -> None:
+    model = Changing(merged)
+    microbatcher = Microbatcher(model, loss_fn=nn.MSELoss())
+    microbatcher.backward(batches()[0])
+    replaced = weakref.ref(model.weight)
+    model.weight = nn.Parameter(model.weight.detach().clone())
+    microbatcher.backward(batches()[1])
+    gc.collect()
+    assert replaced() is None
