@@ -125,7 +125,8 @@ def test_a_word_stands_for_its_feature() -> None:
     words = {"scheduler": schedule, "scheduler_interval": "batch", "grad_clip_norm": 0.5}
     weights = []
     kinds = Optimization, Clipping
-    for given in (words, *({"features": [kind(schedule, "batch", 0.5)]} for kind in kinds), {}):
+    features: Any = [{"features": [kind(schedule, "batch", 0.5)]} for kind in kinds]
+    for given in (words, *features, {}):
         options: dict[str, Any] = {"loss_fn": nn.CrossEntropyLoss(), "optimizer": adam, **given}
         trainer = Trainer(make_model(), make_loader(), device="cpu", progress=False, **options)
         trainer.fit()
@@ -136,9 +137,9 @@ def test_a_word_stands_for_its_feature() -> None:
 
 
 def test_features_are_a_list_beside_words_too() -> None:
-    features: Any = NonFinite("skip")
+    options: Any = {"features": NonFinite("skip"), "grad_clip_norm": 1.0}
     with pytest.raises(TypeError, match="features is a NonFinite and not a list"):
-        Trainer(make_model(), make_loader(), optimizer=adam, grad_clip_norm=1.0, features=features)
+        Trainer(make_model(), make_loader(), optimizer=adam, **options)
 
 
 @pytest.mark.parametrize("kind", [Optimization, Clipping])
