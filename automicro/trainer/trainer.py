@@ -122,7 +122,7 @@ class Trainer:
         seed: seed of Python, NumPy and torch, set when the trainer is constructed; it does not
             affect a model or loader made before. With a seed, sizes are not remembered by default
             and no measured time decides them, so a script that seeds its model and data repeats
-            its run. Operations that `Deterministic` refuses, and GPU memory that other processes
+            its run. Operations that ``deterministic`` refuses, and GPU memory that other processes
             take, can still change results. Each rank then continues with ``seed + rank``.
         progress: whether to print progress and the summary to stdout.
         eval_interval: duration between evaluations in `fit`: ``"1ep"``, ``"100ba"``,
