@@ -14,6 +14,7 @@ import contextlib
 import contextvars
 import functools
 import operator
+import sys
 import types
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -285,13 +286,19 @@ def _changes(value: Any, kind: Kind, held: Any, names: Mapping[int, _Name]) -> I
         yield path
 
 
-def _context() -> dict[Any, tuple[int, Any]]:
-    # By identity first, because values may have no truth value when they are compared.
-    return {each: (id(value), value) for each, value in contextvars.copy_context().items()}
+class _Context(dict[Any, tuple[int, Any]]):
+    """The context variables, and how many modules are imported."""
+
+    def __init__(self) -> None:
+        # By identity first, because values may have no truth value when they are compared.
+        super().__init__((e, (id(value), value)) for e, value in contextvars.copy_context().items())
+        self.num_modules = len(sys.modules)
 
 
-def _put_context(saved: dict[Any, tuple[int, Any]]) -> None:
-    for variable in {**contextvars.copy_context(), **saved}:
+def _put_context(saved: _Context) -> None:
+    # What modules set when they are imported, such as torch's configuration, they set only once.
+    has_imported = len(sys.modules) != saved.num_modules
+    for variable in saved if has_imported else {**contextvars.copy_context(), **saved}:
         # A variable cannot be unset, but an empty context knows its default. One without a default
         # keeps its value: libraries create theirs at the first use.
         with contextlib.suppress(LookupError):
@@ -328,7 +335,7 @@ _SETTINGS: list[tuple[Any, Any]] = [
     (torch.get_num_threads, torch.set_num_threads),
     *BACKENDS,
     *((getattr(_CUDA, f"{e}_sdp_enabled"), getattr(_CUDA, f"enable_{e}_sdp")) for e in _ATTENTION),
-    (_context, _put_context),
+    (_Context, _put_context),
 ]
 
 

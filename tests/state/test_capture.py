@@ -433,3 +433,13 @@ def test_values_of_context_variables_do_not_live_longer_than_an_attempt():
     del token, box
     captured.let_go()
     assert alive() is None
+
+
+def test_context_variables_that_an_import_sets_stay(monkeypatch):
+    variable = contextvars.ContextVar[int]("variable", default=0)
+    captured = capture({"model": nn.Linear(2, 2)})
+    monkeypatch.setitem(sys.modules, "imported_late", torch)
+    token = variable.set(1)
+    captured.put_back()
+    assert variable.get() == 1
+    variable.reset(token)

@@ -99,21 +99,26 @@ def test_a_shape_that_changes_in_a_later_batch_comes_back() -> None:
     assert model.weight.shape == (4, 3)
 
 
-def test_a_shape_that_the_caller_changes_between_steps_stays() -> None:
+@pytest.mark.parametrize("change", [Tensor.t, lambda weight: weight.view(9)])
+def test_a_shape_that_the_caller_changes_between_steps_stays(
+    change: Callable[[Tensor], Tensor],
+) -> None:
     model, (rows, targets) = nn.Linear(3, 3), (torch.randn(8, 3), torch.randn(8, 3))
     most_rows = [8, 4]
 
-    def forward(model: nn.Module, batch: Any) -> Tensor:
+    def forward(model: nn.Linear, batch: Any) -> Tensor:
         if len(batch[0]) > most_rows[0]:
             raise torch.OutOfMemoryError("CUDA out of memory.")
-        return nn.functional.mse_loss(model(batch[0]), batch[1])
+        output = nn.functional.linear(batch[0], model.weight.reshape(3, 3))
+        return nn.functional.mse_loss(output, batch[1])
 
     microbatcher = Microbatcher(model, forward=forward, loss_average="samples")
     microbatcher.backward((rows, targets))
-    model.weight.data, model.weight.grad = model.weight.data.t(), None
+    model.weight.data, model.weight.grad = change(model.weight.data), None
+    form = model.weight.shape, model.weight.stride()
     del most_rows[0]
     assert microbatcher.backward((rows, targets)).microbatch_size == 4
-    assert model.weight.stride() == (1, 3)
+    assert (model.weight.shape, model.weight.stride()) == form
 
 
 def test_a_replaced_parameter_is_freed() -> None:
