@@ -1,6 +1,5 @@
 """Evaluation: its schedule, one pass over the data, and the prediction of all outputs."""
 
-import contextlib
 import itertools
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -315,9 +314,7 @@ class EvaluationPlan:
         """Mark these evaluations as due at the next `catch_up`, and go to the place of each."""
         self._loaded = state["pending"]
         for name in self._feeds.keys() & state["places"].keys():
-            # A loader whose generators are of other kinds than the saved ones begins anew.
-            with contextlib.suppress(RuntimeError, TypeError, ValueError):
-                self._feeds[name].go_to({**state["places"][name], "rng": rng_state()})
+            self._feeds[name].go_to({**state["places"][name], "rng": rng_state()})
 
     def _is_done(self, evaluation: Evaluation) -> bool:
         return self._state.evaluated_at.get(evaluation.name) == self._state.batch

@@ -1,6 +1,5 @@
 """Other options at a resume: refused, said, or taken, and never without a word."""
 
-import random
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
@@ -372,16 +371,6 @@ def test_a_run_goes_on_with_its_own_checkpoint_before_the_one_it_began_with(tmp_
         assert resumed._run.optimizer.state["global"]["steps"] == resumed.state.batch  # type: ignore[index]
         assert counts.counts == {"batches": resumed.state.batch}
     assert counts.loaded == {"batches": 4}
-
-
-@pytest.mark.parametrize("other", [random.Random(0), np.random.default_rng(0)])
-def test_an_evaluation_on_another_loader_begins_anew(other: Any, tmp_path: Path) -> None:
-    for duration, drawn in ("2ba", torch.Generator()), ("3ba", other):
-        loader = make_loader()
-        loader.dataset.drawn = drawn  # type: ignore[attr-defined]
-        made = start(tmp_path, {"eval_dataloader": loader}, duration)
-        made.fit()
-    assert made.state.batch == 3
 
 
 def test_a_run_that_a_callback_ended_stays_ended(tmp_path: Path) -> None:
