@@ -302,8 +302,7 @@ class EvaluationPlan:
     def state_dict(self) -> dict[str, Any]:
         """Return the interrupted evaluations, which are due, and the place of each loader."""
         pending = (each for each in self._evaluations if each.interval.is_pending(self._state))
-        # Without the random numbers of the process, which the run restores.
-        places = {name: feed.position() | {"rng": None} for name, feed in self._feeds.items()}
+        places = {name: feed.position() for name, feed in self._feeds.items()}
         return {"pending": [each.name for each in pending], "places": places}
 
     def between_epochs(self, state: Mapping[str, Any]) -> dict[str, Any]:
@@ -314,7 +313,7 @@ class EvaluationPlan:
         """Mark these evaluations as due at the next `catch_up`, and go to the place of each."""
         self._loaded = state["pending"]
         for name in self._feeds.keys() & state["places"].keys():
-            self._feeds[name].go_to({**state["places"][name], "rng": rng_state()})
+            self._feeds[name].go_to(state["places"][name])
 
     def _is_done(self, evaluation: Evaluation) -> bool:
         return self._state.evaluated_at.get(evaluation.name) == self._state.batch
