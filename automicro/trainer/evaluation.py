@@ -17,7 +17,6 @@ from automicro.microbatcher import Microbatcher
 from automicro.ranks.interface import Ranks, announcing_failure
 from automicro.step.results import EvalResult
 from automicro.trainer.context import RunContext
-from automicro.trainer.data.feed import Feed
 from automicro.trainer.data.loading import (
     check_loader,
     check_passes,
@@ -247,7 +246,6 @@ class EvaluationPlan:
                 check_passes(name, loader, context.run.max_duration, every)
         self._evaluations = evaluations
         self._at_end = [each for each in evaluations if each.happens_at_end]
-        self._feeds = {each.name: Feed(each.dataloader, each.loader_name) for each in evaluations}
         self._context = context
         self._state = context.state
         self._loaded: Sequence[str] = ()
@@ -300,20 +298,13 @@ class EvaluationPlan:
             evaluation.interval.catch_up(self._state, is_pending=is_pending)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the interrupted evaluations, which are due, and the place of each loader."""
+        """Return the evaluations that are due because they were interrupted."""
         pending = (each for each in self._evaluations if each.interval.is_pending(self._state))
-        places = {name: feed.position() for name, feed in self._feeds.items()}
-        return {"pending": [each.name for each in pending], "places": places}
-
-    def between_epochs(self, state: Mapping[str, Any]) -> dict[str, Any]:
-        """Convert a state for another number of ranks, whose loaders begin anew."""
-        return {**state, "places": {}}
+        return {"pending": [each.name for each in pending]}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Mark these evaluations as due at the next `catch_up`, and go to the place of each."""
+        """Mark these evaluations as due at the next `catch_up`."""
         self._loaded = state["pending"]
-        for name in self._feeds.keys() & state["places"].keys():
-            self._feeds[name].go_to(state["places"][name])
 
     def _is_done(self, evaluation: Evaluation) -> bool:
         return self._state.evaluated_at.get(evaluation.name) == self._state.batch

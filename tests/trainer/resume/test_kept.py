@@ -23,10 +23,9 @@ from torchmetrics.classification import (
 from torchmetrics.wrappers import Running
 
 from automicro.errors import CheckpointError, CheckpointWarning
-from automicro.trainer.evaluators import Evaluator
 from automicro.trainer.metrics import MetricSet
 from tests.trainer.resume.runs import Wrapped, check_resumes, linear, trainer
-from tests.trainer.runs import CLASSES, FEATURES
+from tests.trainer.runs import CLASSES, FEATURES, make_loader
 
 ROWS, BATCH_SIZE = 32, 16  # two batches an epoch, so checkpoints lie in three epochs
 
@@ -296,10 +295,6 @@ LOADERS: dict[str, Callable[[], Any]] = {
 }
 
 
-def order() -> torch.Generator:
-    return torch.Generator().manual_seed(5)
-
-
 MODELS: list[Any] = [Remembering, NoisyElsewhere, Expanded, Viewed, Plain]
 KINDS = [
     pytest.param(*each, marks=pytest.mark.sweep if number > len(MODELS) else ())
@@ -320,11 +315,8 @@ def test_whatever_is_kept_comes_back(loader: str, make: Any, metrics: str, tmp_p
             "loss_average": "samples",
             "batchnorm": "ignore",
             "microbatch_size": None,
-            "eval_dataloader": Evaluator(
-                dataloader=DataLoader(rows(), BATCH_SIZE, shuffle=True, generator=order()),
-                max_batches=1,
-                interval="1ba",
-            ),
+            "eval_dataloader": make_loader(rows=32),
+            "eval_interval": "1ba",
         }
 
     check_resumes(make, tmp_path, options=options)
