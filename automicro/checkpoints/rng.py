@@ -54,16 +54,14 @@ def derived_rng_state(state: Mapping[str, Any], *, rank: int, world_size: int) -
     }
 
 
-def derived_seed(state: object, *, rank: int, world_size: int) -> int:
+def derived_seed(state: torch.Tensor, *, rank: int, world_size: int) -> int:
     """Derive a seed for a rank from the state of a generator.
 
     >>> where = torch.Generator().manual_seed(3).get_state()
     >>> derived_seed(where, rank=0, world_size=2) == derived_seed(where, rank=1, world_size=2)
     False
     """
-    if isinstance(state, torch.Tensor):
-        state = state.numpy(force=True).tobytes()
-    digest = hashlib.sha256(state if isinstance(state, bytes) else repr(state).encode())
+    digest = hashlib.sha256(state.cpu().numpy().tobytes())
     digest.update(f"rank {rank} of {world_size}".encode())
     return int.from_bytes(digest.digest()[:8], "big") >> 1
 

@@ -21,6 +21,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
 
 from automicro.batch.device import on_host
 from automicro.batch.tensors import Contents
+from automicro.checkpoints.rng import restore_rng_state, rng_state
 from automicro.errors import BatchError
 from automicro.events.run import Sizes
 from automicro.memory.device import reset_peak
@@ -230,26 +231,30 @@ def undisturbed(loader: Any, *others: object) -> Iterator[None]:
     >>> order.mood, hasattr(order, "epoch")
     (['calm'], False)
     """
-    here = loading.position(loader)
+    state = rng_state()
     dataset = getattr(loader, "dataset", None)
     named: dict[str, Any] = {f"others[{index}]": each for index, each in enumerate(others)}
     samplers = dict(zip(("sampler", "batch_sampler"), loading.samplers_of(loader), strict=False))
     owners = named | samplers
     owners |= {name: e for name, e in walk(samplers, kinds_of_loading) if isinstance(e, Sampler)}
+    # As roots, so that orders are captured at any length.
+    attributes = {
+        f"{name}.{key}": value
+        for name, owner in owners.items()
+        for key, value in getattr(owner, "__dict__", {}).items()
+    }
+    generators = generators_in({"loader": loader, **named}, kinds_of_loading)
     # Data sets are not copied, and neither are models that a callback holds.
     kept = [
-        capture(owners, skip=(nn.Module, Dataset, dataset)),
-        capture(
-            {"loader": loader, "dataset": dataset, **generators_in(named, kinds_of_loading)},
-            skip=_DATA,
-        ),
+        capture(owners | attributes, skip=(nn.Module, Dataset, dataset)),
+        capture({"loader": loader, "dataset": dataset, **generators}, skip=_DATA),
     ]
     try:
         yield
     finally:
         for each in kept:
             each.put_back()
-        loading.go_to(loader, here)
+        restore_rng_state(state)
 
 
 _DATA = (Tensor, np.ndarray, nn.Module, list, tuple, dict, set, frozenset, deque)

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from automicro.checkpoints.rng import derived_rng_state, rng_state
+from automicro.checkpoints.rng import derived_rng_state, restore_rng_state, rng_state
 from automicro.data import LengthBatchSampler
 from automicro.errors import CheckpointError, CheckpointWarning, DataLoaderError, warn
 from automicro.torch_private import forget_workers
@@ -21,7 +21,7 @@ class _Pass:
     """A pass over the data, with the state needed to begin it again."""
 
     epoch: int  # as announced to the samplers
-    start: dict[str, Any]  # the return value of `Feed.position` before the pass
+    start: dict[str, Any]  # the return value of `Feed._place` before the pass
     given: int = 0  # number of batches yielded
     is_complete: bool = False
 
@@ -119,7 +119,7 @@ class Feed:
         own = self.loader.state_dict() if self._passes and self._keeps_state else None
         return {
             "persistent": self._is_persistent,
-            "now": self.position(),
+            "now": self._place(),
             "passes": [dict(vars(each)) for each in self._passes],
             "loader": own,
             "order": sharing.describe_loader(self.loader),
@@ -230,21 +230,26 @@ class Feed:
         if last is not None and not last.is_complete:
             self._set_plan(last)
 
-    def position(self) -> dict[str, Any]:
-        """Return all state that decides the batches of a pass that begins here."""
-        here, first = loading.position(self.loader), self._first_attributes
-        # Only the attributes that have changed since before the first pass.
-        changed = {
-            place: value
-            for place, value in here["attributes"].items()
-            if place not in first or not same_values(first[place], value)
+    def _place(self) -> dict[str, Any]:
+        """Return all state that decides the batches: random numbers, generators, attributes."""
+        first = self._first_attributes
+        return {
+            "rng": rng_state(),
+            "generators": loading.read_generators(loading.find_generators(self.loader)),
+            # Only the attributes that have changed since before the first pass.
+            "attributes": {
+                place: value
+                for place, value in loading.read_attributes(self.loader).items()
+                if place not in first or not same_values(first[place], value)
+            },
+            "position": None,  # set for a `LengthBatchSampler`
         }
-        return {**here, "attributes": changed, "position": None}  # set for a `LengthBatchSampler`
 
-    def go_to(self, place: Mapping[str, Any]) -> None:
+    def _go_back(self, place: Mapping[str, Any]) -> None:
         """Restore all state that decides the batches of a pass."""
-        attributes = {**self._first_attributes, **place["attributes"]}
-        loading.go_to(self.loader, {**place, "attributes": attributes})
+        restore_rng_state(place["rng"])
+        loading.write_generators(loading.find_generators(self.loader), place["generators"])
+        loading.write_attributes(self.loader, {**self._first_attributes, **place["attributes"]})
 
     def _set_plan(self, start: _Pass) -> None:
         """Restore the position of the sampler before a pass."""
@@ -261,7 +266,7 @@ class Feed:
     def _begin(self, epoch: int) -> Iterator[Any]:
         if not self._is_persistent:
             self._passes.clear()
-        start = _Pass(epoch=epoch, start=self.position())
+        start = _Pass(epoch=epoch, start=self._place())
         self._passes.append(start)
         loading.announce_epoch(self.loader, epoch)
         if self._plans is not None:
@@ -282,7 +287,10 @@ class Feed:
                 for each in self._passes:
                     iterator = self._repeat(each)
         finally:
-            loading.go_to(self.loader, {**loaded["now"], "rng": here})
+            now = loaded["now"]
+            loading.write_generators(loading.find_generators(self.loader), now["generators"])
+            loading.write_attributes(self.loader, now["attributes"])
+            restore_rng_state(here)
         return iterator if is_in_the_middle else None
 
     def _load_position(self, own: Any, last: _Pass, is_in_the_middle: bool) -> Iterator[Any] | None:
@@ -293,7 +301,7 @@ class Feed:
         has_ended = isinstance(own, Mapping) and own.get("_iterator_finished", False)
         if not is_in_the_middle and last.is_complete and not has_ended:
             return None
-        self.go_to({**last.start, "generators": {}})
+        self._go_back({**last.start, "generators": {}})
         loading.announce_epoch(self.loader, last.epoch)
         iterator = loading.begin(self.loader)
         if not is_in_the_middle and not last.is_complete:
@@ -314,7 +322,7 @@ class Feed:
             )
         what = f"the {start.given} batches of epoch {start.epoch + 1} that had been trained on"
         logger.info("%s: repeating %s", self._name, what)
-        self.go_to(start.start)
+        self._go_back(start.start)
         loading.announce_epoch(self.loader, start.epoch)
         self._set_plan(start)
         iterator = loading.begin(self.loader)

@@ -9,7 +9,7 @@ from typing import Any, TypeAlias
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Sampler
+from torch.utils.data import DataLoader
 
 from automicro.batch.device import on_host
 from automicro.checkpoints.rng import restore_rng_state, rng_state
@@ -19,7 +19,7 @@ from automicro.errors import DataLoaderError
 from automicro.options import read_count
 from automicro.reach import generators_in, kinds_of_loading
 from automicro.units import Duration, Unit, read_duration
-from automicro.values import comes_from, same_values, set_state, state_of, walk
+from automicro.values import comes_from, is_generator, same_values, set_state, state_of
 
 Generator: TypeAlias = torch.Generator | random.Random | np.random.Generator | np.random.RandomState
 
@@ -40,32 +40,39 @@ def find_generators(loader: object) -> dict[str, Generator]:
     return generators_in({"": loader}, kinds_of_loading)
 
 
-def order_generators(loader: object) -> dict[str, Generator]:
-    """Find the generators that decide the order of a loader's rows."""
-    named = zip(("sampler", "batch_sampler"), samplers_of(loader), strict=False)
-    roots = {"generator": getattr(loader, "generator", None), **dict(named)}
-    return generators_in(roots, kinds_of_loading)
+def attached_generators(loader: object) -> dict[str, Generator]:
+    """Find the generators that are attributes of a loader, its dataset and its samplers."""
+    found: dict[str, Generator] = {}
+    seen: set[int] = set()
+    for place, owner in _owners(loader).items():
+        for name, value in sorted(vars(owner).items()):
+            if is_generator(value) and id(value) not in seen:
+                found[place + name] = value
+                seen.add(id(value))
+    return found
 
 
 def _owners(loader: object) -> dict[str, object]:
-    """Collect a loader, its datasets and its samplers by the prefix of their attributes."""
-    return {
-        f"{place}." if place else "": owner
-        for place, owner in walk({"": loader}, kinds_of_loading)
-        if hasattr(owner, "__dict__")
-        and (owner is loader or isinstance(owner, Sampler) or place.rpartition(".")[2] in _PARTS)
-    }
+    """Collect a loader, its dataset and its samplers by the prefix of their attributes."""
+    found: dict[str, object] = {}
+    waiting = [("", loader)]
+    while waiting:
+        place, owner = waiting.pop(0)
+        if not hasattr(owner, "__dict__") or any(owner is each for each in found.values()):
+            continue
+        found[place] = owner
+        parts = sorted(_PARTS & vars(owner).keys())
+        waiting += [(f"{place}{name}.", vars(owner)[name]) for name in parts]
+    return found
 
 
 def read_attributes(loader: object) -> dict[str, Any]:
     """Read the attributes that can decide the rows of a pass: plain values and samplers' orders.
 
-    >>> class Sorted(Sampler[int]):
-    ...     def __init__(self):
-    ...         self.passes, self.order = 0, [1, 0]
-    >>> Sorted.__module__ = "mine"
-    >>> read_attributes(DataLoader(range(2), sampler=Sorted()))
-    {'sampler.passes': 0, 'sampler.order': [1, 0]}
+    >>> import types
+    >>> sampler = types.SimpleNamespace(epoch=0, order=[1, 0])
+    >>> read_attributes(types.SimpleNamespace(sampler=sampler))
+    {'sampler.epoch': 0, 'sampler.order': [1, 0]}
     """
     found = {}
     # Classes of torch and automicro need no restoring, because `set_epoch` sets their state.
@@ -79,7 +86,7 @@ def read_attributes(loader: object) -> dict[str, Any]:
     return found
 
 
-def _write_attributes(loader: object, values: Mapping[str, Any]) -> None:
+def write_attributes(loader: object, values: Mapping[str, Any]) -> None:
     """Restore the attributes that have changed since `read_attributes`, lists in place."""
     owners = _owners(loader)
     for place, value in values.items():
@@ -94,30 +101,6 @@ def _write_attributes(loader: object, values: Mapping[str, Any]) -> None:
             here[:] = value
         else:
             own[name] = _copied(value)
-
-
-def position(loader: object) -> dict[str, Any]:
-    """Read all state that decides the batches of a pass: random numbers, generators, attributes.
-
-    >>> loader = DataLoader(range(9), shuffle=True, generator=torch.Generator())
-    >>> here = position(loader)
-    >>> rows = [int(row) for row in loader]
-    >>> go_to(loader, here)
-    >>> rows == [int(row) for row in loader]
-    True
-    """
-    return {
-        "rng": rng_state(),
-        "generators": read_generators(find_generators(loader)),
-        "attributes": read_attributes(loader),
-    }
-
-
-def go_to(loader: object, place: Mapping[str, Any]) -> None:
-    """Restore all state from `position`, or a part of it."""
-    write_generators(find_generators(loader), place["generators"])
-    _write_attributes(loader, place["attributes"])
-    restore_rng_state(place["rng"])
 
 
 _PLAIN = {type(None), bool, int, float, str}

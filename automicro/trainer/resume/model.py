@@ -113,7 +113,10 @@ class ModuleState:
 
 
 def _reseed(generator: Generator, rank: int, world_size: int) -> None:
-    seed = derived_seed(state_of(generator), rank=rank, world_size=world_size)
+    where = torch.tensor(list(repr(state_of(generator)).encode()), dtype=torch.uint8)
+    if isinstance(generator, torch.Generator):
+        where = generator.get_state()
+    seed = derived_seed(where, rank=rank, world_size=world_size)
     if isinstance(generator, torch.Generator):
         generator.manual_seed(seed)
     elif isinstance(generator, np.random.Generator):
