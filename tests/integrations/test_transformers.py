@@ -560,7 +560,7 @@ def test_what_would_be_wrong_is_refused_by_name(tmp_path: Path) -> None:
         make(CASES["causal"], tmp_path, with_us=True, auto_find_batch_size=True)
     with pytest.raises(TypeError, match="is set by the trainer"):
         make(CASES["causal"], tmp_path, with_us=True, options={"precision": "bf16"})
-    with pytest.raises(TypeError, match=r"microbatch=….* is not known\. Pass options of Micro"):
+    with pytest.raises(TypeError, match=r"microbatch=….* is not known: pass options of Micro"):
         make(CASES["causal"], tmp_path, with_us=True, options={"microbatch": 3})
     with pytest.raises(TypeError, match=r"takes a transformers.Trainer, not a Linear"):
         enable(nn.Linear(2, 2))

@@ -358,7 +358,7 @@ def test_another_batch_over_all_ranks_is_refused_and_nothing_is_changed(
         assert kind == "CheckpointError"
         assert error.startswith("2 ranks saved it after 1 batches")
         assert "entries_per_step=12 (here 18). Pass the same data" in error
-        assert "go on with 2 ranks, or from a checkpoint of the end of an epoch" in error
+        assert "resume with 2 ranks, or from a checkpoint of the end of an epoch" in error
     results = world3.run(train_on, tmp_path, "2ep", ROWS, "shuffled", **options)
     assert results[0]["state"] == (8, 2, 2 * ROWS)
 

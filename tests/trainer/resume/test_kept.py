@@ -281,7 +281,6 @@ def by(sampler: Sampler[int]) -> DataLoader[Any]:
 
 LOADERS: dict[str, Callable[[], Any]] = {
     "a counter": lambda: by(CountsPasses()),
-    "a counter within": lambda: by(Around()),
     "a list": lambda: by(Shuffling([*range(ROWS)])),
     "an array": lambda: by(Shuffling(np.arange(ROWS))),
     "made in a pass": lambda: by(Made()),
