@@ -171,7 +171,7 @@ class Ladder(Policy):
                 known.lift(room, batch=self._batches)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state of each level, by name, as it is between batches."""
+        """Return the state of each level, by name, and the level at which the next batch starts."""
         learned = zip(self.levels, self._policies, self._known, strict=True)
         return {
             "kind": type(self).__name__,
@@ -179,8 +179,12 @@ class Ladder(Policy):
                 name: {"policy": policy.state_dict(), "known": dataclasses.asdict(known)}
                 for name, policy, known in learned
             },
+            "level": self.levels[self.level],
+            "lowest": self.levels[self._lowest],
             "batches": self._batches,
             "rehearsed": self._is_rehearsed,
+            "failure": None if self._failure is None else dataclasses.asdict(self._failure),
+            "before": dict(self._before),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -197,12 +201,19 @@ class Ladder(Policy):
             # By name, because levels might have been added or removed since.
             learned = state["levels"].get(name, fresh)
             policy.load_state_dict(learned["policy"])
-            known = self._known[level] = _Known(**learned["known"])
-            known.failed = None if known.failed is None else Point(**learned["known"]["failed"])
+            self._known[level] = _Known(**learned["known"])
+            self._known[level].failed = _point(learned["known"]["failed"])
+        self.level, self._lowest = self._named(state["level"]), self._named(state["lowest"])
         self._batches, self._is_rehearsed = int(state["batches"]), bool(state["rehearsed"])
-        # These are of the current batch only.
-        self._lowest, self._failure, self._before = 0, None, {}
+        self._failure, self._before = _point(state["failure"]), dict(state["before"])
         self.grown_from = None
+
+    def _named(self, name: str) -> int:
+        return self.levels.index(name) if name in self.levels else 0
+
+
+def _point(state: dict[str, Any] | None) -> Point | None:
+    return None if state is None else Point(**state)
 
 
 @dataclass
