@@ -126,8 +126,7 @@ class Checks:
         self._off = off or not is_alone
         self._refuses = refuses
         self._why_not = "" if is_alone else needs_other_ranks()
-        is_over = off and written is None
-        self._train, self._eval = (_Track(is_over=is_over) for _ in range(2))
+        self._train, self._eval = (_Track(is_over=off and written is None) for _ in range(2))
         self._output_splits = Occasions()
         self._has_named_outputs = False
         self._has_said_unchecked = off  # the user switched checks off
