@@ -56,11 +56,11 @@ def test_libraries_are_used_once_on_both_threads_of_each_device_before_the_first
     assert all(map(torch.equal, generators, [standin.get_rng_state(i) for i in range(2)]))
 
 
-def test_libraries_that_find_no_memory_leave_it_to_the_step(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(libraries, "_used", set())
-    torch.ops.standin.set_capacity(0, 0)
-    with pytest.raises(torch.OutOfMemoryError):
-        libraries._multiply(torch.device("standin:0"))
+def test_no_memory_for_libraries_is_left_to_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fill(device: torch.device) -> Tensor:
+        raise torch.OutOfMemoryError(str(device))
+
+    monkeypatch.setattr(libraries, "_used", used := set[object]())
+    monkeypatch.setattr(libraries, "_WORK", dict.fromkeys(libraries._WORK, fill))
     libraries.use_libraries([torch.device("standin:0")], [nn.Conv1d(1, 1, 1)])
+    assert used
