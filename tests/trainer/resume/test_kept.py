@@ -219,16 +219,6 @@ class Made(CountsPasses):
         return iter(self.order)
 
 
-class Around(CountsPasses):
-    """Takes its order from another sampler."""
-
-    def __init__(self) -> None:
-        self.base = CountsPasses()
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(self.base)
-
-
 class Batches(Sampler[list[int]]):
     """Shuffles its batches in place."""
 
