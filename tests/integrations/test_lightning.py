@@ -258,6 +258,7 @@ def test_no_second_set_of_gradients_is_held(tmp_path: Path) -> None:
     assert peaks[1] - peaks[0] < 256 * 256 * 4 / 2
 
 
+@pytest.mark.timeout(300)
 def test_at_any_limit_it_is_right_or_says_that_a_row_is_too_large(tmp_path: Path) -> None:
     one = {"limit_train_batches": 1, "limit_val_batches": 1, "max_epochs": 1}
     case: dict[str, Any] = {**PLAIN_CASES["float64"], **one, "num_sanity_val_steps": 0}
