@@ -51,7 +51,7 @@ from automicro.modules import ModuleIndex
 from automicro.options import check_loss
 from automicro.state.capture import Captured, capture
 from automicro.state.tensors import seen_version
-from automicro.torch_private import AnyBatchNorm, num_nodes_made, with_hooks, without_modes
+from automicro.torch_private import AnyBatchNorm, num_nodes_made, with_hooks
 from automicro.transaction.leaves import HeldHooks, leaves_of
 from automicro.transaction.parameters import refused_writes
 from automicro.transaction.rng import RandomState, devices_of, foreign_states
@@ -442,22 +442,18 @@ class Bench:
                 shaken.append((view, first.clone(), _pattern(steps, shake)))
         copies = dict(self.draws.copies)
 
-        def flip(view: Tensor, bits: int) -> None:
-            with without_modes():  # a check around this one must not take it for a write
-                view.bitwise_xor_(bits)
-
         def put_back() -> None:
             self.draws.put_back()
             for view, first, bits in shaken:
                 # Ctrl-C might arrive between any two of them.
                 if not first.equal(view.as_strided(first.shape, (1,))):  # it was shaken
-                    flip(view, bits)
+                    view.bitwise_xor_(bits)
             self.draws.copies = copies  # further ones contain shaken values
             self.draws.put_back()
 
         try:
             for view, _, bits in shaken:
-                flip(view, bits)
+                view.bitwise_xor_(bits)
             yield
         finally:
             if shaken:
