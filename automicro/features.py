@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, ParamSpec
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from automicro.durations import duration_meant
 from automicro.errors import suggestion
 from automicro.options import (
     GRADIENT_SUMS,
@@ -28,7 +29,6 @@ from automicro.options import (
 from automicro.step.feature import Feature as Feature
 from automicro.step.feature import check_features
 from automicro.step.setup import Setup
-from automicro.units import duration_meant
 
 if TYPE_CHECKING:
     from automicro.carry import Carry as Carry

@@ -11,9 +11,9 @@ from typing import TypeAlias
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
+from automicro.durations import Duration, Unit, read_duration
 from automicro.errors import about
 from automicro.options import read_count
-from automicro.units import Duration, Unit, read_duration
 
 Steps: TypeAlias = int | str | Duration
 

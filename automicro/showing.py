@@ -1,13 +1,18 @@
 """Representations of objects: as one line, as text in notebooks, and as JSON values."""
 
 import dataclasses
+import functools
 import html
 import inspect
 import json
+import re
 import reprlib
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from types import NoneType
 from typing import Any
+
+from automicro.durations import Duration
 
 _SHORT = reprlib.Repr()
 _SHORT.maxother = _SHORT.maxstring = 60
@@ -83,3 +88,32 @@ def _plain(value: Any) -> Any:
 
 
 _PLAIN = (str, int, float, NoneType)
+
+
+_ADDRESS = re.compile(r" at 0x[0-9a-f]+")
+
+
+def as_text(value: Any) -> str:
+    """Return a value as text that is the same in each process, without addresses.
+
+    >>> as_text({"lr": [0.1, None]}), as_text(dict()), as_text(json.dumps)
+    ("{'lr': [0.1, None]}", '{}', 'dumps')
+    """
+    # Imported here, because the command line shows values without torch.
+    from torch import nn
+
+    if value is None or isinstance(value, bool | int | float | str | bytes):
+        return repr(value)
+    if isinstance(value, Duration | Path):
+        return repr(str(value))
+    if isinstance(value, Mapping) and not isinstance(value, nn.Module):
+        return "{" + ", ".join(f"{as_text(k)}: {as_text(v)}" for k, v in value.items()) + "}"
+    if isinstance(value, list | tuple):
+        return "[" + ", ".join(map(as_text, value)) + "]"
+    if isinstance(value, functools.partial):
+        options = as_text(value.keywords) if value.keywords else ""
+        return f"partial({', '.join([as_text(value.func), *map(as_text, value.args), options])})"
+    if type(value).__module__.startswith("automicro."):
+        return _ADDRESS.sub("", repr(value))
+    name: str = getattr(value, "__qualname__", type(value).__qualname__)
+    return name

@@ -8,14 +8,12 @@ import io
 import logging
 import operator
 import random
-import re
 import sys
 import threading
 import types
 import weakref
 from collections import OrderedDict, deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
@@ -29,7 +27,6 @@ from automicro.torch_private import (
     scripted_attributes,
     set_scripted,
 )
-from automicro.units import Duration
 
 # Objects of these classes keep no state of a forward, or must not be changed while in use.
 _OPAQUE_KINDS: tuple[type, ...] = (
@@ -612,29 +609,3 @@ def read_scalars(scalars: Sequence[Tensor]) -> list[float]:
         return [each.item() for each in scalars]
     read = iter(stack_scalars(there).tolist())
     return [each.item() if each.device.type == "cpu" else next(read) for each in scalars]
-
-
-_ADDRESS = re.compile(r" at 0x[0-9a-f]+")
-
-
-def as_text(value: Any) -> str:
-    """Return a value as text that is the same in each process, without addresses.
-
-    >>> as_text({"lr": [0.1, None]}), as_text(nn.MSELoss()), as_text(nn.functional.mse_loss)
-    ("{'lr': [0.1, None]}", 'MSELoss', 'mse_loss')
-    """
-    if value is None or isinstance(value, bool | int | float | str | bytes):
-        return repr(value)
-    if isinstance(value, Duration | Path):
-        return repr(str(value))
-    if isinstance(value, Mapping) and not isinstance(value, nn.Module):
-        return "{" + ", ".join(f"{as_text(k)}: {as_text(v)}" for k, v in value.items()) + "}"
-    if isinstance(value, list | tuple):
-        return "[" + ", ".join(map(as_text, value)) + "]"
-    if isinstance(value, functools.partial):
-        options = as_text(value.keywords) if value.keywords else ""
-        return f"partial({', '.join([as_text(value.func), *map(as_text, value.args), options])})"
-    if type(value).__module__.startswith("automicro."):
-        return _ADDRESS.sub("", repr(value))
-    name: str = getattr(value, "__qualname__", type(value).__qualname__)
-    return name

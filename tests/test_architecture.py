@@ -29,14 +29,15 @@ from tests.tree import (
 # Imports within a folder are free unless they form a cycle.
 LAYERS = (
     (
+        "durations",
         "errors",
         "files",
         "sharding",
-        "showing",
         "torch_private",
         "torch_private_distributed",
         "version",
     ),
+    ("showing",),
     ("batchnorm", "loggers", "modules", "policy", "units"),
     ("memory", "options", "values"),
     ("reach", "schedules", "state"),

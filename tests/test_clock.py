@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from automicro.units import TimeLimit, parse_time
+from automicro.durations import TimeLimit, parse_time
 
 
 @pytest.mark.parametrize(

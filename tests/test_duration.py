@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from automicro.units import Duration, Unit, read_duration
+from automicro.durations import Duration, Unit, read_duration
 
 
 @pytest.mark.parametrize(

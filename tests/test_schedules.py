@@ -11,13 +11,13 @@ from torch import nn
 from torch.optim import SGD, Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
+from automicro.durations import Duration
 from automicro.schedules import (
     constant_with_warmup,
     cosine_with_warmup,
     inverse_sqrt_with_warmup,
     linear_with_warmup,
 )
-from automicro.units import Duration
 from tests.trainer.runs import assert_same, make_loader, make_model, make_trainer, train_by_hand
 
 Schedule = Callable[[Optimizer], LambdaLR]

@@ -8,13 +8,13 @@ import torch
 from torch import Tensor, nn
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
+from automicro.durations import Duration, read_duration
 from automicro.errors import removed
 from automicro.events.callback import Callback
 from automicro.events.run import Run
 from automicro.memory.budget import active_budget
 from automicro.sharding import is_sharded, local
 from automicro.showing import short
-from automicro.units import Duration, read_duration
 
 
 @removed(

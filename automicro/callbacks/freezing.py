@@ -7,10 +7,10 @@ from typing import Any
 
 from torch import nn
 
+from automicro.durations import Duration, read_duration
 from automicro.errors import suggestion
 from automicro.events.callback import Callback
 from automicro.events.run import LoopState, Run
-from automicro.units import Duration, read_duration
 
 logger = logging.getLogger(__name__)
 

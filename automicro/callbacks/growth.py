@@ -9,11 +9,11 @@ from torch.nn import functional as F
 
 from automicro.batch.device import on_host
 from automicro.batch.tensors import replace_tensors, tensor_leaves
+from automicro.durations import Duration, read_duration
 from automicro.errors import removed
 from automicro.events.callback import Callback
 from automicro.events.run import LoopState, Run
 from automicro.options import read_count
-from automicro.units import Duration, read_duration
 
 Resize = Callable[[Any, int], Any]
 """Returns a batch at another size: ``resize(batch, size)``."""

@@ -6,11 +6,11 @@ from typing import Any
 
 import torch
 
+from automicro.durations import Duration, read_duration
 from automicro.events.callback import Callback
 from automicro.events.run import LoopState, Run, Window
 from automicro.memory.device import peak_bytes, read_counts
 from automicro.step.results import StepResult
-from automicro.units import Duration, read_duration
 
 
 class LearningRateMonitor(Callback):

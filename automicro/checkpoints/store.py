@@ -14,6 +14,7 @@ from automicro.checkpoints.peers import ALONE, Peers, exchange, from_first, toge
 from automicro.checkpoints.reading import FoundCheckpoint, find_newest, load_checkpoint
 from automicro.checkpoints.state import Share
 from automicro.checkpoints.writing import list_checkpoints, number_of, write_checkpoint
+from automicro.durations import read_duration
 from automicro.errors import (
     CheckpointError,
     CheckpointWarning,
@@ -22,7 +23,6 @@ from automicro.errors import (
     warn,
 )
 from automicro.options import check_choice, read_count
-from automicro.units import read_duration
 
 MODES = ("min", "max")
 RESUME = ("auto", "never")

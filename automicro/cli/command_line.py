@@ -9,8 +9,8 @@ from automicro.cli.arguments import FORM
 from automicro.cli.commands import COMMANDS
 from automicro.cli.config.keys import KEYS
 from automicro.cli.output import one_rank_speaks
+from automicro.durations import duration_meant
 from automicro.errors import suggestion
-from automicro.units import duration_meant
 from automicro.version import __version__
 
 DESCRIPTION = """\

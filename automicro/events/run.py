@@ -11,9 +11,9 @@ import torch
 from torch import nn
 
 from automicro.batch.layout import describe_cut
+from automicro.durations import Duration, Unit
 from automicro.microbatcher import Microbatcher
 from automicro.step.results import EvalResult, StepResult
-from automicro.units import Duration, Unit
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from automicro.batch.device import on_host
-from automicro.units import Duration, Unit
+from automicro.durations import Duration, Unit
 
 _HOW = {
     Unit.TOKENS: (

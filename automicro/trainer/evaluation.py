@@ -11,8 +11,9 @@ import torch
 from torch.utils.data import RandomSampler, SubsetRandomSampler, WeightedRandomSampler
 
 from automicro.checkpoints.rng import restore_rng_state, rng_state
+from automicro.durations import Duration, Unit, read_duration
 from automicro.events.run import LoopState, PhaseState, Sizes
-from automicro.loss.weights import LossMean
+from automicro.loss.mean import LossMean
 from automicro.microbatcher import Microbatcher
 from automicro.ranks.interface import Ranks, announcing_failure
 from automicro.step.results import EvalResult
@@ -30,7 +31,6 @@ from automicro.trainer.metrics import MetricSet
 from automicro.trainer.progress import StatusLine, count_of, evaluation_line, position, size_lines
 from automicro.trainer.same_on_all_ranks import of_all_ranks, require_same_order
 from automicro.trainer.surroundings import noting
-from automicro.units import Duration, Unit, read_duration
 
 
 class Interval:

@@ -4,10 +4,10 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from automicro.durations import Duration, read_duration
 from automicro.options import read_count
 from automicro.policy.policy import Policy
 from automicro.trainer.data.loading import check_loader
-from automicro.units import Duration, read_duration
 
 INHERITED = "inherited"
 """The default: the argument of the `Trainer`."""

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from automicro.checkpoints.rng import restore_rng_state
+from automicro.durations import Duration, TimeLimit
 from automicro.errors import add_note, warn
 from automicro.events.run import LoopState, Run
 from automicro.memory.device import peak_bytes, reset_peak
@@ -32,7 +33,6 @@ from automicro.trainer.resume.checkpointer import Checkpointer
 from automicro.trainer.same_on_all_ranks import any_rank, require_same_order
 from automicro.trainer.signals import Interruption, catching_signals, is_end_told, say_on_stderr
 from automicro.trainer.step import TrainingStep
-from automicro.units import Duration, TimeLimit
 
 
 @dataclass(kw_only=True, eq=False)

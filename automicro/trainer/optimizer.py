@@ -15,7 +15,8 @@ from automicro.errors import suggestion, warn
 from automicro.optimizer.step import GradientScaler, clip_gradients, step_optimizer
 from automicro.options import check_modules, check_optimizer, innermost_optimizer
 from automicro.ranks.interface import Ranks
-from automicro.values import as_text, comes_from, read_scalars
+from automicro.showing import as_text
+from automicro.values import comes_from, read_scalars
 
 FORM = "write mappings such as {'params': ['*.bias'], 'weight_decay': 0.0}"
 

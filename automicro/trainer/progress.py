@@ -20,13 +20,13 @@ from rich.live import Live
 from rich.text import Text
 from torch import nn
 
+from automicro.durations import Duration, Unit
 from automicro.events.run import GlobalBatch, LoopState, Run, Sizes, Window, describe_hours
 from automicro.policy.policy import Policy
 from automicro.savers.levels import Savers
 from automicro.step.results import EvalResult, StepResult
 from automicro.torch_private import is_uninitialized
 from automicro.trainer.device import describe_device
-from automicro.units import Duration, Unit
 
 WINDOW_SECONDS = 5.0
 

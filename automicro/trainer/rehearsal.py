@@ -22,6 +22,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
 from automicro.batch.device import on_host
 from automicro.batch.tensors import Contents
 from automicro.checkpoints.rng import restore_rng_state, rng_state
+from automicro.durations import Unit
 from automicro.errors import BatchError
 from automicro.events.run import Sizes
 from automicro.memory.device import reset_peak
@@ -36,7 +37,7 @@ from automicro.trainer.data.sharing import SharedSampler
 from automicro.trainer.evaluation import Evaluation, EvaluationPlan
 from automicro.trainer.progress import count_of
 from automicro.trainer.step import TrainingStep
-from automicro.units import Unit, format_bytes
+from automicro.units import format_bytes
 from automicro.values import walk
 
 COSTLIEST = 3

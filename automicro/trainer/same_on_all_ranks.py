@@ -14,12 +14,12 @@ from automicro.events.callback import Callback
 from automicro.features import WORDS
 from automicro.ranks.interface import Ranks
 from automicro.sharding import num_ranks
+from automicro.showing import as_text
 from automicro.step.feature import Feature
 from automicro.torch_private import is_uninitialized
 from automicro.trainer.data.sharing import describe_for_ranks, shared_sampler
 from automicro.trainer.evaluators import Evaluator
 from automicro.trainer.resume.optimizer import given_options
-from automicro.values import as_text
 
 MAY_DIFFER = frozenset({"device", "loggers", "memory_limit", "probe", "progress"})
 """Arguments of the `Trainer` that only rank 0 uses, or that ranks agree on in the run."""

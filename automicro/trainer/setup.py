@@ -12,6 +12,7 @@ from automicro.batch.layout import BatchLayout
 from automicro.checkpoints.peers import open_peers
 from automicro.compilation import compile_model
 from automicro.data import LengthBatchSampler
+from automicro.durations import Duration, Unit
 from automicro.events.run import GlobalBatch
 from automicro.features import (
     WORDS,
@@ -53,7 +54,6 @@ from automicro.trainer.resume.checkpointer import Checkpointer, check_best_metri
 from automicro.trainer.resume.snapshot import Part, Scope, Snapshot
 from automicro.trainer.same_on_all_ranks import outline_given, outline_options, require_same
 from automicro.trainer.step import FinitenessGuard, TrainingStep
-from automicro.units import Duration, Unit
 
 
 class PlacedModel:

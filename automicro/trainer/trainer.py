@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from automicro.checkpoints.store import CheckpointConfig
+from automicro.durations import Duration, parse_time, read_duration
 from automicro.errors import DeterminismWarning, removed, warn
 from automicro.events.callback import Callback, Callbacks
 from automicro.events.run import ExpectedValues, LoopState, PhaseState, Requests, Run
@@ -43,7 +44,6 @@ from automicro.trainer.report import FitSummary
 from automicro.trainer.same_on_all_ranks import outline_evaluations, require_same
 from automicro.trainer.setup import MicrobatcherFactory, PlacedModel, assemble_fit
 from automicro.trainer.surroundings import RunSurroundings, noting, prepare_cublas
-from automicro.units import Duration, parse_time, read_duration
 
 
 class Trainer:

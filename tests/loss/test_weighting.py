@@ -13,7 +13,8 @@ from torch import Tensor, nn
 
 from automicro import LossAverageWarning, LossError, MemoryBudget, Microbatcher
 from automicro.loss.averages import Counted, CutBatch, Divisors, Samples, Sum, Tokens, read_average
-from automicro.loss.weights import BatchWeights, LossMean
+from automicro.loss.mean import LossMean
+from automicro.loss.weights import BatchWeights
 from automicro.ranks.interface import OneRank
 from tests.cases import count_targets, difference, gradients, masked_mean
 from tests.models import (

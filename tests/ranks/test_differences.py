@@ -20,8 +20,8 @@ from automicro.callbacks import ExponentialMovingAverage, MemoryMonitor
 from automicro.errors import DesyncError
 from automicro.features import Optimization
 from automicro.loggers import JSONLinesLogger
+from automicro.showing import as_text
 from automicro.trainer.same_on_all_ranks import MAY_DIFFER, outline_options
-from automicro.values import as_text
 from tests.loaders import WholeBatches
 from tests.ranks.trainer_jobs import CLASSES, FEATURES, make_data, make_loader, make_trainer
 from tests.ranks.world import on_ranks

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from automicro import NonFiniteLossError
+from automicro.durations import Duration, Unit
 from automicro.features import NonFinite
 from automicro.trainer.counting import Counter
-from automicro.units import Duration, Unit
 from tests.trainer.runs import (
     FEATURES,
     ROWS,

@@ -26,13 +26,14 @@ from automicro.cli.config.nodes import (
 )
 from automicro.cli.config.sources import read_value
 from automicro.data import LengthBatchSampler
+from automicro.durations import duration_meant
 from automicro.errors import ConfigError, about, suggestion
 from automicro.features import INSTEAD, WORDS, class_of
 from automicro.options import check_choice
 from automicro.policy.policy import Policy
 from automicro.trainer.evaluators import INHERITED, Evaluator
 from automicro.trainer.trainer import Trainer
-from automicro.units import duration_meant, parse_bytes, parse_share
+from automicro.units import parse_bytes, parse_share
 
 # Keys that commands require, with an example for each.
 EXAMPLES = {

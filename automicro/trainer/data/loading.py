@@ -15,10 +15,10 @@ from automicro.batch.device import on_host
 from automicro.checkpoints.rng import restore_rng_state, rng_state
 from automicro.data import LengthBatchSampler
 from automicro.data.sampler import AverageBatch
+from automicro.durations import Duration, Unit, read_duration
 from automicro.errors import DataLoaderError
 from automicro.options import read_count
 from automicro.reach import generators_in, kinds_of_loading
-from automicro.units import Duration, Unit, read_duration
 from automicro.values import comes_from, is_generator, same_values, set_state, state_of
 
 Generator: TypeAlias = torch.Generator | random.Random | np.random.Generator | np.random.RandomState

@@ -19,10 +19,10 @@ from torch.utils.data.distributed import DistributedSampler
 from automicro.checkpoints.rng import restore_rng_state, rng_state
 from automicro.data import LengthBatchSampler, with_batch_sampler
 from automicro.errors import warn
+from automicro.showing import as_text
 from automicro.torch_private import forget_workers
 from automicro.trainer.data import loading
 from automicro.trainer.processes import Process
-from automicro.values import as_text
 
 Indices = Iterable[Any]
 

@@ -9,6 +9,7 @@ from automicro.batch.device import on_host
 from automicro.checkpoints.peers import together
 from automicro.checkpoints.reading import FoundCheckpoint, open_checkpoint
 from automicro.checkpoints.store import CheckpointConfig, CheckpointStore
+from automicro.durations import Duration
 from automicro.errors import CheckpointError, CheckpointWarning, suggestion, warn
 from automicro.events.run import IN_EVALUATION, NO_EVALUATION, ExpectedValues
 from automicro.memory.oom import once_more
@@ -16,7 +17,6 @@ from automicro.trainer.context import RunContext
 from automicro.trainer.evaluation import Interval
 from automicro.trainer.progress import count_of
 from automicro.trainer.resume.snapshot import Snapshot
-from automicro.units import Duration
 
 
 def read_checkpoint(checkpoint: object) -> CheckpointConfig | None:
