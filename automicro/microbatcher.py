@@ -10,7 +10,7 @@ import inspect
 import math
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, ParamSpec
+from typing import TYPE_CHECKING, Any, ParamSpec
 
 import torch
 from torch import Tensor, nn
@@ -22,8 +22,8 @@ from automicro.batch.tensors import Contents
 from automicro.loss.averages import LossAverage, is_declared, read_average
 from automicro.loss.conventions import choose_convention
 from automicro.loss.passes import Computation, Mode
+from automicro.memory.occupied import OccupiedDevice
 from automicro.memory.oom import once_more
-from automicro.memory.residents import OccupiedDevice, ResidentMemory
 from automicro.modules import comparing_rows, evaluation_mode, refuse_lazy
 from automicro.options import (
     PRECISIONS,
@@ -58,6 +58,9 @@ from automicro.step.work import Engine, EvaluationWork, TrainingWork
 from automicro.torch_private import compiler_is_loaded
 from automicro.transaction.gradients import GradientHistory
 from automicro.transaction.parameters import WrittenParameters
+
+if TYPE_CHECKING:
+    from automicro.memory.residents import ResidentMemory
 
 P = ParamSpec("P")
 
@@ -576,7 +579,7 @@ class Microbatcher:
         reservation = self._engine.reservation
         return None if reservation is None else reservation.unknown
 
-    def residents(self, *, training: bool) -> ResidentMemory:
+    def residents(self, *, training: bool) -> "ResidentMemory":
         """Return the memory held at any size, including what the optimizer's first step will add.
 
         Available after the first batch.

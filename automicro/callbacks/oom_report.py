@@ -20,7 +20,7 @@ from automicro.events.callback import Callback
 from automicro.events.run import Run
 from automicro.files import write_whole
 from automicro.memory.device import allocated_bytes
-from automicro.memory.residents import OccupiedDevice
+from automicro.memory.occupied import OccupiedDevice
 from automicro.options import read_count
 from automicro.step.events import Microbatch, OutOfMemory, Resize
 from automicro.step.feature import Attempt

@@ -1,20 +1,16 @@
-"""Memory that a device holds at any microbatch size, and its share of the limit."""
+"""Memory that a device holds at any microbatch size, to explain why no size fits."""
 
-import contextlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Self
 
 import torch
 from torch import Tensor, nn
 
-from automicro.errors import add_note
-from automicro.memory.budget import MemoryBudget, active_budget, rounded, tensors_of
-from automicro.memory.device import limit_bytes, limit_memory
+from automicro.memory.budget import rounded, tensors_of
 from automicro.sharding import local
 from automicro.torch_private import is_uninitialized
 from automicro.units import format_bytes
-
-_NOTHING: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,6 +29,39 @@ class ResidentMemory:
     buffers: int = 0
     shared_inputs: int = 0  # parts of the batch that every microbatch receives whole
     limit: int | None = None  # of the device; None if unknown
+
+    @classmethod
+    def of(
+        cls,
+        modules: Sequence[nn.Module],
+        optimizer: torch.optim.Optimizer | None,
+        device: torch.device,
+        *,
+        least_itemsize: int = 0,
+        training: bool,
+        upcoming_bytes: Sequence[int] = (),
+        shared_inputs: Sequence[Tensor] = (),
+        limit: int | None = None,
+    ) -> Self:
+        """Sum the memory of modules and an optimizer that a device holds at any size."""
+        parameters = _distinct(p for module in modules for p in module.parameters())
+        buffers = _distinct(b for module in modules for b in module.buffers())
+        there = gradients = _count([each.grad for each in parameters if each.grad is not None])
+        if training:
+            trained = [parameter for parameter in parameters if parameter.requires_grad]
+            gradients = _count(trained, least_itemsize=least_itemsize)
+        state = _distinct(tensors_of([] if optimizer is None else [optimizer]))
+        # Step counts and other numbers of an optimizer might be on the host.
+        on_device = [each for each in state if each.device.type == device.type]
+        return cls(
+            parameters=_count(parameters),
+            gradients=gradients,
+            earlier_gradients=there if training else 0,
+            optimizer_state=_count(on_device) + sum(map(rounded, upcoming_bytes)),
+            buffers=_count(buffers),
+            shared_inputs=_count(shared_inputs),
+            limit=limit,
+        )
 
     @property
     def parts(self) -> dict[str, int]:
@@ -61,19 +90,6 @@ class ResidentMemory:
         return ", ".join(f"{name} {format_bytes(held)}" for name, held in parts if held)
 
 
-def track_residents(budget: MemoryBudget, residents: Iterable[object]) -> None:
-    """Count residents in a budget, with a note to the error if they alone exceed it."""
-    try:
-        budget.track(*(each for each in residents if each is not None))
-    except torch.OutOfMemoryError as error:
-        add_note(
-            error,
-            "automicro: the model and the optimizer's state alone exceed the limit; raise "
-            "memory_limit (or that of the MemoryBudget), or train a smaller model",
-        )
-        raise
-
-
 def _distinct(tensors: Iterable[Tensor]) -> list[Tensor]:
     # By id, because tied parameters exist once, and == would compare elements.
     return list({id(tensor): tensor for tensor in tensors}.values())
@@ -83,88 +99,3 @@ def _count(tensors: Iterable[Tensor], *, least_itemsize: int = 0) -> int:
     # Not nbytes, which sparse tensors lack.
     known = (local(each) for each in tensors if not is_uninitialized(each))
     return sum(rounded(each.numel() * max(each.itemsize, least_itemsize)) for each in known)
-
-
-class OccupiedDevice:
-    """A device with modules and an optimizer's state.
-
-    >>> occupied = OccupiedDevice(torch.device("cpu"), [nn.Linear(16, 16)], None, "1MiB")
-    >>> with occupied.limited():
-    ...     active_budget().allocated_bytes
-    1536
-    >>> occupied.measure(training=True).gradients
-    1536
-    """
-
-    def __init__(
-        self,
-        device: torch.device,
-        modules: Sequence[nn.Module],
-        optimizer: torch.optim.Optimizer | None,
-        memory_limit: str | int | float | None = None,
-        *,
-        sums_in_float32: bool = False,
-    ) -> None:
-        self._device = device
-        self._modules = modules
-        self._optimizer = optimizer
-        self._memory_limit = memory_limit
-        self._sums_in_float32 = sums_in_float32
-        self._budget: MemoryBudget | None = None
-        if memory_limit is not None:
-            limit = limit_memory(memory_limit, device)
-            # A simulated device and its counts persist from step to step.
-            self._budget = limit if isinstance(limit, MemoryBudget) else None
-
-    def limited(self) -> contextlib.AbstractContextManager[None]:
-        """Return a context with the limit, in which everything on the device is counted."""
-        # A settled step without a limit enters no context.
-        if self._memory_limit is None and active_budget() is None:
-            return _NOTHING
-        return self._limited()
-
-    @contextlib.contextmanager
-    def _limited(self) -> Iterator[None]:
-        with contextlib.ExitStack() as stack:
-            if self._memory_limit is not None:
-                # An accelerator is limited only during a step, because other code uses it in
-                # between.
-                stack.enter_context(self._budget or limit_memory(self._memory_limit, self._device))
-            budget = active_budget()
-            if budget is not None:
-                track_residents(budget, [*self._modules, self._optimizer])
-            yield
-
-    def measure(
-        self,
-        *,
-        training: bool,
-        upcoming_bytes: Sequence[int] = (),
-        shared_inputs: Sequence[Tensor] = (),
-    ) -> ResidentMemory:
-        """Sum the memory that is needed at any microbatch size."""
-        parameters = _distinct(p for module in self._modules for p in module.parameters())
-        buffers = _distinct(b for module in self._modules for b in module.buffers())
-        there = gradients = _count([each.grad for each in parameters if each.grad is not None])
-        if training:
-            gradients = _count(
-                [parameter for parameter in parameters if parameter.requires_grad],
-                least_itemsize=4 if self._sums_in_float32 else 0,
-            )
-        state = _distinct(tensors_of([] if self._optimizer is None else [self._optimizer]))
-        # Step counts and other numbers of an optimizer might be on the host.
-        on_device = [each for each in state if each.device.type == self._device.type]
-        limit = None
-        if self._device.type == "cpu" and (budget := active_budget()) is not None:
-            limit = budget.limit_bytes
-        elif self._memory_limit is not None:
-            limit = limit_bytes(self._memory_limit, self._device)
-        return ResidentMemory(
-            parameters=_count(parameters),
-            gradients=gradients,
-            earlier_gradients=there if training else 0,
-            optimizer_state=_count(on_device) + sum(map(rounded, upcoming_bytes)),
-            buffers=_count(buffers),
-            shared_inputs=_count(shared_inputs),
-            limit=limit,
-        )

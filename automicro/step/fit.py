@@ -6,7 +6,7 @@ The entry points are `fit` and `attempt`. `Sizes` (sizes.py) chooses what to try
 
 import functools
 from collections.abc import Sequence
-from typing import Generic, NamedTuple, NoReturn, Protocol, TypeVar
+from typing import TYPE_CHECKING, Generic, NamedTuple, NoReturn, Protocol, TypeVar
 
 from automicro.batchnorm import needs_two_rows
 from automicro.errors import RollbackError, add_note, describe_error, remember, text_of
@@ -21,13 +21,15 @@ from automicro.memory.oom import (
     release,
     surely,
 )
-from automicro.memory.residents import ResidentMemory
 from automicro.ranks.interface import Ranks, Report, Status, StrayedError, announcing_failure
 from automicro.step.phase import Phase
 from automicro.step.plan import Finished, Plan, Step
 from automicro.step.sizes import Sizes
 from automicro.transaction.gradients import TouchedGradientsError
 from automicro.transaction.transaction import Part, Transaction
+
+if TYPE_CHECKING:
+    from automicro.memory.residents import ResidentMemory
 
 T = TypeVar("T")
 
@@ -58,7 +60,7 @@ class Work(Protocol[T]):
     def accepts(self, result: T) -> bool:
         """Whether to commit a result; otherwise it is rolled back and the step ends."""
 
-    def residents(self) -> ResidentMemory | None:
+    def residents(self) -> "ResidentMemory | None":
         """Return the memory held at any size, to explain why no size fits."""
 
 

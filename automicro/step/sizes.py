@@ -2,12 +2,11 @@
 
 import logging
 from collections.abc import Callable
-from typing import Any, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 from automicro.errors import SampleTooLargeError, bystander
 from automicro.memory.meter import Measured
 from automicro.memory.oom import empty_cache, first_line
-from automicro.memory.residents import ResidentMemory
 from automicro.policy.policy import Outcome, Policy
 from automicro.ranks.interface import Status, announcing_failure
 from automicro.step.phase import Phase
@@ -21,6 +20,9 @@ from automicro.step.plan import (
     plan_together,
     propose_to,
 )
+
+if TYPE_CHECKING:
+    from automicro.memory.residents import ResidentMemory
 
 logger = logging.getLogger("automicro.attempts")
 
@@ -42,7 +44,7 @@ class Sizes:
         self._failed: Plan | None = None  # the last one
         self._failure: BaseException | None = None
 
-    def plan(self, residents: Callable[[], ResidentMemory | None]) -> Plan:
+    def plan(self, residents: "Callable[[], ResidentMemory | None]") -> Plan:
         """Return the plan to try next."""
         # If no smaller size is left, parts that ran whole are cut. Then the next level is tried,
         # which takes less memory. Then there is nothing left to try.
@@ -164,7 +166,7 @@ class Sizes:
     def _loudness(self) -> int:
         return logging.DEBUG if self._phase.ranks.rank else logging.WARNING
 
-    def _give_up(self, plan: Plan, residents: ResidentMemory | None) -> NoReturn:
+    def _give_up(self, plan: Plan, residents: "ResidentMemory | None") -> NoReturn:
         from automicro.step.words import give_up_fixed, reports_of, what_helps, why_nothing_fits
 
         policy, phase, failure = self._policy, self._phase, self._failure

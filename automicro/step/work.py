@@ -18,7 +18,7 @@ from automicro.loss.averages import CutBatch, Weight
 from automicro.loss.conventions import Output
 from automicro.loss.passes import Computation, Mode
 from automicro.loss.weights import BatchWeights, add_up
-from automicro.memory.residents import OccupiedDevice, ResidentMemory
+from automicro.memory.occupied import OccupiedDevice
 from automicro.modules import ModuleIndex
 from automicro.options import check_history, refuse_constant
 from automicro.ranks.interface import announcing_failure
@@ -36,6 +36,7 @@ from automicro.values import read_scalars, stack_scalars
 
 if TYPE_CHECKING:  # not on the path of every batch, so each is imported on first use
     from automicro.checking.check import Checks
+    from automicro.memory.residents import ResidentMemory
     from automicro.optimizer.reservation import OptimizerReservation
     from automicro.step.metrics import MetricGuard
     from automicro.step.outputs import Kept
@@ -459,7 +460,7 @@ class TrainingWork(_Work[Losses]):
             return False
         return self._accept is None or self._accept(result[0])
 
-    def residents(self) -> ResidentMemory | None:
+    def residents(self) -> "ResidentMemory | None":
         return self._engine.memory.measure(
             training=True,
             upcoming_bytes=self._engine.upcoming_bytes,
@@ -531,5 +532,5 @@ class EvaluationWork(_Work[Evaluated]):
     def accepts(self, result: Evaluated) -> bool:
         return not self._phase.is_rehearsing
 
-    def residents(self) -> ResidentMemory | None:
+    def residents(self) -> "ResidentMemory | None":
         return self._engine.memory.measure(training=False, shared_inputs=self._shared_inputs())

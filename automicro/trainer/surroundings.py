@@ -12,7 +12,7 @@ from torch import nn
 from automicro.errors import DeterminismWarning, add_note, warn
 from automicro.memory.budget import active_budget
 from automicro.memory.device import limit_memory
-from automicro.memory.residents import track_residents
+from automicro.memory.occupied import track_residents
 from automicro.options import read_flag
 from automicro.torch_private import (
     inductor_is_deterministic,

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from automicro import Explore, Microbatcher
 from automicro.features import RememberSizes, WhenTooLarge
-from automicro.memory.residents import OccupiedDevice
+from automicro.memory.occupied import OccupiedDevice
 from automicro.optimizer import step as clipping
 from automicro.optimizer.step import GradientScaler, clip_gradients, step_optimizer
 from automicro.ranks.warm_up import COMMUNICATION_SHARE
