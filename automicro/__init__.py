@@ -13,7 +13,7 @@ from automicro.version import __version__ as __version__
 if TYPE_CHECKING:
     from automicro.batch.layout import num_rows as num_rows
     from automicro.batch.layout import split_batch as split_batch
-    from automicro.batch.types import register_batch_type as register_batch_type
+    from automicro.batch.ragged import register_batch_type as register_batch_type
     from automicro.batchnorm import find_batchnorm as find_batchnorm
     from automicro.checking.report import VerifyReport as VerifyReport
     from automicro.checking.verify import verify as verify
@@ -76,7 +76,7 @@ if TYPE_CHECKING:
 # interrupt that.
 _EXPORTS = {
     "automicro.batch.layout": "num_rows split_batch",
-    "automicro.batch.types": "register_batch_type",
+    "automicro.batch.ragged": "register_batch_type",
     "automicro.batchnorm": "find_batchnorm",
     "automicro.checking.report": "VerifyReport",
     "automicro.checking.verify": "verify",

@@ -1,8 +1,6 @@
 """Durations of training, such as "2ep", and limits of time, such as "2h30m"."""
 
 import re
-import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from decimal import Decimal
@@ -184,30 +182,3 @@ def _read(text: str) -> int:
     if parts is None or not stripped:
         raise ValueError(f"{text!r} is not a time: {_HOW}")
     return sum(int(parts[unit] or 0) * seconds for unit, seconds in _SECONDS.items())
-
-
-class TimeLimit:
-    """Time limit of a run, counted from its construction.
-
-    >>> limit = TimeLimit(10.0, clock=iter([0.0, 4.0, 10.0]).__next__)
-    >>> limit.is_over, limit.is_over
-    (False, True)
-    >>> TimeLimit(None).is_over
-    False
-    """
-
-    # Earlier calls of fit and earlier processes do not count, because a batch system gives each job
-    # its own time.
-
-    def __init__(
-        self, seconds: float | None, *, clock: Callable[[], float] = time.monotonic
-    ) -> None:
-        self._seconds = seconds
-        # Monotonic by default: adjusting the wall clock must not end a run.
-        self._clock = clock
-        self._start = 0.0 if seconds is None else clock()
-
-    @property
-    def is_over(self) -> bool:
-        """Whether the time limit is reached."""
-        return self._seconds is not None and self._clock() - self._start >= self._seconds

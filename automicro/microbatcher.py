@@ -16,13 +16,12 @@ import torch
 from torch import Tensor, nn
 
 from automicro.batch.device import cost_of_row
-from automicro.batch.layout import balanced_sizes
-from automicro.batch.reading import holds_itself
+from automicro.batch.layout import balanced_sizes, holds_itself
 from automicro.batch.tensors import Contents
 from automicro.loss.averages import LossAverage, is_declared, read_average
 from automicro.loss.conventions import choose_convention
 from automicro.loss.passes import Computation, Mode
-from automicro.memory.occupied import OccupiedDevice
+from automicro.memory.device import OccupiedDevice
 from automicro.memory.oom import once_more
 from automicro.modules import comparing_rows, evaluation_mode, refuse_lazy
 from automicro.options import (
@@ -50,7 +49,7 @@ from automicro.step.feature import Feature, check_features, takes_part
 from automicro.step.fit import fit
 from automicro.step.passes import Passes
 from automicro.step.phase import leveled, make_phase
-from automicro.step.plan import Cut, ReadBatch, Step, order_of, with_padding
+from automicro.step.plan import Cut, ReadBatch, Step
 from automicro.step.results import EvalResult, StepResult, Where
 from automicro.step.setup import Setup
 from automicro.step.split_guard import BATCHNORM_MODES, SplitGuard
@@ -584,7 +583,10 @@ class Microbatcher:
 
         Available after the first batch.
         """
-        return self._memory.measure(training=training, upcoming_bytes=self._engine.upcoming_bytes)
+        from automicro.memory.residents import measure
+
+        upcoming_bytes = self._engine.upcoming_bytes
+        return measure(self._memory, training=training, upcoming_bytes=upcoming_bytes)
 
     def hold_reservation(self) -> None:
         """Reserve memory for the optimizer's first step now, as each batch does while it runs."""
@@ -672,6 +674,8 @@ class Microbatcher:
             >>> torch.equal(torch.cat(parts)[order], ids)
             True
         """
+        from automicro.step.outputs import order_of, with_padding
+
         return with_padding(parts, self._evaluated, fill=fill), order_of(self._evaluated)
 
     def _prepare(self, batches: Sequence[Any]) -> Step:

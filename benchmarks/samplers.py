@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from automicro.data import MODES, LengthBatchSampler
-from automicro.data.plan import Array, length_cost
+from automicro.data.sampler import Array, length_cost
 
 ROWS_PER_BATCH = 32
 PADDED_ROWS = 200_000  # of the jobs in the table of paddings

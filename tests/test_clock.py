@@ -1,11 +1,11 @@
-"""Times as text, and a limit on them."""
+"""Times as text."""
 
 from datetime import timedelta
 from typing import Any
 
 import pytest
 
-from automicro.durations import TimeLimit, parse_time
+from automicro.durations import parse_time
 
 
 @pytest.mark.parametrize(
@@ -50,14 +50,3 @@ def test_what_is_no_time_is_refused_with_the_remedy(
 ) -> None:
     with pytest.raises(kind, match=message):
         parse_time(value)
-
-
-def test_a_limit_counts_from_its_construction() -> None:
-    now = 1000.0
-    limit = TimeLimit(60.0, clock=lambda: now)
-    assert not limit.is_over
-    now += 59.9
-    assert not limit.is_over
-    now += 0.2
-    assert limit.is_over
-    assert not TimeLimit(60.0, clock=lambda: now).is_over

@@ -22,7 +22,7 @@ from automicro import (
     SampleTooLargeError,
 )
 from automicro.features import with_features
-from automicro.loss.weights import BatchWeights
+from automicro.loss.averages import BatchWeights
 from tests.callbacks.runs import Scripted
 from tests.cases import difference, gradients
 from tests.models import CLASSES, ROWS, Memory, Mlp, numbers, pair

@@ -137,7 +137,7 @@ class SlowToLaunch(Model):
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         super().__init__()
         self.now = 0.0
-        monkeypatch.setattr("automicro.memory.meter.time.perf_counter", lambda: self.now)
+        monkeypatch.setattr("automicro.memory.device.time.perf_counter", lambda: self.now)
         for block in self.blocks:
             block.register_forward_hook(self._block_took)
 

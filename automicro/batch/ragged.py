@@ -1,23 +1,129 @@
-"""Rows of packed, nested and sparse tensors, tensordicts, and other tensor classes."""
+"""Rows of values other than dense tensors and arrays: ragged tensors, classes of a user."""
 
 import itertools
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch.nn.utils.rnn import PackedSequence, pack_sequence, unpack_sequence
 
 from automicro.batch.types import (
+    BUILT_IN,
     TENSORS,
     Pieces,
-    Registered,
     RowType,
     TensorFunction,
+    forget_lookups,
     join_path,
+    registered,
     subject,
 )
 from automicro.errors import BatchError
 from automicro.torch_private import is_wrapper
+
+
+class Registered(RowType):
+    """Values of a class given to `register_batch_type`."""
+
+    def __init__(
+        self,
+        num_rows: Callable[[Any], int],
+        take: Callable[[Any, int, int], Any],
+        concat: Callable[[Sequence[Any]], Any] | None,
+        map_tensors: Callable[[Any, TensorFunction], Any] | None,
+    ) -> None:
+        self._num_rows, self._take = num_rows, take
+        self._concat, self._map = concat, map_tensors
+        self.can_concat = concat is not None
+
+    def count(self, value: Any, dim: int, path: str) -> int | None:
+        return self._num_rows(value)
+
+    def cut(self, value: Any, pieces: Pieces, dim: int, path: str) -> Sequence[Any]:
+        return [self._chosen(value, each, path) for each in pieces.selections]
+
+    def _chosen(self, value: Any, rows: Sequence[int], path: str) -> Any:
+        start, name = rows[0], type(value).__name__
+        if list(rows) != list(range(start, start + len(rows))):
+            if self._concat is None:
+                raise BatchError(
+                    f"Rows {list(rows)} of '{path}' ({name}) are not neighbors, and {name} has no "
+                    f"way to join rows. Pass register_batch_type({name}, ..., concat=...)."
+                )
+            return self._concat([self._chosen(value, [row], path) for row in rows])
+        # Counted again, because with a wrong piece the weights would not match the rows.
+        stop = start + len(rows)
+        piece = self._take(value, start, stop)
+        found = self._num_rows(piece)
+        if found != stop - start:
+            raise BatchError(
+                f"take({name}, {start}, {stop}){f' of {path!r}' * bool(path)} returned {found} "
+                f"rows instead of {stop - start}. Correct the functions given to "
+                f"register_batch_type({name}, ...)."
+            )
+        return piece
+
+    def concat(self, values: Sequence[Any], dim: int) -> Any:
+        assert self._concat is not None
+        return self._concat(values)
+
+    def map(self, value: Any, fn: TensorFunction) -> Any | None:
+        if self._map is not None:
+            return self._map(value, fn)
+        return fn(value) if isinstance(value, torch.Tensor) else None
+
+    def leaves(self, value: Any) -> Iterable[tuple[str, torch.Tensor]] | None:
+        return [("", value)] if isinstance(value, torch.Tensor) else None
+
+
+_FIXED = frozenset(
+    {object, *BUILT_IN, PackedSequence, Mapping, dict, list, tuple, str, bytes}
+    | {int, float, bool, complex, type(None)}
+)
+
+
+def register_batch_type(
+    cls: type,
+    *,
+    num_rows: Callable[[Any], int],
+    take: Callable[[Any, int, int], Any],
+    concat: Callable[[Sequence[Any]], Any] | None = None,
+    map_tensors: Callable[[Any, Callable[[torch.Tensor], torch.Tensor]], Any] | None = None,
+) -> None:
+    """Define how values of a class of your own, and of its subclasses, are sliced.
+
+    Args:
+        cls: the class.
+        num_rows: ``num_rows(value)`` counts rows.
+        take: ``take(value, start, stop)`` returns these rows as a value of the same type.
+        concat: ``concat(values)`` is the inverse of ``take``.
+        map_tensors: ``map_tensors(value, fn)`` returns a copy with ``fn`` applied to each tensor;
+            by default the tensors among the attributes are mapped.
+
+    Raises:
+        TypeError: `cls` is not a class.
+        ValueError: `cls` is a built-in container or leaf, whose meaning is fixed.
+
+    >>> class Graphs:
+    ...     def __init__(self, names):
+    ...         self.names = names
+    >>> register_batch_type(
+    ...     Graphs,
+    ...     num_rows=lambda graphs: len(graphs.names),
+    ...     take=lambda graphs, start, stop: Graphs(graphs.names[start:stop]),
+    ... )
+    """
+    checked: object = cls
+    if not isinstance(checked, type):
+        raise TypeError(f"register_batch_type needs a class, got {cls!r}. Pass the type itself.")
+    # Some code opens or cuts these without looking them up.
+    if cls in _FIXED:
+        raise ValueError(
+            f"{cls.__name__} already has a meaning in a batch. Register a subclass of it, or "
+            "declare single parts with batch_layout."
+        )
+    registered[cls] = Registered(num_rows, take, concat, map_tensors)
+    forget_lookups()
 
 
 class _Packed(RowType):

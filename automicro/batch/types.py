@@ -1,7 +1,7 @@
 """Kinds of values in batches, and the classes whose rows are cut and joined.
 
 A class whose values have rows has a `RowType`: tensors, arrays, packed sequences, and classes given
-to `register_batch_type`.
+to `register_batch_type` (`ragged.py`).
 """
 
 import argparse
@@ -155,68 +155,15 @@ class _Arrays(RowType):
         return ()
 
 
-class Registered(RowType):
-    """Values of a class given to `register_batch_type`."""
-
-    def __init__(
-        self,
-        num_rows: Callable[[Any], int],
-        take: Callable[[Any, int, int], Any],
-        concat: Callable[[Sequence[Any]], Any] | None,
-        map_tensors: Callable[[Any, TensorFunction], Any] | None,
-    ) -> None:
-        self._num_rows, self._take = num_rows, take
-        self._concat, self._map = concat, map_tensors
-        self.can_concat = concat is not None
-
-    def count(self, value: Any, dim: int, path: str) -> int | None:
-        return self._num_rows(value)
-
-    def cut(self, value: Any, pieces: Pieces, dim: int, path: str) -> Sequence[Any]:
-        return [self._chosen(value, each, path) for each in pieces.selections]
-
-    def _chosen(self, value: Any, rows: Sequence[int], path: str) -> Any:
-        start, name = rows[0], type(value).__name__
-        if list(rows) != list(range(start, start + len(rows))):
-            if self._concat is None:
-                raise BatchError(
-                    f"Rows {list(rows)} of '{path}' ({name}) are not neighbors, and {name} has no "
-                    f"way to join rows. Pass register_batch_type({name}, ..., concat=...)."
-                )
-            return self._concat([self._chosen(value, [row], path) for row in rows])
-        # Counted again, because with a wrong piece the weights would not match the rows.
-        stop = start + len(rows)
-        piece = self._take(value, start, stop)
-        found = self._num_rows(piece)
-        if found != stop - start:
-            raise BatchError(
-                f"take({name}, {start}, {stop}){f' of {path!r}' * bool(path)} returned {found} "
-                f"rows instead of {stop - start}. Correct the functions given to "
-                f"register_batch_type({name}, ...)."
-            )
-        return piece
-
-    def concat(self, values: Sequence[Any], dim: int) -> Any:
-        assert self._concat is not None
-        return self._concat(values)
-
-    def map(self, value: Any, fn: TensorFunction) -> Any | None:
-        if self._map is not None:
-            return self._map(value, fn)
-        return fn(value) if isinstance(value, torch.Tensor) else None
-
-    def leaves(self, value: Any) -> Iterable[tuple[str, torch.Tensor]] | None:
-        return [("", value)] if isinstance(value, torch.Tensor) else None
-
-
 _LAYOUTS = (torch.strided, torch.sparse_coo, torch.sparse_csr, torch.sparse_csc)
 # PackedSequence is a tuple, too, so row types are looked up before containers.
 TENSORS = _Tensors()
-_BUILT_IN: Mapping[type, RowType] = {
+BUILT_IN: Mapping[type, RowType] = {
     torch.Tensor: TENSORS,
     np.ndarray: _Arrays(),
 }
-_registered: dict[type, RowType] = {}
+registered: dict[type, RowType] = {}
+"""The row types of classes given to `register_batch_type`."""
 
 
 class Kind(enum.Enum):
@@ -258,56 +205,6 @@ _SHARED_TYPES = (
 _NAMESPACES = (types.SimpleNamespace, argparse.Namespace)
 _OF_DATA = frozenset({"__len__", "__iter__", "__getitem__", "to", "num_rows", "batch_size"})
 """Methods that mark a class as data, even if it is callable."""
-_FIXED = frozenset(
-    {object, *_BUILT_IN, PackedSequence, Mapping, dict, list, tuple, str, bytes}
-    | {int, float, bool, complex, type(None)}
-)
-
-
-def register_batch_type(
-    cls: type,
-    *,
-    num_rows: Callable[[Any], int],
-    take: Callable[[Any, int, int], Any],
-    concat: Callable[[Sequence[Any]], Any] | None = None,
-    map_tensors: Callable[[Any, Callable[[torch.Tensor], torch.Tensor]], Any] | None = None,
-) -> None:
-    """Define how values of a class of your own, and of its subclasses, are sliced.
-
-    Args:
-        cls: the class.
-        num_rows: ``num_rows(value)`` counts rows.
-        take: ``take(value, start, stop)`` returns these rows as a value of the same type.
-        concat: ``concat(values)`` is the inverse of ``take``.
-        map_tensors: ``map_tensors(value, fn)`` returns a copy with ``fn`` applied to each tensor;
-            by default the tensors among the attributes are mapped.
-
-    Raises:
-        TypeError: `cls` is not a class.
-        ValueError: `cls` is a built-in container or leaf, whose meaning is fixed.
-
-    >>> class Graphs:
-    ...     def __init__(self, names):
-    ...         self.names = names
-    >>> register_batch_type(
-    ...     Graphs,
-    ...     num_rows=lambda graphs: len(graphs.names),
-    ...     take=lambda graphs, start, stop: Graphs(graphs.names[start:stop]),
-    ... )
-    """
-    checked: object = cls
-    if not isinstance(checked, type):
-        raise TypeError(f"register_batch_type needs a class, got {cls!r}. Pass the type itself.")
-    # Some code opens or cuts these without looking them up.
-    if cls in _FIXED:
-        raise ValueError(
-            f"{cls.__name__} already has a meaning in a batch. Register a subclass of it, or "
-            "declare single parts with batch_layout."
-        )
-    _registered[cls] = Registered(num_rows, take, concat, map_tensors)
-    # Subclasses that were looked up before may now be of another kind.
-    _cached_kind.cache_clear()
-    _cached_row_type.cache_clear()
 
 
 def _beside(name: str) -> RowType:
@@ -317,10 +214,16 @@ def _beside(name: str) -> RowType:
     return ROW_TYPES[name]
 
 
+def forget_lookups() -> None:
+    """Look up the kinds of all classes again, because subclasses may now be of another kind."""
+    _cached_kind.cache_clear()
+    _cached_row_type.cache_clear()
+
+
 @functools.lru_cache(maxsize=1024)
 def _cached_row_type(cls: type) -> RowType | None:
     """Return the row type registered for a class or its nearest base, or a known one."""
-    own = next((_registered[base] for base in cls.__mro__ if base in _registered), None)
+    own = next((registered[base] for base in cls.__mro__ if base in registered), None)
     if own is not None:
         return own
     # By name, because importing the library would take seconds.
@@ -328,7 +231,7 @@ def _cached_row_type(cls: type) -> RowType | None:
     is_tensordict = "tensordict.TensorCollection" in names or hasattr(cls, "_is_tensorclass")
     if is_tensordict or issubclass(cls, PackedSequence):
         return _beside("tensordict" if is_tensordict else "packed")
-    return next((_BUILT_IN[base] for base in cls.__mro__ if base in _BUILT_IN), None)
+    return next((BUILT_IN[base] for base in cls.__mro__ if base in BUILT_IN), None)
 
 
 @functools.lru_cache(maxsize=1024)

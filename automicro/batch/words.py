@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from automicro.batch.reading import ANY, Counts, Node
+from automicro.batch.layout import ANY, Counts, Node
 from automicro.batch.types import Kind, or_shared, subject, where
 from automicro.errors import BatchError
 

@@ -19,8 +19,8 @@ from automicro.errors import AutomicroWarning, describe_error, removed, warn
 from automicro.events.callback import Callback
 from automicro.events.run import Run
 from automicro.files import write_whole
-from automicro.memory.device import allocated_bytes
-from automicro.memory.occupied import OccupiedDevice
+from automicro.memory.device import OccupiedDevice, allocated_bytes
+from automicro.memory.residents import measure
 from automicro.options import read_count
 from automicro.step.events import Microbatch, OutOfMemory, Resize
 from automicro.step.feature import Attempt
@@ -220,8 +220,8 @@ _WHERE = ("epoch", "epoch_batch", "batch", "samples", "tokens")
 def describe_failure(run: Run, failure: OutOfMemory, batch: Any) -> dict[str, Any]:
     """Describe an out-of-memory failure as plain values for JSON."""
     attempt, state = failure.attempt, run.state
-    device = OccupiedDevice(run.device, run.modules, run.optimizer)
-    residents = device.measure(training=attempt.phase == "train")
+    occupied = OccupiedDevice(run.device, run.modules, run.optimizer)
+    residents = measure(occupied, training=attempt.phase == "train")
     sizes = [
         each.nbytes for module in run.modules for each in (*module.parameters(), *module.buffers())
     ]

@@ -42,10 +42,9 @@ from automicro.errors import (
     describe_error,
     warn,
 )
-from automicro.loss.averages import CutBatch
+from automicro.loss.averages import BatchWeights, CutBatch
 from automicro.loss.conventions import Output, outputs_with_rows
 from automicro.loss.passes import Computation, Mode, check_own_graph, extra_pass
-from automicro.loss.weights import BatchWeights
 from automicro.memory.oom import Failure, caught, classify, release, surely
 from automicro.modules import ModuleIndex
 from automicro.options import check_loss

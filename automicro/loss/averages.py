@@ -1,9 +1,11 @@
-"""The average that a loss takes: over rows, targets, a caller's count, or none."""
+"""The average that a loss takes, and the weights with which losses of microbatches add up to it."""
 
 import functools
 import inspect
 import itertools
 import math
+import operator
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from numbers import Real
@@ -17,7 +19,7 @@ from automicro.errors import LossError
 from automicro.loss.conventions import IGNORED as IGNORED
 from automicro.loss.conventions import ITEMS
 from automicro.torch_private import forward_of_class, version_of
-from automicro.values import read_scalars
+from automicro.values import alone, read_scalars
 
 Weight: TypeAlias = float | Tensor
 
@@ -47,10 +49,10 @@ class Divisors(NamedTuple):
     whole: Weight  # of all batches together, which may differ from the sum
 
 
-def add_counts(counts: Sequence[Weight]) -> Weight:
+def _add_counts(counts: Sequence[Weight]) -> Weight:
     """Return the sum of counts, as a tensor if one of them is on a device.
 
-    >>> add_counts([1, 2.5])
+    >>> _add_counts([1, 2.5])
     3.5
     """
     # Tensors are not read here, because that would wait for the device.
@@ -59,10 +61,10 @@ def add_counts(counts: Sequence[Weight]) -> Weight:
     return math.fsum(counts)
 
 
-def read_numbers(values: Sequence[Any]) -> list[Any]:
+def _read_numbers(values: Sequence[Any]) -> list[Any]:
     """Replace tensors of one element by numbers, waiting for a device only once.
 
-    >>> read_numbers([torch.ones(1), None, 2])
+    >>> _read_numbers([torch.ones(1), None, 2])
     [1.0, None, 2]
     """
     in_tensors = [isinstance(each, Tensor) and each.numel() == 1 for each in values]
@@ -98,7 +100,7 @@ class Samples(Average):
     def divisors(self, cuts: Sequence[CutBatch]) -> Divisors | None:
         # Plain numbers, for which the batch does not have to be read.
         sizes = [size for cut in cuts for size in cut.sizes]
-        return Divisors(sizes, add_counts(sizes))
+        return Divisors(sizes, _add_counts(sizes))
 
 
 class Sum(Average):
@@ -127,7 +129,7 @@ class Counted(Average):
         # If no batch was cut, the parts are the wholes, so they are counted only once.
         wholes = [cut.batch for cut in cuts if len(parts) > len(cuts)]
         # The caller's function may return tensors on a device, so all are read at once.
-        counts = read_numbers([self._count(each) for each in (*parts, *wholes)])
+        counts = _read_numbers([self._count(each) for each in (*parts, *wholes)])
         for count in counts:
             if not isinstance(count, Real) or not math.isfinite(count) or count < 0:
                 raise LossError(
@@ -162,7 +164,7 @@ class Tokens(Average):
 
     def divisors(self, cuts: Sequence[CutBatch]) -> Divisors:
         each = [count for cut in cuts for count in self._counts(cut)]
-        return Divisors(each, add_counts(each))
+        return Divisors(each, _add_counts(each))
 
     def _counts(self, cut: CutBatch) -> Sequence[Weight]:
         targets, sizes = self.targets(cut.batch), cut.sizes
@@ -362,3 +364,223 @@ def _read_transformers(model: nn.Module, targets: Callable[[Any], Any]) -> Avera
             reduction = getattr(config, "ctc_loss_reduction", None)
             return Sum() if reduction == "sum" else Samples() if reduction == "mean" else None
     return Tokens(targets) if loss_type in _OVER_TARGETS else None
+
+
+def _shares(
+    divisors: Divisors | None, num_microbatches: int, of_all: float | None, copies: int
+) -> list[Weight | None]:
+    """Return each microbatch's share of the whole, or of all ranks; None stands for one."""
+    if divisors is None:
+        return [None if copies == 1 else 1 / copies] * num_microbatches
+    each, whole = divisors
+    # Without any target on any rank each share is 0, to avoid dividing by 0.
+    if of_all is not None:
+        return [count / of_all if of_all else 0.0 for count in each]
+    if isinstance(whole, Tensor):
+        # Even for one microbatch: checking whether all targets are ignored would wait for the
+        # device. Two kernels compute all shares, for any number of microbatches.
+        counts = torch.stack([torch.as_tensor(count) for count in each])
+        return list((counts / whole.clamp(min=torch.finfo(torch.float32).tiny)).unbind())
+    # A batch that stays whole is not multiplied, so that its bits are those of plain torch.
+    if len(each) == 1 and whole:
+        return [None]
+    return [count / whole if whole else 0.0 for count in each]  # 0 if every target is ignored
+
+
+class BatchWeights:
+    """The weights of every microbatch, for one loss or for several by name.
+
+    Example:
+        >>> cut = CutBatch(batch=None, microbatches=[None, None], sizes=[3, 1])
+        >>> BatchWeights({"": Samples()}, [cut]).of_all
+        [0.75, 0.25]
+    """
+
+    def __init__(
+        self,
+        averages: Mapping[str, Average],
+        cuts: Sequence[CutBatch],
+        *,
+        totals: Mapping[str, float] | None = None,
+        copies: int = 1,
+    ) -> None:
+        num_microbatches = sum(len(cut.sizes) for cut in cuts)
+        self._of_all_ranks = totals or {}
+        self._weights: dict[str, list[Weight | None]] = {}
+        self.totals: dict[str, Weight | None] = {}  # divisors of the whole, by name of the loss
+        for name, average in averages.items():
+            divisors, of_all = average.divisors(cuts), self._of_all_ranks.get(name)
+            if divisors is not None and of_all is not None:
+                # Ranks have agreed on the counts of whole batches, and compare the sum with them.
+                divisors = Divisors(divisors.each, _add_counts(divisors.each))
+            self._weights[name] = _shares(divisors, num_microbatches, of_all, copies)
+            self.totals[name] = None if divisors is None else divisors.whole
+        # The weight of each microbatch, if all its losses have the same one.
+        self.of_all = self._weights.get("") or [None] * num_microbatches
+        # If all are nonzero numbers, a backward can start from them instead of one: gradients have
+        # the same bits, and `add_up` weights all losses at once.
+        self.are_plain = all(type(each) is float and each for each in self.of_all)
+        every = zip(*self._weights.values(), strict=True)
+        # Whether a microbatch counts no target and so contributes nothing, as far as known.
+        self.is_nothing = [all(map(_is_zero, weights)) for weights in every]
+
+    @property
+    def all_are_nothing(self) -> bool:
+        """Whether the whole batch of all ranks counts no target, as far as known."""
+        if self._of_all_ranks:
+            return not any(self._of_all_ranks.values()) and None not in self.totals.values()
+        return all(self.is_nothing)
+
+    def apply(
+        self, index: int, loss: Tensor, losses: Mapping[str, Tensor], *, has_total: bool = False
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """Weight a microbatch's loss and its parts, so that those of a batch add up."""
+        if "" in self._weights:
+            weight = self.of_all[index]
+            return _weigh(loss, weight), {n: _weigh(part, weight) for n, part in losses.items()}
+        if has_total or losses.keys() != self._weights.keys():
+            given = sorted([*losses, "loss"] if has_total else losses)
+            raise LossError(
+                f"loss_average names the losses {sorted(self._weights)}, but the forward returns "
+                f"{given}; name the same losses, and return no 'loss' next to them"
+            )
+        weights = {name: self._weights[name][index] for name in losses}
+        parts = {name: _weigh(part, weights[name]) for name, part in losses.items()}
+        # Leave out means over no target, whose gradient can be NaN even times zero.
+        counted = [part for name, part in parts.items() if not _is_zero(weights[name])]
+        return functools.reduce(operator.add, counted or parts.values()), parts
+
+    def report(self, loss: Tensor, parts: Mapping[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
+        """Return a microbatch's loss and its parts without graphs, to be kept."""
+        kept = alone if len(self.of_all) > 1 else Tensor.detach  # a single one is freed soon
+        return kept(loss), {name: kept(part) for name, part in parts.items()}
+
+
+def add_up(
+    losses: Sequence[tuple[Tensor, dict[str, Tensor]]],
+    weights: Sequence[Weight | None] | None = None,
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Add up the losses of microbatches, and their parts, to those of the whole batch."""
+    if len(losses) == 1 and weights is None:
+        return losses[0]
+    parts = {name: _sum([each[name] for _, each in losses], weights) for name in losses[0][1]}
+    return _sum([loss for loss, _ in losses], weights), parts
+
+
+def _sum(losses: Sequence[Tensor], weights: Sequence[Weight | None] | None) -> Tensor:
+    if weights is None:
+        return torch.stack(list(losses)).sum()
+    if any(type(loss) is not Tensor for loss in losses):
+        return _sum(list(map(_weigh, losses, weights)), None)
+    stacked = torch.stack(list(losses))
+    # Multiplying each by a number would compute in at least this precision.
+    precision = torch.promote_types(stacked.dtype, torch.float32)
+    # Created on the host and copied without waiting.
+    factors = torch.tensor(weights, dtype=precision, device="cpu")
+    return (stacked * factors.to(stacked.device, non_blocking=True)).to(stacked.dtype).sum()
+
+
+def _is_zero(weight: Weight | None) -> bool:
+    return isinstance(weight, int | float) and weight == 0
+
+
+def _weigh(loss: Tensor, weight: Weight | None) -> Tensor:
+    if weight is None:
+        return loss
+    if isinstance(weight, Tensor):
+        # A mean over no target is NaN; selecting first removes it from the sum.
+        weight = weight.to(loss.device)
+        return torch.where(weight > 0, loss, torch.zeros_like(loss)) * weight.to(loss.dtype)
+    # A mean over no target is NaN, and so is zero times it. The product keeps the graph.
+    if weight == 0:
+        return loss.nan_to_num(0.0, 0.0, 0.0) * 0.0
+    return loss * weight
+
+
+_MOST_UNREAD = 100
+
+
+class LossMean:
+    """The mean loss of several batches, weighted by their denominators.
+
+    Example:
+        >>> import torch
+        >>> mean = LossMean()
+        >>> mean.add(torch.tensor(1.0), {}, {"": 3})
+        >>> mean.add(torch.tensor(5.0), {}, {"": 1})
+        >>> mean.compute()
+        {'loss': 2.0}
+    """
+
+    # A mean of means would depend on the cut of the data into batches; weighted sums do not. Values
+    # on a device are read late, a hundred batches at once.
+    def __init__(self) -> None:
+        self._gathered: list[tuple[str, float, float | None]] = []  # name, loss, denominator
+        self._unread: list[tuple[str, Tensor, Weight | None]] = []
+
+    def add(
+        self,
+        loss: Tensor,
+        losses: Mapping[str, Tensor],
+        denominators: Mapping[str, Weight | None],
+    ) -> None:
+        """Add one batch's loss, its parts by name, and their denominators."""
+        is_one = "" in denominators
+        if is_one:
+            self._unread.append(("loss", loss, denominators[""]))
+        for name, part in losses.items():
+            self._unread.append((f"loss/{name}", part, denominators["" if is_one else name]))
+        # Kept on the device until then, because each read waits for it.
+        if len(self._unread) >= _MOST_UNREAD:
+            self._read()
+
+    def merge(self, other: "LossMean") -> None:
+        """Add everything that another one has gathered, such as another rank's.
+
+        >>> import torch
+        >>> mine, others = LossMean(), LossMean()
+        >>> mine.add(torch.tensor(1.0), {}, {"": 3})
+        >>> others.add(torch.tensor(5.0), {}, {"": 1})
+        >>> mine.merge(others)
+        >>> mine.compute()
+        {'loss': 2.0}
+        """
+        self._read()
+        other._read()
+        self._gathered += other._gathered
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Unread values may be on a device that the receiver of this state does not have.
+        self._read()
+        return vars(self)
+
+    def compute(self) -> dict[str, float]:
+        """Return ``"loss"``, and each part as ``"loss/name"``; empty if there were none."""
+        self._read()
+        gathered = defaultdict[str, list[tuple[float, float | None]]](list)
+        for name, loss, count in self._gathered:
+            gathered[name].append((loss, count))
+        means = {name: _mean(values) for name, values in gathered.items()}
+        if means and "loss" not in means:
+            # As in training, a part without any count is left out of the sum.
+            counted = [mean for mean in means.values() if mean is not None]
+            means = {"loss": math.fsum(counted) if counted else None} | means
+        return {name: math.nan if mean is None else mean for name, mean in means.items()}
+
+    def _read(self) -> None:
+        """Read all values that are still on a device at once."""
+        unread, self._unread = self._unread, []
+        values = _read_numbers([value for _, *pair in unread for value in pair])
+        names = [name for name, *_ in unread]
+        self._gathered += zip(names, values[::2], values[1::2], strict=True)
+
+
+def _mean(values: list[tuple[float, float | None]]) -> float | None:
+    """Return the mean, or None if nothing counts, because the losses may then be NaN."""
+    # Sums add up and have no denominator.
+    if any(count is None for _, count in values):
+        return math.fsum(loss for loss, _ in values)
+    counted = [(loss, count) for loss, count in values if count]
+    # fsum, because an evaluation may add up millions of losses.
+    total = math.fsum(count for _, count in counted)
+    return math.fsum(loss * count for loss, count in counted) / total if counted else None

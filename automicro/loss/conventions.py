@@ -20,8 +20,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-from automicro.batch.reading import reading_of
-from automicro.batch.tensors import map_tensors
+from automicro.batch.layout import reading_of
 from automicro.errors import BatchError, LossError, about
 from automicro.torch_private import FakeTensor
 
@@ -144,7 +143,9 @@ def choose_convention(
     # The forward of Composer models takes the batch as its only argument, so they must be
     # recognized before keyword models.
     if all(callable(getattr(model, name, None)) for name in ("loss", "eval_forward")):
-        return _ComposerModel(model)
+        from automicro.loss.composer import ComposerModel
+
+        return ComposerModel(model)
     return _KeywordModel()
 
 
@@ -191,7 +192,7 @@ class _CarryingForward(_OwnForward):
     def _read(self, given: Any) -> Output:
         if not isinstance(given, Mapping) or "carry" not in given:
             raise LossError(
-                f"forward returned {_named(given)}, but with Carry(…) it has to return a mapping "
+                f"forward returned {named(given)}, but with Carry(…) it has to return a mapping "
                 "with 'loss' and 'carry', the state for the next batch (or None)"
             )
         # The state is neither a loss nor an output, and dimension 0 may not hold its rows.
@@ -219,7 +220,7 @@ class _LossFunction(Convention):
         if isinstance(result, Mapping):
             return dataclasses.replace(_read_result(result), outputs=outputs)
         raise LossError(  # unlike a forward, a loss function cannot return (loss, outputs)
-            f"the loss function returned {_named(result)} instead of a tensor to differentiate; "
+            f"the loss function returned {named(result)} instead of a tensor to differentiate; "
             "return one scalar tensor (no .item()), or a mapping of scalar losses, which are summed"
         )
 
@@ -233,66 +234,6 @@ class _LossFunction(Convention):
 
     def update_metric(self, metric: Any, outputs: Any, microbatch: Any) -> None:
         metric.update(outputs, self.targets(microbatch))
-
-
-class _ComposerModel(Convention):
-    """A model with Composer's ``loss`` and ``eval_forward``."""
-
-    has_eval_forward = True
-
-    def __init__(self, model: Any) -> None:
-        self._model = model
-
-    def _call(self, model: nn.Module, microbatch: Any) -> Any:
-        # Keep what forward removes from the batch for eval_forward, but not for the loss.
-        seen = map_tensors(microbatch, lambda tensor: tensor, isolate=True)
-        return model(seen), seen
-
-    def _read(self, given: Any) -> Output:
-        """Read the loss that Composer would train on: ``total``, or else the sum of all losses."""
-        outputs, seen = given
-        result = self._model.loss(outputs, seen)
-        if isinstance(result, list | tuple) and result:
-            result = {f"loss{index}": each for index, each in enumerate(result)}
-        if not isinstance(result, Mapping):
-            return Output(self._average(result), outputs=outputs)
-        losses = {str(name): self._average(value) for name, value in result.items()}
-        # If there is a total, Composer trains only on it.
-        if (total := losses.pop("total", None)) is not None:
-            return Output(total, losses, outputs, has_total=True)
-        if "loss" in losses and len(losses) > 1:
-            raise LossError(
-                f"{type(self._model).__name__}.loss returned {_named(result)}: Composer adds up "
-                "all of them, but elsewhere 'loss' is already the total; name the total 'total', "
-                "so that only it is trained on, or give the part 'loss' another name"
-            )
-        if not losses:
-            raise LossError(f"{type(self._model).__name__}.loss returned no loss: {result!r}")
-        return _summed(losses, outputs)
-
-    def _average(self, loss: Any) -> Tensor:
-        if not isinstance(loss, Tensor):
-            raise LossError(
-                f"{type(self._model).__name__}.loss returned {_named(loss)} instead of a loss; "
-                "return a tensor, several of them in a list, or a mapping from names to tensors"
-            )
-        return loss if loss.dim() == 0 else loss.mean()  # one loss per row
-
-    def evaluate(self, model: nn.Module, microbatch: Any) -> Output:
-        return Output(None, outputs=self.predict(model, microbatch))
-
-    def predict(self, model: nn.Module, microbatch: Any, *, holds_rows: bool = False) -> Any:
-        # Composer models compute no loss in evaluation, because their metrics do.
-        return self._model.eval_forward(microbatch)
-
-    def eval_forward(self, microbatch: Any, outputs: Any) -> Any:
-        return self._model.eval_forward(microbatch, outputs)
-
-    def update_metric(self, metric: Any, outputs: Any, microbatch: Any) -> None:
-        if callable(getattr(self._model, "update_metric", None)):
-            self._model.update_metric(microbatch, outputs, metric)
-        else:
-            super().update_metric(metric, outputs, microbatch)
 
 
 class _KeywordModel(Convention):
@@ -314,12 +255,12 @@ class _KeywordModel(Convention):
         # In training, detectors of torchvision return only named losses.
         losses = {} if given.get("loss") is not None else _scalar_losses(given)
         if losses and len(losses) == len(given):
-            return _summed(losses, given)
+            return summed(losses, given)
         return Output(given.get("loss"), outputs=given)
 
     def _explain_missing(self, model: nn.Module, output: Output, microbatch: Any) -> str:
         return (
-            f"{type(model).__name__} returned {_named(output.outputs)} without a loss; the "
+            f"{type(model).__name__} returned {named(output.outputs)} without a loss; the "
             f"batch may lack 'labels' (it has {sorted(map(str, microbatch))}), or "
             f"{HOW_TO_GIVE_A_LOSS}"
         )
@@ -352,7 +293,7 @@ def _read_result(result: Any) -> Output:
             losses.pop("loss", None)
             return Output(total, losses, result, has_total=True)
         if losses and len(losses) == len(result):
-            return _summed(losses, result)
+            return summed(losses, result)
         raise LossError(
             f"forward returned a mapping with the keys {sorted(map(str, result))}: it needs "
             "'loss', or only scalar losses, which are summed"
@@ -382,7 +323,7 @@ def _read_result(result: Any) -> Output:
 
 def _no_loss_in(result: Any) -> str:
     return (
-        f"forward returned {_named(result)}, which contains no loss; return the loss, "
+        f"forward returned {named(result)}, which contains no loss; return the loss, "
         "(loss, outputs), or a mapping with the key 'loss'"
     )
 
@@ -396,7 +337,8 @@ def _scalar_losses(given: Mapping[Any, Any]) -> dict[str, Tensor]:
     }
 
 
-def _summed(losses: Mapping[str, Tensor], outputs: Any) -> Output:
+def summed(losses: Mapping[str, Tensor], outputs: Any) -> Output:
+    """Return the output whose loss is the sum of losses by name."""
     if "total" in losses and len(losses) > 1:
         raise LossError(
             f"the losses {', '.join(map(repr, losses))} would be added up, but 'total' may already "
@@ -434,7 +376,7 @@ def _pair(batch: Any) -> tuple[Any, Any]:
     if is_row and len(batch) == 2:
         return batch[0], batch[1]
     raise BatchError(
-        f"with loss_fn a batch is a pair (inputs, targets), but this one is {_named(batch)}; "
+        f"with loss_fn a batch is a pair (inputs, targets), but this one is {named(batch)}; "
         "yield pairs from the data loader, or pass forward=… that takes (model, microbatch)"
     )
 
@@ -450,7 +392,7 @@ def _find_targets(batch: Any) -> Any:
     if is_pair and reading_of(batch, is_root=True) != "items":  # not two samples
         return batch[1]
     raise LossError(
-        f"the targets cannot be found in {_named(batch)}; name them "
+        f"the targets cannot be found in {named(batch)}; name them "
         f"{' or '.join(repr(key) for key in TARGET_KEYS[:3])} in a mapping, use a pair "
         "(inputs, targets), or pass loss_average=… (and update_metric=…) as a callable"
     )
@@ -476,7 +418,7 @@ def _predictions(outputs: Any) -> Any:
     return getattr(outputs, "logits", outputs)
 
 
-def _named(value: Any) -> str:
+def named(value: Any) -> str:
     """Name a value briefly: its type, with the keys or the length of a container."""
     name = "Tensor" if isinstance(value, FakeTensor) else type(value).__name__
     if isinstance(value, Mapping):

@@ -1,4 +1,4 @@
-"""Measurement and limits of memory on the device of a run.
+"""Memory on the device of a run: its limits, and what attempts take of it, and how long.
 
 A CPU counts only inside a `MemoryBudget`. Abilities of an accelerator are looked up in its torch
 module (``torch.cuda``, ``torch.xpu``, ``torch.mps`` …), not derived from its name.
@@ -10,14 +10,18 @@ attempt has filled the device, their failures are hard to distinguish from a bro
 
 import contextlib
 import logging
+import math
+import re
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from automicro.errors import add_note, text_of
 from automicro.memory.budget import MemoryBudget, active_budget
 from automicro.torch_private import without_modes
 from automicro.units import format_bytes, parse_bytes, parse_share
@@ -273,6 +277,240 @@ def _reset_counter(device: torch.device) -> None:
     reset = _ability(device, "reset_peak_memory_stats")
     if reset is not None:
         reset(device)
+
+
+_NOTHING: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
+
+
+def track_residents(budget: MemoryBudget, residents: Iterable[object]) -> None:
+    """Count residents in a budget, with a note to the error if they alone exceed it."""
+    try:
+        budget.track(*(each for each in residents if each is not None))
+    except torch.OutOfMemoryError as error:
+        add_note(
+            error,
+            "automicro: the model and the optimizer's state alone exceed the limit; raise "
+            "memory_limit (or that of the MemoryBudget), or train a smaller model",
+        )
+        raise
+
+
+class OccupiedDevice:
+    """A device with modules and an optimizer's state; `residents` measures these.
+
+    >>> occupied = OccupiedDevice(torch.device("cpu"), [nn.Linear(16, 16)], None, "1MiB")
+    >>> with occupied.limited():
+    ...     active_budget().allocated_bytes
+    1536
+    """
+
+    def __init__(
+        self,
+        device: torch.device,
+        modules: Sequence[nn.Module],
+        optimizer: torch.optim.Optimizer | None,
+        memory_limit: str | int | float | None = None,
+        *,
+        sums_in_float32: bool = False,
+    ) -> None:
+        self.device = device
+        self.modules = modules
+        self.optimizer = optimizer
+        self.memory_limit = memory_limit
+        self.sums_in_float32 = sums_in_float32
+        self._budget: MemoryBudget | None = None
+        if memory_limit is not None:
+            limit = limit_memory(memory_limit, device)
+            # A simulated device and its counts persist from step to step.
+            self._budget = limit if isinstance(limit, MemoryBudget) else None
+
+    def limited(self) -> contextlib.AbstractContextManager[None]:
+        """Return a context with the limit, in which everything on the device is counted."""
+        # A settled step without a limit enters no context.
+        if self.memory_limit is None and active_budget() is None:
+            return _NOTHING
+        return self._limited()
+
+    @contextlib.contextmanager
+    def _limited(self) -> Iterator[None]:
+        with contextlib.ExitStack() as stack:
+            if self.memory_limit is not None:
+                # An accelerator is limited only during a step, because other code uses it in
+                # between.
+                stack.enter_context(self._budget or limit_memory(self.memory_limit, self.device))
+            budget = active_budget()
+            if budget is not None:
+                track_residents(budget, [*self.modules, self.optimizer])
+            yield
+
+
+_REQUEST = re.compile(r"(?:Tried to allocate|^Requested +:) ([\d.]+ ?\w+)", re.M)
+_SECONDS_BETWEEN_READINGS = 1.0  # of the capacity, which needs a call of the driver
+
+
+class Measured(NamedTuple):
+    """The measurements of one attempt; None if not counted."""
+
+    peak_bytes: int | None  # of live tensors; a failed attempt adds the bytes of its last request
+    resident_bytes: int | None  # before the attempt
+    capacity_bytes: int | None  # available to the process
+    seconds: float
+    alloc_retries: int | None  # how often the allocator freed its cache to continue
+    # Whether the seconds are those of the device. Without waiting for an accelerator, they are
+    # those of the host, which only queues work.
+    has_waited: bool = True
+
+
+_UNKNOWN = -math.inf
+
+
+def highs_of(measured: Measured | None) -> list[float]:
+    """Return the numbers of one rank for a vote; unknown values are lower than any number."""
+    if measured is None:
+        return []
+    # The lowest capacity counts. It is negated, because a vote only finds maxima.
+    capacity = None if measured.capacity_bytes is None else -measured.capacity_bytes
+    values = measured.peak_bytes, measured.resident_bytes, capacity, measured.alloc_retries
+    return [_UNKNOWN if each is None else float(each) for each in (*values, measured.seconds)]
+
+
+def measured_by_all(highs: Sequence[float], own: Measured | None) -> Measured | None:
+    """Return the measurements over all ranks, or None if this rank does not measure."""
+    if own is None or not highs or highs[4] == _UNKNOWN:
+        return None
+    peak, resident, capacity, retries = [None if v == _UNKNOWN else int(v) for v in highs[:4]]
+    return own._replace(
+        peak_bytes=peak,
+        resident_bytes=resident,
+        capacity_bytes=None if capacity is None else -capacity,
+        seconds=highs[4],
+        alloc_retries=retries,
+    )
+
+
+class Meter:
+    """Measures attempts, one after the other.
+
+    >>> from automicro import MemoryBudget
+    >>> meter = Meter([torch.device("cpu")])
+    >>> with MemoryBudget("1MiB"):
+    ...     meter.begin()
+    ...     x = torch.zeros(1024)
+    ...     measured = meter.end()
+    >>> measured.peak_bytes, measured.resident_bytes, measured.capacity_bytes
+    (4096, 0, 1048576)
+    """
+
+    def __init__(
+        self,
+        devices: Sequence[torch.device],
+        *,
+        repeatable: bool = False,
+        left_free: float = 0.0,
+    ) -> None:
+        # With several devices, the fullest decides which sizes fit. Reported numbers are those of
+        # the first device, with its peak scaled to the same share of free memory as the fullest's.
+        self._devices = devices
+        self._left_free = left_free
+        self.is_repeatable = repeatable  # if so, seconds must not decide anything
+        self._seconds_between_readings = 0.0 if repeatable else _SECONDS_BETWEEN_READINGS
+        self._start = 0.0
+        self._before = [NO_COUNTS for _ in devices]
+        self._capacities: list[int | None] = [None for _ in devices]
+        self._read_at = float("-inf")
+        self._is_cpu = all(each.type == "cpu" for each in devices)
+        self._waits = True
+
+    def begin(self, *, waits: bool = False) -> None:
+        """Start an attempt."""
+        self._waits = waits or self._is_cpu
+        if waits and not self._is_cpu:
+            self._synchronize()
+        self._before = [begin_lap(each) for each in self._devices]
+        # After the wait, so that this attempt does not include the time of the previous one.
+        self._start = time.perf_counter()
+
+    def end(self, failure: BaseException | None = None) -> Measured:
+        """End the attempt, before its memory is released, with the error if memory ran out."""
+        # The speed of a failed attempt is of no use, so it needs no wait.
+        if self._waits and failure is None and not self._is_cpu:
+            self._synchronize()
+        now = time.perf_counter()
+        # Always after a failure, because the capacity decides the next size.
+        if failure is not None or now - self._read_at >= self._seconds_between_readings:
+            self._capacities, self._read_at = self._read_capacities(), now
+        elif self._is_cpu:  # the capacity of a budget costs nothing to read
+            self._capacities = self._read_capacities()
+        peaks: list[int | None] = []
+        residents: list[int | None] = []
+        retries: int | None = None
+        for device, before in zip(self._devices, self._before, strict=True):
+            counts = read_counts(device)
+            peaks.append(_peak(counts, failure))
+            residents.append(before.allocated_bytes)
+            if counts.alloc_retries is not None and before.alloc_retries is not None:
+                retries = (retries or 0) + counts.alloc_retries - before.alloc_retries
+        return Measured(
+            peak_bytes=_peak_of_first(peaks, residents, self._capacities),
+            resident_bytes=residents[0],
+            capacity_bytes=self._capacities[0],
+            seconds=now - self._start,
+            alloc_retries=retries,
+            has_waited=self._waits,
+        )
+
+    def _read_capacities(self) -> list[int | None]:
+        found = map(capacity_bytes, self._devices)
+        return [None if each is None else int(each * (1 - self._left_free)) for each in found]
+
+    def _synchronize(self) -> None:
+        for each in self._devices:
+            synchronize(each)
+
+
+def _peak(counts: AllocatorCounts, failure: BaseException | None) -> int | None:
+    if failure is None or counts.peak_bytes is None:
+        return counts.peak_bytes
+    return max(counts.peak_bytes, (counts.allocated_bytes or 0) + _requested_bytes(failure))
+
+
+def _peak_of_first(
+    peaks: Sequence[int | None], residents: Sequence[int | None], capacities: Sequence[int | None]
+) -> int | None:
+    """Return the first device's peak, scaled up if another device is fuller.
+
+    >>> _peak_of_first([30, 50], [10, 0], [110, 100])
+    60
+    """
+    first, resident, capacity = peaks[0], residents[0], capacities[0]
+    if len(peaks) < 2 or first is None or resident is None or capacity is None:
+        return first
+    shares = list(map(_used_share, peaks, residents, capacities))
+    return max(first, resident + round(max(shares) * (capacity - resident)))
+
+
+def _used_share(peak: int | None, resident: int | None, capacity: int | None) -> float:
+    """Return the share of a device's free memory that an attempt used; 0 if unknown."""
+    if peak is None or resident is None or capacity is None or capacity <= resident:
+        return 0.0
+    return (peak - resident) / (capacity - resident)
+
+
+def _requested_bytes(failure: BaseException) -> int:
+    r"""Return the bytes requested according to an out-of-memory error; 0 if it does not say.
+
+    >>> _requested_bytes(MemoryError("CUDA out of memory. Tried to allocate 20.00 MiB. GPU 0"))
+    20971520
+    >>> _requested_bytes(MemoryError("Allocation … memory)\nRequested               : 2.00 KiB"))
+    2048
+    """
+    found = _REQUEST.search(text_of(failure))
+    if found is None:
+        return 0
+    try:
+        return parse_bytes(found[1])
+    except ValueError:
+        return 0
 
 
 # Layers that cuDNN, or MIOpen on ROCm, might compute.

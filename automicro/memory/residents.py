@@ -2,12 +2,11 @@
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Self
 
-import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from automicro.memory.budget import rounded, tensors_of
+from automicro.memory.budget import active_budget, rounded, tensors_of
+from automicro.memory.device import OccupiedDevice, limit_bytes
 from automicro.sharding import local
 from automicro.torch_private import is_uninitialized
 from automicro.units import format_bytes
@@ -29,39 +28,6 @@ class ResidentMemory:
     buffers: int = 0
     shared_inputs: int = 0  # parts of the batch that every microbatch receives whole
     limit: int | None = None  # of the device; None if unknown
-
-    @classmethod
-    def of(
-        cls,
-        modules: Sequence[nn.Module],
-        optimizer: torch.optim.Optimizer | None,
-        device: torch.device,
-        *,
-        least_itemsize: int = 0,
-        training: bool,
-        upcoming_bytes: Sequence[int] = (),
-        shared_inputs: Sequence[Tensor] = (),
-        limit: int | None = None,
-    ) -> Self:
-        """Sum the memory of modules and an optimizer that a device holds at any size."""
-        parameters = _distinct(p for module in modules for p in module.parameters())
-        buffers = _distinct(b for module in modules for b in module.buffers())
-        there = gradients = _count([each.grad for each in parameters if each.grad is not None])
-        if training:
-            trained = [parameter for parameter in parameters if parameter.requires_grad]
-            gradients = _count(trained, least_itemsize=least_itemsize)
-        state = _distinct(tensors_of([] if optimizer is None else [optimizer]))
-        # Step counts and other numbers of an optimizer might be on the host.
-        on_device = [each for each in state if each.device.type == device.type]
-        return cls(
-            parameters=_count(parameters),
-            gradients=gradients,
-            earlier_gradients=there if training else 0,
-            optimizer_state=_count(on_device) + sum(map(rounded, upcoming_bytes)),
-            buffers=_count(buffers),
-            shared_inputs=_count(shared_inputs),
-            limit=limit,
-        )
 
     @property
     def parts(self) -> dict[str, int]:
@@ -99,3 +65,45 @@ def _count(tensors: Iterable[Tensor], *, least_itemsize: int = 0) -> int:
     # Not nbytes, which sparse tensors lack.
     known = (local(each) for each in tensors if not is_uninitialized(each))
     return sum(rounded(each.numel() * max(each.itemsize, least_itemsize)) for each in known)
+
+
+def measure(
+    occupied: OccupiedDevice,
+    *,
+    training: bool,
+    upcoming_bytes: Sequence[int] = (),
+    shared_inputs: Sequence[Tensor] = (),
+) -> ResidentMemory:
+    """Sum the memory that is needed at any microbatch size.
+
+    >>> import torch
+    >>> occupied = OccupiedDevice(torch.device("cpu"), [torch.nn.Linear(16, 16)], None)
+    >>> measure(occupied, training=True).gradients
+    1536
+    """
+    device = occupied.device
+    parameters = _distinct(p for module in occupied.modules for p in module.parameters())
+    buffers = _distinct(b for module in occupied.modules for b in module.buffers())
+    there = gradients = _count([each.grad for each in parameters if each.grad is not None])
+    if training:
+        gradients = _count(
+            [parameter for parameter in parameters if parameter.requires_grad],
+            least_itemsize=4 if occupied.sums_in_float32 else 0,
+        )
+    state = _distinct(tensors_of([] if occupied.optimizer is None else [occupied.optimizer]))
+    # Step counts and other numbers of an optimizer might be on the host.
+    on_device = [each for each in state if each.device.type == device.type]
+    limit = None
+    if device.type == "cpu" and (budget := active_budget()) is not None:
+        limit = budget.limit_bytes
+    elif occupied.memory_limit is not None:
+        limit = limit_bytes(occupied.memory_limit, device)
+    return ResidentMemory(
+        parameters=_count(parameters),
+        gradients=gradients,
+        earlier_gradients=there if training else 0,
+        optimizer_state=_count(on_device) + sum(map(rounded, upcoming_bytes)),
+        buffers=_count(buffers),
+        shared_inputs=_count(shared_inputs),
+        limit=limit,
+    )

@@ -25,8 +25,7 @@ from torch.utils.checkpoint import checkpoint
 from automicro.batch.layout import BatchLayout, balanced_sizes
 from automicro.batch.tensors import map_tensors, tensor_leaves
 from automicro.errors import BatchError, UnsplittableModelError
-from automicro.loss.averages import Average, CutBatch
-from automicro.loss.weights import BatchWeights
+from automicro.loss.averages import Average, BatchWeights, CutBatch
 from automicro.memory.oom import Failure, classify
 from automicro.state.part import Replay
 from automicro.torch_private import FakeTensor, all_versions, saving, uncheckpointed

@@ -33,8 +33,7 @@ from automicro.nested.batchnorm import Stages, refuse_exact, split_at_norms
 from automicro.nested.check import Check, Checked
 from automicro.nested.slices import Call, naming, split_loss, split_outputs, storage_of
 from automicro.options import check_choice
-from automicro.policy.choose import make_policy
-from automicro.policy.policy import Outcome, Policy, require_size
+from automicro.policy.policy import Outcome, Policy, make_policy, require_size
 from automicro.reach import OF_EVERY_MODULE, Reach, captured_modules
 from automicro.sharding import is_sharded
 from automicro.state.part import Replay

@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Generic, NamedTuple, NoReturn, Protocol, TypeV
 
 from automicro.batchnorm import needs_two_rows
 from automicro.errors import RollbackError, add_note, describe_error, remember, text_of
-from automicro.memory.device import peak_bytes
-from automicro.memory.meter import Measured, highs_of, measured_by_all
+from automicro.memory.device import Measured, highs_of, measured_by_all, peak_bytes
 from automicro.memory.oom import (
     Failure,
     caught,

@@ -20,7 +20,7 @@ from automicro.checking.reading import Reading, gaps
 from automicro.errors import BatchError, Bystander, MetricWarning, blame, warn
 from automicro.state.part import State
 from automicro.step.feature import Attempt, Feature, MicrobatchRun
-from automicro.step.plan import order_of
+from automicro.step.outputs import order_of
 from automicro.torch_private import children_of
 from automicro.transaction.transaction import Part, Transaction
 

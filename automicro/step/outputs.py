@@ -15,8 +15,31 @@ from automicro.errors import BatchError, Bystander, LossError, MetricWarning, bl
 from automicro.loss.conventions import outputs_with_rows
 from automicro.memory.budget import active_budget
 from automicro.step.feature import Attempt, Feature, MicrobatchRun
-from automicro.step.plan import order_of, with_padding
+from automicro.step.plan import Cut
 from automicro.transaction.transaction import Part
+
+
+def order_of(cuts: Sequence[Cut]) -> list[int] | None:
+    """Return the place of each row among the rows of all slices; None if they are in order."""
+    if all(cut.packing is None for cut in cuts):
+        return None
+    order: list[int] = []
+    for cut in cuts:
+        assert cut.packing is not None
+        before = len(order)
+        order += [place + before for place in cut.packing.places()]
+    return order
+
+
+def with_padding(outputs: Sequence[Any], cuts: Sequence[Cut], *, fill: float = 0) -> list[Any]:
+    """Pad the outputs of all slices to the lengths that the whole batch would have given."""
+    found, remaining = [], list(outputs)
+    for cut in cuts:
+        own, remaining = remaining[: len(cut.sizes)], remaining[len(cut.sizes) :]
+        packing = cut.packing
+        found += own if packing is None else packing.restored(own, cut.sizes, fill=fill)
+    return found
+
 
 _ALIKE = 3  # slices of one size that are conclusive
 

@@ -19,10 +19,9 @@ from automicro.errors import (
     MetricWarning,
     warn,
 )
-from automicro.loss.averages import CutBatch
+from automicro.loss.averages import BatchWeights, CutBatch
 from automicro.loss.conventions import Output
 from automicro.loss.passes import Computation
-from automicro.loss.weights import BatchWeights
 from automicro.memory.oom import once_more
 from automicro.modules import evaluation_mode
 from automicro.options import check_loss

@@ -6,11 +6,9 @@ from typing import Any
 
 from automicro.batch.device import InputGuard, InputWatch
 from automicro.batch.tensors import Contents
-from automicro.memory.device import use_libraries
-from automicro.memory.meter import Meter
+from automicro.memory.device import Meter, use_libraries
 from automicro.modules import comparing_rows
-from automicro.policy.choose import make_policy, with_levels
-from automicro.policy.policy import Policy
+from automicro.policy.policy import Policy, make_policy, with_levels
 from automicro.ranks.interface import Ranks, Sync
 from automicro.state.part import State
 from automicro.step.parts import SizedPart

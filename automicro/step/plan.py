@@ -10,9 +10,9 @@ from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 from automicro.batch.layout import balanced_sizes
 from automicro.batch.tensors import Contents
 from automicro.errors import BatchError
-from automicro.memory.meter import Measured
+from automicro.memory.device import Measured
 from automicro.policy.policy import Exploration, Policy, require_size
-from automicro.ranks.interface import Agreement, Proposal, Ranks, rows_of_microbatches
+from automicro.ranks.interface import Agreement
 
 ROWS = "rows"
 """The unit of sizes, unless rows have costs."""
@@ -184,28 +184,6 @@ class Cut:
         return self.is_split and min(self.sizes) == 1
 
 
-def order_of(cuts: Sequence[Cut]) -> list[int] | None:
-    """Return the place of each row among the rows of all slices; None if they are in order."""
-    if all(cut.packing is None for cut in cuts):
-        return None
-    order: list[int] = []
-    for cut in cuts:
-        assert cut.packing is not None
-        before = len(order)
-        order += [place + before for place in cut.packing.places()]
-    return order
-
-
-def with_padding(outputs: Sequence[Any], cuts: Sequence[Cut], *, fill: float = 0) -> list[Any]:
-    """Pad the outputs of all slices to the lengths that the whole batch would have given."""
-    found, remaining = [], list(outputs)
-    for cut in cuts:
-        own, remaining = remaining[: len(cut.sizes)], remaining[len(cut.sizes) :]
-        packing = cut.packing
-        found += own if packing is None else packing.restored(own, cut.sizes, fill=fill)
-    return found
-
-
 class Plan(NamedTuple):
     """The plan of one attempt."""
 
@@ -324,8 +302,8 @@ def plan_alone(step: Step, rule: CutRule) -> Plan:
     """Return the plan of a single process."""
     policy = step.policy
     # Set the level before the sizes: the proposal of a policy depends on its level.
-    policy.level = _level_for(step)
-    sizes = [_propose(each, policy, rule) for each in step.batches]
+    policy.level = level_for(step)
+    sizes = [propose(each, policy, rule) for each in step.batches]
     unit = policy.multiple_of  # read after the proposal, because a policy may choose both
     cuts: list[Cut] = []
     is_measuring = False
@@ -351,90 +329,7 @@ def plan_alone(step: Step, rule: CutRule) -> Plan:
     )
 
 
-def propose_to(step: Step, rule: CutRule, *, training: bool, lacks_rows: bool = False) -> Proposal:
-    """Return this rank's proposal for an agreement."""
-    step.policy.level = _level_for(step)
-    sizes = [_propose(each, step.policy, rule) for each in step.batches]
-    # A rank whose data have run out still takes part, without rows.
-    largest = max([each.extent for each in step.batches], default=0)
-    # A batch that stays whole must not limit the size of other ranks.
-    cut = [size for size, each in zip(sizes, step.batches, strict=True) if size < each.extent]
-    return Proposal(
-        num_rows=sum(step.rows),
-        microbatch_size=min(cut, default=max(largest, 1)),
-        denominators=step.denominators,
-        num_batches=len(step.batches),
-        max_extent=largest,
-        cost=max((each.cost for each in step.batches if each.cost is not None), default=None),
-        wants_to_stop=step.wants_to_stop,
-        training=training,
-        lacks_rows=lacks_rows,
-        level=step.policy.level,
-    )
-
-
-def plan_together(step: Step, rule: CutRule, agreement: Agreement, ranks: Ranks) -> Plan:
-    """Return the plan of this rank, with the number of microbatches that all ranks run."""
-    policy, size = step.policy, agreement.microbatch_size
-    policy.level = agreement.level
-    unit = policy.multiple_of
-    if rule.strict_divisible and agreement.min_rows != agreement.num_batches * agreement.max_extent:
-        raise BatchError(
-            f"strict_divisible=True: ranks have from {agreement.min_rows} to "
-            f"{agreement.max_extent} rows, so their microbatches cannot all be equal. Give every "
-            "rank the same number of rows (drop_last=True in the data loader), or leave "
-            "strict_divisible out: uneven rows are exact, too"
-        )
-    if agreement.num_batches <= 1 and rule.unit == ROWS:
-        widest = rule.cut(agreement.max_extent, size, multiple_of=unit)
-        size, count = widest[0], len(widest)
-        # Balanced over the number of slices of the widest batch. Whole units may give fewer slices,
-        # and then fillers replace the missing ones.
-        if unit > 1 or rule.strict_divisible:
-            slices = [rule.cut(rows, size, multiple_of=unit) for rows in step.rows]
-        else:
-            slices = [_balanced(rows, count, rule.min_rows) for rows in step.rows]
-        cuts = list(map(Cut, slices, [each.cost for each in step.batches]))
-    else:
-        # With several batches, or costs, each rank must report its own number of slices.
-        cuts = [rule.cut_batch(each, size, multiple_of=unit) for each in step.batches]
-        count = int(ranks.most(sum(len(cut.sizes) for cut in cuts)))
-        if rule.unit != ROWS:
-            size = int(ranks.most(max((cut.largest for cut in cuts), default=1)))
-    return Plan(
-        cuts=cuts,
-        size=size,
-        num_microbatches=count,
-        extent=max(agreement.max_extent, size),
-        cost=agreement.cost,
-        # Ranks that share the work on the same rows (`copies`) would count them several times.
-        num_global_rows=agreement.num_rows // ranks.copies,
-        stops=agreement.stops,
-        unit=rule.unit,
-        is_measuring=policy.is_measuring(agreement.max_extent, agreement.cost),
-        agreement=agreement,
-        proposed=agreement.microbatch_size,
-        level=agreement.level,
-        settings=policy.settings,
-    )
-
-
-def nothing_to_run(*, stops: bool) -> Plan:
-    """Return the plan if no rank has any row.
-
-    >>> nothing_to_run(stops=False).num_microbatches
-    0
-    """
-    return Plan(
-        cuts=[], size=0, num_microbatches=0, extent=0, cost=None, num_global_rows=0, stops=stops
-    )
-
-
-def _balanced(num_rows: int, count: int, min_rows: int) -> list[int]:
-    return [size for size in rows_of_microbatches(num_rows, count, min_rows=min_rows) if size]
-
-
-def _level_for(step: Step) -> int:
+def level_for(step: Step) -> int:
     """Return the highest level that any batch of the step starts at."""
     if len(step.policy.levels) == 1:
         return 0
@@ -442,7 +337,8 @@ def _level_for(step: Step) -> int:
     return max(levels, default=0)
 
 
-def _propose(batch: ReadBatch, policy: Policy, rule: CutRule) -> int:
+def propose(batch: ReadBatch, policy: Policy, rule: CutRule) -> int:
+    """Return the size that a policy proposes for a batch."""
     extent = batch.extent
     size = policy.propose(extent) if batch.cost is None else policy.propose(extent, batch.cost)
     # The usual proposal, an int, passes at once; anything else is converted, or an error names it.

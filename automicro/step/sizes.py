@@ -5,21 +5,12 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 from automicro.errors import SampleTooLargeError, bystander
-from automicro.memory.meter import Measured
+from automicro.memory.device import Measured
 from automicro.memory.oom import empty_cache, first_line
 from automicro.policy.policy import Outcome, Policy
 from automicro.ranks.interface import Status, announcing_failure
 from automicro.step.phase import Phase
-from automicro.step.plan import (
-    ROWS,
-    Finished,
-    Plan,
-    Step,
-    nothing_to_run,
-    plan_alone,
-    plan_together,
-    propose_to,
-)
+from automicro.step.plan import ROWS, Finished, Plan, Step, plan_alone
 
 if TYPE_CHECKING:
     from automicro.memory.residents import ResidentMemory
@@ -210,6 +201,8 @@ def _plan(step: Step, phase: Phase) -> Plan:
         if plan.settings:
             phase.arrange(plan.settings)
         return plan
+    from automicro.step.agreement import nothing_to_run, plan_together, propose_to
+
     with announcing_failure(ranks):
         proposal = propose_to(step, rule, training=phase.is_training, lacks_rows=spare.is_lacking)
         phase.arrange(step.policy.settings)

@@ -14,11 +14,10 @@ from torch import Tensor
 from automicro.batch.device import InputWatch, on_device
 from automicro.batch.layout import BatchLayout
 from automicro.batch.tensors import tensor_leaves
-from automicro.loss.averages import CutBatch, Weight
+from automicro.loss.averages import BatchWeights, CutBatch, Weight, add_up
 from automicro.loss.conventions import Output
 from automicro.loss.passes import Computation, Mode
-from automicro.loss.weights import BatchWeights, add_up
-from automicro.memory.occupied import OccupiedDevice
+from automicro.memory.device import OccupiedDevice
 from automicro.modules import ModuleIndex
 from automicro.options import check_history, refuse_constant
 from automicro.ranks.interface import announcing_failure
@@ -330,13 +329,20 @@ class _Work(Generic[T]):
             return self._step.raw
         return [cuts[0].microbatches[-1]] if cuts else []
 
-    def _shared_inputs(self) -> list[Tensor]:
-        """Return the inputs that all microbatches share, of the batch with most bytes of them."""
+    def _residents(self, *, training: bool, upcoming_bytes: Sequence[int] = ()) -> "ResidentMemory":
+        from automicro.memory.residents import measure
+
         each: list[list[Tensor]] = []
         with contextlib.suppress(Exception):  # it only improves an out-of-memory message
             each = [self._passes.layout.shared(batch) for batch in self._step.raw]
-        # Batches of a step are computed one after the other, so only the largest counts.
-        return max(each, key=lambda tensors: sum(tensor.nbytes for tensor in tensors), default=[])
+        # Batches of a step are computed one after the other, so only the most bytes count.
+        most = max(each, key=lambda tensors: sum(tensor.nbytes for tensor in tensors), default=[])
+        return measure(
+            self._engine.memory,
+            training=training,
+            upcoming_bytes=upcoming_bytes,
+            shared_inputs=most,
+        )
 
 
 class TrainingWork(_Work[Losses]):
@@ -461,11 +467,7 @@ class TrainingWork(_Work[Losses]):
         return self._accept is None or self._accept(result[0])
 
     def residents(self) -> "ResidentMemory | None":
-        return self._engine.memory.measure(
-            training=True,
-            upcoming_bytes=self._engine.upcoming_bytes,
-            shared_inputs=self._shared_inputs(),
-        )
+        return self._residents(training=True, upcoming_bytes=self._engine.upcoming_bytes)
 
 
 class EvaluationWork(_Work[Evaluated]):
@@ -533,4 +535,4 @@ class EvaluationWork(_Work[Evaluated]):
         return not self._phase.is_rehearsing
 
     def residents(self) -> "ResidentMemory | None":
-        return self._engine.memory.measure(training=False, shared_inputs=self._shared_inputs())
+        return self._residents(training=False)

@@ -19,8 +19,7 @@ from automicro.memory.oom import is_out_of_memory
 from automicro.memory.residents import ResidentMemory
 from automicro.microbatcher import Microbatcher
 from automicro.options import resolve_device
-from automicro.policy.choose import make_policy
-from automicro.policy.policy import Outcome, Policy
+from automicro.policy.policy import Outcome, Policy, make_policy
 from automicro.step.results import EvalResult, StepResult
 from automicro.trainer.failed_batch import FailedBatch, load_batch
 from automicro.units import format_bytes

@@ -13,7 +13,7 @@ from torch.utils.data import RandomSampler, SubsetRandomSampler, WeightedRandomS
 from automicro.checkpoints.rng import restore_rng_state, rng_state
 from automicro.durations import Duration, Unit, read_duration
 from automicro.events.run import LoopState, PhaseState, Sizes
-from automicro.loss.mean import LossMean
+from automicro.loss.averages import LossMean
 from automicro.microbatcher import Microbatcher
 from automicro.ranks.interface import Ranks, announcing_failure
 from automicro.step.results import EvalResult

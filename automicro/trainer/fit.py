@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from automicro.checkpoints.rng import restore_rng_state
-from automicro.durations import Duration, TimeLimit
+from automicro.durations import Duration
 from automicro.errors import add_note, warn
 from automicro.events.run import LoopState, Run
 from automicro.memory.device import peak_bytes, reset_peak
@@ -55,7 +55,7 @@ class Fit:
     _recent: RecentSpeed = field(default_factory=RecentSpeed)
     _time_left: TimeLeft = field(default_factory=TimeLeft)
     _interruption: Interruption = field(default_factory=Interruption)
-    _time_limit: TimeLimit = field(default_factory=lambda: TimeLimit(None))
+    _deadline: float = float("inf")  # of the monotonic clock, which no adjustment changes
     _first_batch: int = 0  # number of batches done before this call
     _has_agreed_to_stop: bool = False
     _trained: TrainedBatch | None = None  # the last step; None if no rank had rows
@@ -105,7 +105,7 @@ class Fit:
                 "with the additional duration, or pass a longer max_duration to a new Trainer"
             )
 
-    def run(self, max_seconds: float | None = None) -> FitSummary:
+    def run(self, max_seconds: float) -> FitSummary:
         """Train, from the start or a checkpoint, until the duration or the time limit."""
         context, saver = self.context, self.checkpointer
         reset_peak(self._run.device)
@@ -116,7 +116,8 @@ class Fit:
         if not self._run.model.training:
             self._run.model.train()
         context.mode.train()
-        self._time_limit, self._first_batch = TimeLimit(max_seconds), self._state.batch
+        # Earlier calls and processes do not count: a batch system gives each job its own time.
+        self._deadline, self._first_batch = time.monotonic() + max_seconds, self._state.batch
         self._has_agreed_to_stop = False
         try:
             context.forget()  # values logged outside of training belong to no step
@@ -313,8 +314,9 @@ class Fit:
     @property
     def _wants_to_stop(self) -> bool:
         """Whether this rank wants to stop."""
-        has_trained = self._state.batch > self._first_batch  # at least one batch per call
-        return self._interruption.name is not None or (has_trained and self._time_limit.is_over)
+        # At least one batch per call.
+        is_late = self._state.batch > self._first_batch and time.monotonic() >= self._deadline
+        return self._interruption.name is not None or is_late
 
     def _stops(self, ranks: Ranks) -> bool:
         """Whether any rank wants to stop; all ranks must call this."""

@@ -348,9 +348,8 @@ class Rehearsal:
 
     def _train(self, report: RehearsalReport) -> None:
         context = self.step.context
-        duration, most_batches = context.run.max_duration, None
-        if duration.unit is Unit.BATCHES:
-            most_batches = duration.value * self.feed.group_size
+        most, size = context.run.max_duration, self.feed.group_size
+        most_batches = most.value * size if most.unit is Unit.BATCHES else None
         # From the second batch on, the gradients of earlier ones take memory next to it.
         copies = min(2, self.feed.group_size)
 

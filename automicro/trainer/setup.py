@@ -28,7 +28,7 @@ from automicro.microbatcher import Microbatcher
 from automicro.modules import is_parallel
 from automicro.optimizer.step import GradientScaler
 from automicro.options import resolve_device, unwrapped
-from automicro.policy.choose import make_policy
+from automicro.policy.policy import make_policy
 from automicro.ranks.interface import Ranks
 from automicro.step.feature import Feature
 from automicro.trainer.context import RunContext

@@ -11,8 +11,7 @@ from torch import nn
 
 from automicro.errors import DeterminismWarning, add_note, warn
 from automicro.memory.budget import active_budget
-from automicro.memory.device import limit_memory
-from automicro.memory.occupied import track_residents
+from automicro.memory.device import limit_memory, track_residents
 from automicro.options import read_flag
 from automicro.torch_private import (
     inductor_is_deterministic,

@@ -394,7 +394,7 @@ class Trainer:
                 f"{type(duration).__name__}. Pass a loader to the Trainer as train_dataloader=…"
             )
         more = None if duration is None else read_duration("duration", duration)
-        max_seconds = None if max_time is None else parse_time(max_time)
+        max_seconds = float("inf") if max_time is None else parse_time(max_time)
         if self._fit is None:
             raise ValueError(
                 "there is no data to train on. Pass train_dataloader=… and optimizer=… to the "

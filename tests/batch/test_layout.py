@@ -8,8 +8,7 @@ import pytest
 import torch
 from torch.nn.utils.rnn import pack_sequence
 
-from automicro.batch.layout import BatchLayout, num_rows, split_batch
-from automicro.batch.reading import Reader
+from automicro.batch.layout import BatchLayout, Reader, num_rows, split_batch
 from automicro.errors import BatchError
 from tests.batch.structures import ROWS, Frozen, Pair, sequences, x, y
 
@@ -98,42 +97,37 @@ class TestDeclarations:
         assert layout.num_rows({"v": [x(), x()], "y": y()}) == 8
         assert layout.num_rows({"v": [x(), x(), x()], "y": x(3)}) == 3
 
-    @pytest.mark.parametrize(
-        ("batch", "layout", "message"),
-        [
+    def test_a_declaration_that_does_not_fit_the_batch_is_an_error(self):
+        cases: list[Any] = [
             ({"labels": y()}, {"lables": "shared"}, "'lables'.*did you mean 'labels'.*'labels'"),
             ({"a": y(), "x": x(3)}, {"aa": "shared"}, "'aa'.*did you mean 'a'"),
             ([{"a": 1}, {"a": 2}], {"0.a": "shared"}, "'0.a'.*inside a list of rows"),
             ({"x": x()}, {"x": "items"}, "'items' for 'x', which is a Tensor"),
             ((x(5, 8), y()), 1, r"'1' of shape \(8,\) has no dimension 1.*'1': 0"),
             ((x(5, 8).numpy(), y().numpy()), 1, r"'1' of shape \(8,\) has no dimension 1"),
-        ],
-    )
-    def test_a_declaration_that_does_not_fit_the_batch_is_an_error(self, batch, layout, message):
-        with pytest.raises(BatchError, match=message):
-            num_rows(batch, batch_layout=layout)
+        ]
+        for batch, layout, message in cases:
+            with pytest.raises(BatchError, match=message):
+                num_rows(batch, batch_layout=layout)
 
     def test_a_part_that_was_there_once_may_be_absent_later(self):
         layout = BatchLayout({"mask": "shared"})
         layout.num_rows({"x": x(), "mask": x(1, 2)})
         assert layout.num_rows({"x": x()}) == ROWS
 
-    @pytest.mark.parametrize(
-        ("layout", "error", "message"),
-        [
+    def test_senseless_declarations_are_refused(self):
+        cases: list[Any] = [
             (True, TypeError, "got True"),
             ({"x": True}, ValueError, "'x'] is True"),
             ({"": "shared"}, ValueError, "the batch as a whole cannot be 'shared'"),
-        ],
-    )
-    def test_senseless_declarations_are_refused(self, layout, error, message):
-        with pytest.raises(error, match=message):
-            BatchLayout(layout)
+        ]
+        for layout, error, message in cases:
+            with pytest.raises(error, match=message):
+                BatchLayout(layout)
 
 
-@pytest.mark.parametrize(
-    ("batch", "message"),
-    [
+def test_a_batch_that_would_need_a_guess_is_refused_with_paths_and_remedy():
+    for batch, message in [
         ((x(8, 3), x(6)), r"'0' has 8 rows \(Tensor of shape \(8, 3\)\).*'1' has 6 rows.*'items'"),
         ([x(8, 3), x(6)], r"'0' has 8 rows.*'1' has 6 rows"),
         ({"x": x(8), "y": {"z": x(6).numpy()}}, r"'x' has 8.*'y.z' has 6 rows \(ndarray"),
@@ -164,11 +158,9 @@ class TestDeclarations:
         ({"a": (1, 2, 3), "b": (4, 5)}, r"2 or 3 rows.*'a': 'items'\} for 3"),
         ([[x(8), x(8)], [x(8), x(8)]], r"2 or 8 rows.*'': 'items'\} for 2 rows"),
         ((tuple(x(3, 2) for _ in range(8)), tuple(range(8))), r"3 or 8.*'0': 'items'\} for 8"),
-    ],
-)
-def test_a_batch_that_would_need_a_guess_is_refused_with_paths_and_remedy(batch, message):
-    with pytest.raises(BatchError, match=message):
-        split_batch(batch, 2)
+    ]:
+        with pytest.raises(BatchError, match=message):
+            split_batch(batch, 2)
 
 
 def test_blocks_of_a_sparse_tensor_are_refused_by_name():

@@ -206,18 +206,14 @@ def test_a_tensorclass_is_cut() -> None:
     )
 
 
-@pytest.mark.parametrize(
-    ("batch", "layout", "message"),
-    [
+def test_a_tensordict_whose_rows_are_elsewhere_is_refused() -> None:
+    cases: list[Any] = [
         (lambda: TensorDict({"x": torch.zeros(8)}), 0, r"no batch_size.*batch_size=\[rows\]"),
         (rows_of_tensordict, 1, "rows are dimension 0 of its batch_size.*Transpose it"),
-    ],
-)
-def test_a_tensordict_whose_rows_are_elsewhere_is_refused(
-    batch: Callable[[], Any], layout: int, message: str
-) -> None:
-    with pytest.raises(BatchError, match=message):
-        num_rows(batch(), batch_layout=layout)
+    ]
+    for batch, layout, message in cases:
+        with pytest.raises(BatchError, match=message):
+            num_rows(batch(), batch_layout=layout)
 
 
 # Graphs
@@ -275,22 +271,20 @@ class Callable8:
     def __call__(self) -> None: ...
 
 
-@pytest.mark.parametrize(
-    ("part", "message"),
-    [
+def test_what_cannot_be_cut_is_named_with_what_to_write() -> None:
+    cases: list[Any] = [
         (Data(x=torch.zeros(8, 2)), "'part' is of type Data.*register_batch_type"),
         (Callable8(), "'part' is of type Callable8, which is callable, but its 'x' has 8 rows"),
         ((n for n in range(8)), "generator.*read only once.*list"),
         (map(str, range(8)), "map.*read only once.*list"),
         (collections.deque(range(8)), "deque.*Make a list"),
         (object(), r"object.*register_batch_type\(object, num_rows=lambda value: …"),
-    ],
-)
-def test_what_cannot_be_cut_is_named_with_what_to_write(part: Any, message: str) -> None:
-    with pytest.raises(BatchError, match=message):
-        num_rows({"x": torch.zeros(8), "part": part})
-    layout = {"part": "shared"}
-    assert num_rows({"x": torch.zeros(8), "part": part}, batch_layout=layout) == 8
+    ]
+    for part, message in cases:
+        with pytest.raises(BatchError, match=message):
+            num_rows({"x": torch.zeros(8), "part": part})
+        layout = {"part": "shared"}
+        assert num_rows({"x": torch.zeros(8), "part": part}, batch_layout=layout) == 8
 
 
 def test_an_attribute_with_rows_of_a_tensor_is_not_lost_without_a_word() -> None:

@@ -31,13 +31,14 @@ class Letters(nn.Module):
         return torch.stack(rows)
 
 
-@pytest.mark.parametrize("size", [1, 2, 3, None, "auto"])
-def test_texts_are_predicted_for_however_few_there_are(size: Any) -> None:
-    model = Letters()
-    microbatcher = Microbatcher(model, loss_fn=nn.CrossEntropyLoss(), eval_microbatch_size=size)
-    for count in (11, 3, 2, 1):
-        assert torch.equal(microbatcher.predict(TEXTS[:count]), model(TEXTS[:count]))
-    assert torch.equal(microbatcher.predict((TEXTS, torch.tensor(LABELS))), model(TEXTS))
+def test_texts_are_predicted_for_however_few_there_are() -> None:
+    cases: list[Any] = [1, 2, 3, None, "auto"]
+    for size in cases:
+        model = Letters()
+        microbatcher = Microbatcher(model, loss_fn=nn.CrossEntropyLoss(), eval_microbatch_size=size)
+        for count in (11, 3, 2, 1):
+            assert torch.equal(microbatcher.predict(TEXTS[:count]), model(TEXTS[:count]))
+        assert torch.equal(microbatcher.predict((TEXTS, torch.tensor(LABELS))), model(TEXTS))
 
 
 def test_outputs_that_are_texts_are_joined_in_order() -> None:
@@ -53,17 +54,16 @@ def test_outputs_that_are_texts_are_joined_in_order() -> None:
     assert found["length"].tolist() == [len(text) for text in TEXTS]
 
 
-@pytest.mark.parametrize("count", [11, 2])
-def test_a_list_of_rows_is_not_taken_for_inputs_and_targets(count: int) -> None:
-    microbatcher = Microbatcher(Letters(), loss_fn=nn.CrossEntropyLoss(), microbatch_size=2)
-    for call in (microbatcher.backward, microbatcher.evaluate):
-        with pytest.raises(BatchError, match=rf"a pair .*read as {count} rows.*forward="):
-            call(TEXTS[:count])
+def test_a_list_of_rows_is_not_taken_for_inputs_and_targets() -> None:
+    for count in [11, 2]:
+        microbatcher = Microbatcher(Letters(), loss_fn=nn.CrossEntropyLoss(), microbatch_size=2)
+        for call in (microbatcher.backward, microbatcher.evaluate):
+            with pytest.raises(BatchError, match=rf"a pair .*read as {count} rows.*forward="):
+                call(TEXTS[:count])
 
 
-@pytest.mark.parametrize(
-    ("batch", "rows", "cost"),
-    [
+def test_a_row_costs_its_elements_its_characters_or_one() -> None:
+    cases: list[Any] = [
         (["ab", "cdef"], 2, 3.0),
         ([{"t": "ab", "n": 1}, {"t": "cdef", "n": 2}], 2, 4.0),
         ([None, None], 2, 1.0),
@@ -76,10 +76,9 @@ def test_a_list_of_rows_is_not_taken_for_inputs_and_targets(count: int) -> None:
         (np.array(["ab", "cdef"], dtype=object), 2, 3.0),
         (list(range(10)), 10, 1.0),
         (torch.zeros(4, 0), 4, 1.0),
-    ],
-)
-def test_a_row_costs_its_elements_its_characters_or_one(batch: Any, rows: int, cost: float) -> None:
-    assert cost_of_row(Contents(batch), rows) == cost
+    ]
+    for batch, rows, cost in cases:
+        assert cost_of_row(Contents(batch), rows) == cost
 
 
 def test_texts_that_do_not_fit_are_cut() -> None:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch.utils.data import DataLoader, TensorDataset
 
 from automicro.data import MODES, LengthBatchSampler, with_batch_sampler
-from automicro.data.plan import assign_buckets, derive_buckets, length_cost
+from automicro.data.sampler import assign_buckets, derive_buckets, length_cost
 from automicro.errors import CheckpointError
 from benchmarks import samplers
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from automicro import Halving, Microbatcher
-from automicro.memory.meter import Meter
+from automicro.memory.device import Meter
 from tests.gpu.conftest import Record
 from tests.gpu.device import (
     DEVICE,

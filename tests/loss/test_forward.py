@@ -210,9 +210,8 @@ def test_a_model_without_labels_is_evaluated_without_a_loss() -> None:
     assert result.outputs.logits.shape == (ROWS, CLASSES)
 
 
-@pytest.mark.parametrize(
-    ("model", "batch", "options"),
-    [
+def test_metrics_get_outputs_and_targets_in_every_convention() -> None:
+    cases: list[Any] = [
         (Mlp, (x(), y()), {"loss_fn": nn.CrossEntropyLoss()}),
         (Keyword, {"inputs": x(), "labels": y()}, {}),
         (ComposerStyle, (x(), y()), {}),
@@ -222,19 +221,16 @@ def test_a_model_without_labels_is_evaluated_without_a_loss() -> None:
             (x(), y()),
             {"forward": lambda m, b: {"loss": (logits := m(b[0])).mean(), "logits": logits}},
         ),
-    ],
-)
-def test_metrics_get_outputs_and_targets_in_every_convention(
-    model: Any, batch: Any, options: Any
-) -> None:
-    module = model()
-    metric = torchmetrics.classification.MulticlassAccuracy(CLASSES, average="micro")
-    evaluate(module, batch, metric, **options)
-    net = getattr(module, "net", module)
-    expected = float((net(x()).argmax(1) == y()).double().mean())
-    assert float(metric.compute()) == pytest.approx(expected)
-    states: Any = metric
-    assert int(states.tp + states.fn) == ROWS
+    ]
+    for model, batch, options in cases:
+        module = model()
+        metric = torchmetrics.classification.MulticlassAccuracy(CLASSES, average="micro")
+        evaluate(module, batch, metric, **options)
+        net = getattr(module, "net", module)
+        expected = float((net(x()).argmax(1) == y()).double().mean())
+        assert float(metric.compute()) == pytest.approx(expected)
+        states: Any = metric
+        assert int(states.tp + states.fn) == ROWS
 
 
 def test_targets_that_cannot_be_found_are_an_error_with_the_remedy() -> None:

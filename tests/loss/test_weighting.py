@@ -12,9 +12,17 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from automicro import LossAverageWarning, LossError, MemoryBudget, Microbatcher
-from automicro.loss.averages import Counted, CutBatch, Divisors, Samples, Sum, Tokens, read_average
-from automicro.loss.mean import LossMean
-from automicro.loss.weights import BatchWeights
+from automicro.loss.averages import (
+    BatchWeights,
+    Counted,
+    CutBatch,
+    Divisors,
+    LossMean,
+    Samples,
+    Sum,
+    Tokens,
+    read_average,
+)
 from automicro.ranks.interface import OneRank
 from tests.cases import count_targets, difference, gradients, masked_mean
 from tests.models import (
@@ -66,9 +74,8 @@ class OwnInit(nn.CrossEntropyLoss):
 # Reading off
 
 
-@pytest.mark.parametrize(
-    ("loss_fn", "kind", "is_known"),
-    [
+def test_a_loss_says_itself_what_it_averages_over() -> None:
+    cases: list[Any] = [
         (nn.CrossEntropyLoss(), Tokens, True),
         (nn.NLLLoss(), Tokens, True),
         (OwnInit(), Tokens, True),
@@ -91,12 +98,11 @@ class OwnInit(nn.CrossEntropyLoss):
         (lambda outputs, targets: outputs.mean(), Samples, False),
         (functools.partial(lambda a, b, reduction: a.mean(), reduction="sum"), Samples, False),
         (nn.MSELoss(reduction="none"), Samples, False),
-    ],
-)
-def test_a_loss_says_itself_what_it_averages_over(loss_fn: Any, kind: type, is_known: bool) -> None:
-    average = read(loss_fn)
-    assert isinstance(average, kind)
-    assert read(loss_fn).is_known is is_known
+    ]
+    for loss_fn, kind, is_known in cases:
+        average = read(loss_fn)
+        assert isinstance(average, kind)
+        assert read(loss_fn).is_known is is_known
 
 
 @pytest.mark.parametrize(
@@ -162,10 +168,11 @@ def test_declaring_tokens_keeps_what_the_loss_says_of_itself() -> None:
     assert average.divisors([cut([3], (None, targets), [(None, targets)])]).whole == 2
 
 
-@pytest.mark.parametrize("declared", [{}, {"": "samples"}, {1: "samples"}])
-def test_a_mapping_must_name_losses(declared: Any) -> None:
-    with pytest.raises(ValueError, match="must name losses"):
-        read(None, declared)
+def test_a_mapping_must_name_losses() -> None:
+    cases: list[Any] = [{}, {"": "samples"}, {1: "samples"}]
+    for declared in cases:
+        with pytest.raises(ValueError, match="must name losses"):
+            read(None, declared)
 
 
 def test_weights_are_shares_of_the_whole_batchs_denominator() -> None:
@@ -210,10 +217,11 @@ def test_a_count_that_is_no_number_is_an_error_with_its_value(wrong: Any) -> Non
         microbatch_weights(Counted(lambda part: wrong), None, [None, None], [1, 1])
 
 
-@pytest.mark.parametrize("targets", [None, [1, 2], torch.tensor(3)])
-def test_targets_that_cannot_be_counted_are_an_error_that_says_what_they_are(targets: Any) -> None:
-    with pytest.raises(LossError, match=rf"targets are {type(targets).__name__}, not a tensor"):
-        microbatch_weights(Tokens(second), (None, targets), [None, None], [1, 1])
+def test_targets_that_cannot_be_counted_are_an_error_that_says_what_they_are() -> None:
+    cases: list[Any] = [None, [1, 2], torch.tensor(3)]
+    for targets in cases:
+        with pytest.raises(LossError, match=rf"targets are {type(targets).__name__}, not a tensor"):
+            microbatch_weights(Tokens(second), (None, targets), [None, None], [1, 1])
 
 
 def test_losses_by_name_must_be_those_that_are_declared() -> None:
@@ -247,34 +255,34 @@ def test_a_batch_whose_every_target_is_ignored_contributes_zero(
     assert float(microbatcher.backward(batch).loss) == 0  # and says so once
 
 
-@pytest.mark.parametrize("size", [None, 1, 3])
-def test_a_whole_batch_without_targets_leaves_earlier_gradients_as_they_were(
-    size: int | None,
-) -> None:
-    model = Mlp()
-    microbatcher = Microbatcher(model, loss_fn=nn.CrossEntropyLoss(), microbatch_size=size)
-    microbatcher.backward((x(), y()))
-    before = gradients(model)
-    with pytest.warns(LossAverageWarning, match="no target of this batch counts"):
-        assert float(microbatcher.backward((x(), torch.full_like(y(), IGNORED))).loss) == 0
-    assert difference(gradients(model), before) == 0
+def test_a_whole_batch_without_targets_leaves_earlier_gradients_as_they_were() -> None:
+    cases: list[Any] = [None, 1, 3]
+    for size in cases:
+        model = Mlp()
+        microbatcher = Microbatcher(model, loss_fn=nn.CrossEntropyLoss(), microbatch_size=size)
+        microbatcher.backward((x(), y()))
+        before = gradients(model)
+        with pytest.warns(LossAverageWarning, match="no target of this batch counts"):
+            assert float(microbatcher.backward((x(), torch.full_like(y(), IGNORED))).loss) == 0
+        assert difference(gradients(model), before) == 0
 
 
-@pytest.mark.parametrize("size", [1, 3, 20])
-def test_parts_beside_a_total_are_reported_for_the_whole_batch(size: int) -> None:
-    def forward(model: nn.Module, batch: Any) -> dict[str, Tensor]:
-        logits = model(batch[0])
-        parts = {"fit": F.cross_entropy(logits, batch[1]), "size": logits.square().mean()}
-        return {"loss": parts["fit"] + 0.1 * parts["size"], **parts}
+def test_parts_beside_a_total_are_reported_for_the_whole_batch() -> None:
+    for size in [1, 3, 20]:
 
-    model, batch = Mlp(), (x(), y())
-    expected = forward(model, batch)
-    result = Microbatcher(model, forward=forward, microbatch_size=size).backward(batch)
-    assert result.losses.keys() == {"fit", "size"}
-    assert float(result.loss) == pytest.approx(float(expected["loss"].detach()), abs=1e-9)
-    for name, loss in result.losses.items():
-        assert not loss.requires_grad
-        assert float(loss) == pytest.approx(float(expected[name].detach()), abs=1e-9)
+        def forward(model: nn.Module, batch: Any) -> dict[str, Tensor]:
+            logits = model(batch[0])
+            parts = {"fit": F.cross_entropy(logits, batch[1]), "size": logits.square().mean()}
+            return {"loss": parts["fit"] + 0.1 * parts["size"], **parts}
+
+        model, batch = Mlp(), (x(), y())
+        expected = forward(model, batch)
+        result = Microbatcher(model, forward=forward, microbatch_size=size).backward(batch)
+        assert result.losses.keys() == {"fit", "size"}
+        assert float(result.loss) == pytest.approx(float(expected["loss"].detach()), abs=1e-9)
+        for name, loss in result.losses.items():
+            assert not loss.requires_grad
+            assert float(loss) == pytest.approx(float(expected[name].detach()), abs=1e-9)
 
 
 def test_as_many_positions_as_rows_are_told_apart_by_the_cut() -> None:

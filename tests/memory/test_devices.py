@@ -4,8 +4,7 @@ import pytest
 import torch
 
 from automicro.memory.budget import MemoryBudget
-from automicro.memory.device import allocated_bytes, limit_memory, peak_bytes, reset_peak
-from automicro.memory.meter import Meter
+from automicro.memory.device import Meter, allocated_bytes, limit_memory, peak_bytes, reset_peak
 from automicro.torch_private import can_record_memory
 
 KIB = 1024

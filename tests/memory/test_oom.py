@@ -201,20 +201,32 @@ UNRELATED = [
 
 
 def label(error: BaseException) -> str:
-    return f"{type(error).__name__}: {str(error)[:50]}"
+    return f"{type(error).__name__}: {error}"
+
+
+def chain(*errors: BaseException) -> BaseException:
+    for error, cause in itertools.pairwise(errors):
+        error.__cause__ = cause
+    return errors[0]
 
 
 MEANS = [
     *((error, Failure.RETRYABLE) for error in RETRYABLE),
     *((error, Failure.CONTEXT_LOST) for error in CONTEXT_LOST),
     *((error, Failure.UNRELATED) for error in UNRELATED),
+    # Causes decide, too.
+    (chain(ValueError("x"), KeyError("y"), MemoryError()), Failure.RETRYABLE),
+    (chain(MemoryError("m"), ValueError("x")), Failure.RETRYABLE),
+    (chain(MemoryError("n"), RuntimeError("CUDA error: unknown error")), Failure.CONTEXT_LOST),
+    (chain(RuntimeError("NCCL error in: x"), MemoryError()), Failure.CONTEXT_LOST),
+    (chain(OptimizerStepError("half"), MemoryError()), Failure.UNRELATED),
+    (chain(ValueError("z"), KeyError("y")), Failure.UNRELATED),
 ]
 
 
-@pytest.mark.parametrize(("error", "means"), MEANS, ids=label)
-def test_an_error_is_taken_for_what_it_is(error: BaseException, means: Failure) -> None:
-    assert classify(error) is means
-    assert is_out_of_memory(error) == (means is Failure.RETRYABLE)
+def test_each_error_is_taken_for_what_it_is() -> None:
+    found = [(label(error), classify(error), is_out_of_memory(error)) for error, _ in MEANS]
+    assert found == [(label(each), means, means is Failure.RETRYABLE) for each, means in MEANS]
 
 
 ON_A_FULL_DEVICE = [
@@ -224,57 +236,29 @@ ON_A_FULL_DEVICE = [
 ]
 
 
-@pytest.mark.parametrize("error", ON_A_FULL_DEVICE, ids=label)
-@pytest.mark.parametrize(
-    ("free_bytes", "means"), [(1 << 20, Failure.RETRYABLE), (1 << 30, Failure.UNRELATED)], ids=str
-)
 def test_a_library_that_gives_no_reason_has_run_out_of_memory_where_none_is_left(
-    monkeypatch: pytest.MonkeyPatch, error: BaseException, free_bytes: int, means: Failure
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(torch.accelerator, "get_memory_info", lambda: (free_bytes, 16 << 30))
-    assert classify(error) is means
+    def means() -> set[Failure]:
+        return set(map(classify, ON_A_FULL_DEVICE))
+
+    assert means() == {Failure.UNRELATED}  # no accelerator here, so it is unknown
+    for free_bytes, expected in ((1 << 20, Failure.RETRYABLE), (1 << 30, Failure.UNRELATED)):
+        monkeypatch.setattr(torch.accelerator, "get_memory_info", lambda: (free_bytes, 16 << 30))  # noqa: B023
+        assert means() == {expected}
 
 
-@pytest.mark.parametrize("error", ON_A_FULL_DEVICE, ids=label)
-def test_where_nobody_knows_what_is_left_such_an_error_is_what_it_says(
-    error: BaseException,
-) -> None:
-    assert classify(error) is Failure.UNRELATED  # no accelerator here
-
-
-@pytest.mark.parametrize(("code", "retry"), [(2, True), (999, False), (1, False)])
-def test_an_accelerator_error_counts_by_its_code(code: int, retry: bool) -> None:
-    error = torch.AcceleratorError("something in another language")
-    setattr(error, "error_code", code)  # noqa: B010 (as torch does; its stub lacks it)
-    assert is_out_of_memory(error) is retry
+def test_an_accelerator_error_counts_by_its_code() -> None:
+    for code, retry in ((2, True), (999, False), (1, False)):
+        error = torch.AcceleratorError("something in another language")
+        setattr(error, "error_code", code)  # noqa: B010 (as torch does; its stub lacks it)
+        assert is_out_of_memory(error) is retry
 
 
 def test_a_real_allocation_failure_of_the_cpu_is_recognised() -> None:
     with pytest.raises(RuntimeError) as caught:
         torch.empty(1 << 60, dtype=torch.int8)
     assert is_out_of_memory(caught.value)
-
-
-def chain(*errors: BaseException) -> BaseException:
-    for error, cause in itertools.pairwise(errors):
-        error.__cause__ = cause
-    return errors[0]
-
-
-@pytest.mark.parametrize(
-    ("error", "failure"),
-    [
-        (chain(ValueError("x"), KeyError("y"), MemoryError()), Failure.RETRYABLE),
-        (chain(MemoryError(), ValueError("x")), Failure.RETRYABLE),
-        (chain(MemoryError(), RuntimeError("CUDA error: unknown error")), Failure.CONTEXT_LOST),
-        (chain(RuntimeError("NCCL error in: x"), MemoryError()), Failure.CONTEXT_LOST),
-        (chain(OptimizerStepError("half"), MemoryError()), Failure.UNRELATED),
-        (chain(ValueError("x"), KeyError("y")), Failure.UNRELATED),
-    ],
-    ids=lambda value: value.name if isinstance(value, Failure) else None,
-)
-def test_causes_decide_too(error: BaseException, failure: Failure) -> None:
-    assert classify(error) is failure
 
 
 class RunsOutInBackward(torch.autograd.Function):
@@ -366,12 +350,12 @@ ATTEMPTS = [
 ]
 
 
-@pytest.mark.parametrize("attempt", ATTEMPTS)
-def test_nothing_of_a_failed_attempt_is_alive_after_release(attempt) -> None:
-    failed, storages = fail(attempt)
-    assert alive(storages) == len(storages)
-    release(failed)
-    assert alive(storages) == 0
+def test_nothing_of_a_failed_attempt_is_alive_after_release() -> None:
+    for attempt in ATTEMPTS:
+        failed, storages = fail(attempt)
+        assert alive(storages) == len(storages)
+        release(failed)
+        assert alive(storages) == 0
 
 
 def test_release_needs_no_memory() -> None:

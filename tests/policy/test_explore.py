@@ -10,9 +10,8 @@ from typing import Any
 import pytest
 
 from automicro.policy.auto import Halving
-from automicro.policy.choose import make_policy
 from automicro.policy.explore import Explore, cuts
-from automicro.policy.policy import Exploration, Outcome
+from automicro.policy.policy import Exploration, Outcome, make_policy
 from tests.policy.loop import Job
 from tests.policy.machines import Machine, step
 
@@ -34,21 +33,17 @@ def test_the_word_stands_for_the_policy() -> None:
     assert not Halving.explores
 
 
-@pytest.mark.parametrize(
-    ("options", "error", "said"),
-    [
+def test_options_that_make_no_sense_are_refused() -> None:
+    cases: list[Any] = [
         ({"max_steps": 0}, ValueError, "max_steps is 0"),
         ({"max_steps": 1.5}, TypeError, "max_steps is 1.5"),
         ({"max_minutes": 5}, TypeError, "no argument max_minutes. Limit exploring by max_steps"),
         ({"initial": 0}, ValueError, "initial is 0"),
         ({"multiple_of": 0}, ValueError, "multiple_of is 0"),
-    ],
-)
-def test_options_that_make_no_sense_are_refused(
-    options: dict[str, Any], error: type[Exception], said: str
-) -> None:
-    with pytest.raises(error, match=said):
-        Explore(**options)
+    ]
+    for options, error, said in cases:
+        with pytest.raises(error, match=said):
+            Explore(**options)
 
 
 def test_cuts_are_of_one_two_three_four_six_eight_microbatches() -> None:

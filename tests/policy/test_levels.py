@@ -12,10 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from automicro.policy.auto import Halving
-from automicro.policy.choose import with_levels
 from automicro.policy.explore import Explore, FastestLevel
 from automicro.policy.ladder import Ladder
-from automicro.policy.policy import Fixed, Outcome, Policy, canonical_size
+from automicro.policy.policy import Fixed, Outcome, Policy, canonical_size, with_levels
 from tests.policy.loop import Job
 from tests.policy.machines import KINDS, LEVELS, LeveledMachine
 

@@ -1,5 +1,6 @@
 """How large a microbatch should be."""
 
+import itertools
 import math
 from typing import Any
 
@@ -9,8 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from automicro.policy.auto import Halving
-from automicro.policy.choose import make_policy
-from automicro.policy.policy import Fixed, Outcome, Policy, canonical_size
+from automicro.policy.policy import Fixed, Outcome, Policy, canonical_size, make_policy
 from tests.policy.loop import fit_rows
 
 ROWS = st.integers(1, 2000)
@@ -19,10 +19,11 @@ ROWS = st.integers(1, 2000)
 # Outcome
 
 
-@pytest.mark.parametrize("size", [0, -1, 11])
-def test_outcome_refuses_slices_that_the_batch_cannot_have(size: int) -> None:
-    with pytest.raises(ValueError, match=rf"10 rows cannot have slices of {size}: give"):
-        Outcome(num_rows=10, microbatch_size=size, fits=True)
+def test_outcome_refuses_slices_that_the_batch_cannot_have() -> None:
+    cases: list[Any] = [0, -1, 11]
+    for size in cases:
+        with pytest.raises(ValueError, match=rf"10 rows cannot have slices of {size}: give"):
+            Outcome(num_rows=10, microbatch_size=size, fits=True)
 
 
 # The cut that a size stands for
@@ -59,52 +60,42 @@ def test_halving_learns_once_for_batches_of_any_rows(batches: list[int], cap: in
 # Both
 
 
-@pytest.mark.parametrize("policy", [Fixed(4), Fixed(None), Halving()])
-@pytest.mark.parametrize("num_rows", [0, -3])
-def test_no_size_is_proposed_for_a_batch_without_rows(policy: Policy, num_rows: int) -> None:
-    with pytest.raises(ValueError, match=rf"for {num_rows} rows: give a batch with rows"):
-        policy.propose(num_rows)
+def test_no_size_is_proposed_for_a_batch_without_rows() -> None:
+    for policy, num_rows in itertools.product((Fixed(4), Fixed(None), Halving()), (0, -3)):
+        with pytest.raises(ValueError, match=rf"for {num_rows} rows: give a batch with rows"):
+            policy.propose(num_rows)
 
 
-@pytest.mark.parametrize(
-    ("policy", "state", "named"),
-    [
+def test_the_state_of_another_policy_is_refused() -> None:
+    cases: list[Any] = [
         (Fixed(4), Halving().state_dict(), "a Fixed policy .* state of 'Halving'"),
         (Halving(), Fixed(4).state_dict(), "a Halving policy .* state of 'Fixed'"),
         (Halving(), {}, "a Halving policy .* state of 'no known'"),
-    ],
-)
-def test_the_state_of_another_policy_is_refused(
-    policy: Policy, state: dict[str, Any], named: str
-) -> None:
-    with pytest.raises(ValueError, match=f"{named}.*: use the policy that wrote it"):
-        policy.load_state_dict(state)
+    ]
+    for policy, state, named in cases:
+        with pytest.raises(ValueError, match=f"{named}.*: use the policy that wrote it"):
+            policy.load_state_dict(state)
 
 
-@pytest.mark.parametrize(
-    ("state", "error", "said"),
-    [
+def test_a_damaged_state_is_refused_and_changes_nothing() -> None:
+    cases: list[Any] = [
         ({"kind": "Halving"}, ValueError, r"is damaged \(KeyError\('learned'\)\): give"),
         ({"kind": "Halving", "learned": []}, ValueError, "is damaged .*: give what"),
-    ],
-)
-def test_a_damaged_state_is_refused_and_changes_nothing(
-    state: dict[str, Any], error: type[Exception], said: str
-) -> None:
-    policy = Halving(initial=16)
-    with pytest.raises(error, match=said):
-        policy.load_state_dict(state)
-    assert policy.propose(64) == 16
+    ]
+    for state, error, said in cases:
+        policy = Halving(initial=16)
+        with pytest.raises(error, match=said):
+            policy.load_state_dict(state)
+        assert policy.propose(64) == 16
 
 
-@pytest.mark.parametrize(
-    ("value", "error"), [(0, ValueError), (-1, ValueError), (1.5, TypeError), (True, TypeError)]
-)
-def test_senseless_sizes_are_refused_by_name(value: Any, error: type[Exception]) -> None:
-    with pytest.raises(error, match=f"microbatch_size is {value}.*: give"):
-        Fixed(value)
-    with pytest.raises(error, match=f"initial is {value}.*: give"):
-        Halving(initial=value)
+def test_senseless_sizes_are_refused_by_name() -> None:
+    cases: list[Any] = [(0, ValueError), (-1, ValueError), (1.5, TypeError), (True, TypeError)]
+    for value, error in cases:
+        with pytest.raises(error, match=f"microbatch_size is {value}.*: give"):
+            Fixed(value)
+        with pytest.raises(error, match=f"initial is {value}.*: give"):
+            Halving(initial=value)
 
 
 # make_policy
@@ -117,27 +108,24 @@ class Thirds(Policy):
         return max(1, num_rows // 3)
 
 
-@pytest.mark.parametrize(
-    ("value", "kind", "proposed"),
-    [
+def test_make_policy_reads_what_users_write() -> None:
+    cases: list[Any] = [
         (8, Fixed, 8),
         (np.int64(8), Fixed, 8),
         (None, Fixed, 30),
         ("auto", Halving, 30),
         (Halving(initial=6), Halving, 6),
         (Thirds(), Thirds, 10),
-    ],
-)
-def test_make_policy_reads_what_users_write(value: Any, kind: type, proposed: int) -> None:
-    policy = make_policy(value)
-    assert isinstance(policy, kind)
-    assert policy is value or not isinstance(value, Policy)
-    assert policy.propose(30) == proposed
+    ]
+    for value, kind, proposed in cases:
+        policy = make_policy(value)
+        assert isinstance(policy, kind)
+        assert policy is value or not isinstance(value, Policy)
+        assert policy.propose(30) == proposed
 
 
-@pytest.mark.parametrize(
-    ("value", "error", "said"),
-    [
+def test_make_policy_refuses_the_rest_and_lists_what_it_takes() -> None:
+    cases: list[Any] = [
         (0, ValueError, "microbatch_size=0 is not a size"),
         (-1, ValueError, "microbatch_size=-1 is not a size"),
         (1.5, TypeError, "microbatch_size=1.5 is not a size"),
@@ -145,21 +133,18 @@ def test_make_policy_reads_what_users_write(value: Any, kind: type, proposed: in
         ([4], TypeError, r"microbatch_size=\[4\] is not a size"),
         ("many", ValueError, "microbatch_size='many' is not a size"),
         ("exploring", ValueError, "microbatch_size='exploring' is not a size"),
-    ],
-)
-def test_make_policy_refuses_the_rest_and_lists_what_it_takes(
-    value: Any, error: type[Exception], said: str
-) -> None:
-    with pytest.raises(error, match=said) as raised:
-        make_policy(value)
-    for accepted in (
-        "an int of at least 1",
-        '"auto"',
-        '"explore"',
-        "None (the whole batch)",
-        "a policy",
-    ):
-        assert accepted in str(raised.value)
+    ]
+    for value, error, said in cases:
+        with pytest.raises(error, match=said) as raised:
+            make_policy(value)
+        for accepted in (
+            "an int of at least 1",
+            '"auto"',
+            '"explore"',
+            "None (the whole batch)",
+            "a policy",
+        ):
+            assert accepted in str(raised.value)
 
 
 class Quarters:

@@ -112,12 +112,12 @@ def thrash(policy: Halving, seconds_per_size: dict[int, float], batches: int) ->
     return sizes
 
 
-@pytest.mark.parametrize("at", [0, 1, 7])
-def test_one_batch_with_allocator_retries_changes_nothing(at: int) -> None:
-    policy = Halving()
-    for batch in range(40):
-        assert policy.propose(64) == 64
-        policy.record(attempt(64, 64, 10**6, seconds=1.0, alloc_retries=3 * (batch == at)))
+def test_one_batch_with_allocator_retries_changes_nothing() -> None:
+    for at in [0, 1, 7]:
+        policy = Halving()
+        for batch in range(40):
+            assert policy.propose(64) == 64
+            policy.record(attempt(64, 64, 10**6, seconds=1.0, alloc_retries=3 * (batch == at)))
 
 
 def test_seconds_are_measured_only_while_they_are_compared() -> None:
@@ -213,16 +213,14 @@ def test_below_multiple_of_sizes_go_on_with_a_warning(caplog: pytest.LogCaptureF
     assert "no longer multiples of multiple_of=8" in caplog.text
 
 
-@pytest.mark.parametrize(
-    ("options", "said"),
-    [
+def test_senseless_limits_are_refused() -> None:
+    cases: list[Any] = [
         ({"max_microbatch_size": 4, "multiple_of": 8}, "max_microbatch_size=4 is below"),
         ({"max_microbatch_size": 0}, "max_microbatch_size is 0"),
-    ],
-)
-def test_senseless_limits_are_refused(options: dict[str, Any], said: str) -> None:
-    with pytest.raises(ValueError, match=said):
-        Halving(**options)
+    ]
+    for options, said in cases:
+        with pytest.raises(ValueError, match=said):
+            Halving(**options)
 
 
 # Start and state

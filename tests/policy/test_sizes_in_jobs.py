@@ -205,7 +205,7 @@ class Allocator:
             monkeypatch.setattr(
                 module, "read_counts", lambda _: AllocatorCounts(alloc_retries=self.retries)
             )
-        monkeypatch.setattr("automicro.memory.meter.time.perf_counter", lambda: self.now)
+        monkeypatch.setattr("automicro.memory.device.time.perf_counter", lambda: self.now)
 
     def forward(self, model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
         rows = len(batch[0])

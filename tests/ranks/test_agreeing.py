@@ -16,7 +16,8 @@ from torch.distributed.tensor import DTensor
 
 from automicro import Explore, Microbatcher
 from automicro.features import RememberSizes, WhenTooLarge
-from automicro.memory.occupied import OccupiedDevice
+from automicro.memory.device import OccupiedDevice
+from automicro.memory.residents import measure
 from automicro.optimizer import step as clipping
 from automicro.optimizer.step import GradientScaler, clip_gradients, step_optimizer
 from automicro.ranks.warm_up import COMMUNICATION_SHARE
@@ -309,7 +310,7 @@ def test_all_ranks_learn_that_one_had_no_memory_to_clip() -> None:
 @on_ranks()
 def test_what_lies_on_a_device_whatever_the_size_is_its_own_shards() -> None:
     model = wide("fsdp", torch.float64)
-    residents = OccupiedDevice(CPU, [model], None).measure(training=True)
+    residents = measure(OccupiedDevice(CPU, [model], None), training=True)
     parts = [p.to_local() for p in model.parameters() if isinstance(p, DTensor)]
     held = sum(part.numel() * part.itemsize for part in parts)
     assert held <= residents.parameters < 1.2 * held  # each tensor is rounded up to 512 bytes

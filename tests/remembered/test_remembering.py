@@ -126,9 +126,8 @@ CHANGES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
-def test_a_key_changes_with_each_ingredient(change: dict[str, Any]) -> None:
-    assert describe(**change) != describe()
+def test_a_key_changes_with_each_ingredient() -> None:
+    assert [name for name, change in CHANGES.items() if describe(**change) == describe()] == []
 
 
 def trained() -> Net:
@@ -148,9 +147,8 @@ UNCHANGED: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("change", UNCHANGED.values(), ids=UNCHANGED)
-def test_a_key_does_not_change_with_anything_else(change: dict[str, Any]) -> None:
-    assert describe(**change) == describe()
+def test_a_key_does_not_change_with_anything_else() -> None:
+    assert [name for name, change in UNCHANGED.items() if describe(**change) != describe()] == []
 
 
 def test_versions_are_in_the_key(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -203,19 +201,16 @@ def test_a_file_is_small_and_says_what_it_is_for(cache: SizeCache) -> None:
     assert json.loads(text)["key"]["model"] == "Sequential"
 
 
-@pytest.mark.parametrize(
-    "wrong",
-    [
+def test_a_size_that_cannot_have_been_measured_is_refused() -> None:
+    cases: list[Any] = [
         {"microbatch_size": 0},
         {"microbatch_size": 65},
         {"microbatch_size": 2, "peak_bytes": -1},
         {"microbatch_size": 2, "cost_per_row": float("nan")},
-    ],
-    ids=str,
-)
-def test_a_size_that_cannot_have_been_measured_is_refused(wrong: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match=r"cannot have been measured\. Use values of a batch"):
-        RememberedSize(key=KEY, **wrong)
+    ]
+    for wrong in cases:
+        with pytest.raises(ValueError, match=r"cannot have been measured\. Use values of a batch"):
+            RememberedSize(key=KEY, **wrong)
 
 
 def changed(**values: Any) -> Callable[[dict[str, Any]], bytes]:

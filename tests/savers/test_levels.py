@@ -21,9 +21,8 @@ def model() -> nn.Module:
     )
 
 
-@pytest.mark.parametrize(
-    ("given", "names"),
-    [
+def test_levels_by_name() -> None:
+    cases: list[Any] = [
         ("error", ["plain"]),
         ("recompute", ["plain", "recompute"]),
         ("offload", ["plain", "offload"]),
@@ -32,16 +31,14 @@ def model() -> nn.Module:
         ({"auto": ["encoder.layers.*"]}, ["plain", "recompute", "offload", "recompute + offload"]),
         ({"recompute": "head", "offload": True}, ["plain", "recompute", "recompute + offload"]),
         ([{"recompute": ["head"]}, "offload"], ["plain", "recompute", "recompute + offload"]),
-    ],
-)
-def test_levels_by_name(given: Any, names: list[str]) -> None:
-    levels = make_levels(given, [model()], CPU)
-    assert [level.name for level in levels] == names
+    ]
+    for given, names in cases:
+        levels = make_levels(given, [model()], CPU)
+        assert [level.name for level in levels] == names
 
 
-@pytest.mark.parametrize(
-    ("given", "kind", "message"),
-    [
+def test_wrong_values_are_told_what_is_right() -> None:
+    cases: list[Any] = [
         ("recmpute", ValueError, r"'recmpute' is not known \(did you mean 'recompute'\?\)"),
         (["offlod"], ValueError, r"did you mean 'offload'\?"),
         (["error"], ValueError, "combines a name that must stand alone .*, or a list of recompute"),
@@ -60,11 +57,10 @@ def test_levels_by_name(given: Any, names: list[str]) -> None:
             ValueError,
             r"never called .* as in 'encoder.layers.\*'",
         ),
-    ],
-)
-def test_wrong_values_are_told_what_is_right(given: Any, kind: type, message: str) -> None:
-    with pytest.raises(kind, match=message):
-        make_levels(given, [model()], CPU)
+    ]
+    for given, kind, message in cases:
+        with pytest.raises(kind, match=message):
+            make_levels(given, [model()], CPU)
 
 
 def test_where_no_block_is_found() -> None:
@@ -114,9 +110,8 @@ class Inverted(nn.Module):
         )
 
 
-@pytest.mark.parametrize(
-    ("model", "names"),
-    [
+def test_blocks_are_found() -> None:
+    cases: list[Any] = [
         (nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 2), nn.ReLU()), ""),
         (nn.Sequential(nn.Linear(10, 64), Block(), Block(), nn.Linear(64, 1)), "1 2"),
         (nn.ModuleList([Stage(2), Stage(4), Stage(8, 1)]), "0 1 2"),
@@ -134,10 +129,9 @@ class Inverted(nn.Module):
             nn.Transformer(8, 2, 2, 2, 8, batch_first=True),
             "encoder.layers.0 encoder.layers.1 decoder.layers.0 decoder.layers.1",
         ),
-    ],
-)
-def test_blocks_are_found(model: nn.Module, names: str) -> None:
-    assert " ".join(repeated_blocks(model)) == names
+    ]
+    for model, names in cases:
+        assert " ".join(repeated_blocks(model)) == names
 
 
 def test_names_are_those_of_the_model_inside() -> None:

@@ -54,7 +54,7 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
-    monkeypatch.setattr("automicro.memory.meter.time", clock)
+    monkeypatch.setattr("automicro.memory.device.time", clock)
     return clock
 
 
@@ -249,22 +249,18 @@ def test_the_report_says_which_global_batch_is_nearest() -> None:
     assert json.loads(json.dumps(report_of().to_dict()))["measured"][0]["peak_bytes"] == 2048
 
 
-@pytest.mark.parametrize(
-    ("options", "error", "said"),
-    [
+def test_options_that_make_no_sense_are_refused() -> None:
+    cases: list[Any] = [
         ({"max_steps": 0}, ValueError, "max_steps"),
         ({"max_minutes": 1}, TypeError, "no argument max_minutes. Limit it by max_steps"),
         ({"max_rows": 0}, ValueError, "max_rows"),
         ({"microbatch_size": 4}, TypeError, "leave microbatch_size out"),
         ({"when_too_large": "auto"}, TypeError, "leave when_too_large out. To find"),
         ({"nonsense": 4}, TypeError, "nonsense"),
-    ],
-)
-def test_options_that_make_no_sense_are_refused(
-    options: dict[str, Any], error: type[Exception], said: str
-) -> None:
-    with pytest.raises(error, match=said):
-        explore(nn.Linear(FEATURES, 3), make_loader(), loss_fn=LOSS, **options)
+    ]
+    for options, error, said in cases:
+        with pytest.raises(error, match=said):
+            explore(nn.Linear(FEATURES, 3), make_loader(), loss_fn=LOSS, **options)
 
 
 def test_no_batch_is_refused() -> None:

@@ -28,10 +28,10 @@ _FUNCTION = Option(made="function")
 _NODES = Option(made="list", words="a list of nodes")
 _METRICS = Option(made="mapping", words="a mapping of nodes")
 _SIZE = Option(
-    read="automicro.policy.choose.make_policy", words="a whole number, auto, explore, a node"
+    read="automicro.policy.policy.make_policy", words="a whole number, auto, explore, a node"
 )
 _DURATION = Option(
-    words="text such as 2ep, 500ba, 10000sp, 1e6tok or 100h", read="automicro.units.read_duration"
+    words="text such as 2ep, 500ba, 10000sp, 1e6tok, 100h", read="automicro.durations.read_duration"
 )
 _LENGTHS = Option(words="text, a list, a node")
 _UNIT = Option(choices="automicro.data.sampler.UNITS")
@@ -57,7 +57,7 @@ GROUPS: Mapping[str, Mapping[str, Option]] = {
     "Data and batches": {
         "train_dataloader": _NODE,
         "sampling_mode": Option(words="a mode, a mapping of the keys below"),
-        "sampling_mode.mode": Option(words="a mode", choices="automicro.data.plan.MODES"),
+        "sampling_mode.mode": Option(words="a mode", choices="automicro.data.sampler.MODES"),
         "sampling_mode.lengths": _LENGTHS,
         "sampling_mode.second_lengths": _LENGTHS,
         "sampling_mode.batch_size": Option(words="a whole number, a list of these"),
@@ -82,7 +82,7 @@ GROUPS: Mapping[str, Mapping[str, Option]] = {
     "How long": {
         "max_duration": _DURATION,
         "max_time": Option(
-            words="text such as 2h30m, 45m or 90s", read="automicro.units.parse_time"
+            words="text such as 2h30m, 45m or 90s", read="automicro.durations.parse_time"
         ),
         "eval_interval": _DURATION,
     },

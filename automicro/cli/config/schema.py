@@ -427,8 +427,7 @@ def unknown_key(key: str, tree: Mapping[str, Any]) -> ConfigError:
 
 def _read_limit(limit: Any) -> None:
     """Refuse a value that is neither an amount of memory nor a share of a device."""
-    if parse_share(limit) is None:
-        parse_bytes(limit)
+    _ = parse_share(limit) or parse_bytes(limit)
 
 
 def _read_loss_average(name: str, value: Any) -> None:

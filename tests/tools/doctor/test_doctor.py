@@ -147,9 +147,8 @@ def test_what_grew_is_said_with_its_bytes_at_the_second_and_the_last_pass(tmp_pa
     assert diagnosis.causes[0].num_bytes == bank.passes[-1] - bank.passes[1]
 
 
-@pytest.mark.parametrize(
-    ("passes", "growth"),
-    [
+def test_growth_is_what_rises_from_pass_to_pass() -> None:
+    cases: list[Any] = [
         ([0, 1, 2, 3, 4], 3),
         ([9, 0, 0, 0, 0, 0], 0),  # the first pass does not count
         ([0, 2, 4], 0),  # too few to tell
@@ -157,10 +156,9 @@ def test_what_grew_is_said_with_its_bytes_at_the_second_and_the_last_pass(tmp_pa
         ([0, 3, 9, 2, 8, 4, 1], 0),  # lengths that vary
         ([0, 1, 2, 3, 5, 8, 8, 8, 8, 8, 8, 8], 0),  # a buffer that is full
         ([0, 1, 1, 2, 2, 3, 3, 4, 4], 3),
-    ],
-)
-def test_growth_is_what_rises_from_pass_to_pass(passes: list[int], growth: int) -> None:
-    assert Holder(kind="activations", owner="a", passes=passes).growth == growth
+    ]
+    for passes, growth in cases:
+        assert Holder(kind="activations", owner="a", passes=passes).growth == growth
 
 
 @pytest.fixture(scope="module")

@@ -212,38 +212,33 @@ def test_a_planned_peak_is_what_a_gpu_measured(name: str, precision: str) -> Non
     assert report.needed_bytes >= MEASURED[name, precision]
 
 
-@pytest.mark.parametrize(
-    ("dtype", "length", "size", "flash", "efficient"),
-    [
+def test_the_workspace_of_fused_attention_is_what_a_gpu_measured() -> None:
+    """Bytes beside the three gradients, by number of the queries; some are of vectors."""
+    cases: list[Any] = [
         (torch.bfloat16, 128, 16, 12.25, 16.27),
         (torch.bfloat16, 192, 64, 9.43, 4.08),
         (torch.bfloat16, 128, 80, 8.85, 6.45),
         (torch.bfloat16, 192, 128, 9.45, 5.44),
         (torch.float32, 192, 16, None, 16.31),
         (torch.float32, 128, 32, None, 8.13),
-    ],
-)
-def test_the_workspace_of_fused_attention_is_what_a_gpu_measured(
-    dtype: torch.dtype, length: int, size: int, flash: float | None, efficient: float
-) -> None:
-    """Bytes beside the three gradients, by number of the queries; some are of vectors."""
-    query = torch.empty(8, 4, length, size, dtype=dtype, device="meta")
-    found = {
-        FLASH_ATTENTION_BACKWARD: flash,
-        EFFICIENT_ATTENTION_BACKWARD: efficient,
-    }
-    for backward, measured in found.items():
-        if measured is not None:
-            planned_bytes = kernels._workspace_bytes(backward, (None, query))
-            assert planned_bytes / query.numel() == pytest.approx(measured, rel=0.03)
+    ]
+    for dtype, length, size, flash, efficient in cases:
+        query = torch.empty(8, 4, length, size, dtype=dtype, device="meta")
+        found = {
+            FLASH_ATTENTION_BACKWARD: flash,
+            EFFICIENT_ATTENTION_BACKWARD: efficient,
+        }
+        for backward, measured in found.items():
+            if measured is not None:
+                planned_bytes = kernels._workspace_bytes(backward, (None, query))
+                assert planned_bytes / query.numel() == pytest.approx(measured, rel=0.03)
 
 
 MASK = torch.ones(256, 256, dtype=torch.bool).tril()
 
 
-@pytest.mark.parametrize(
-    ("options", "precision", "assumed"),
-    [
+def test_which_attention_a_gpu_has_a_fused_kernel_for() -> None:
+    cases: list[Any] = [
         ({"is_causal": True}, "bf16", "fused kernels"),
         ({"attn_mask": MASK}, "bf16", "fused kernels"),
         ({"attn_mask": MASK, "dropout_p": 0.1}, "fp32", "fused kernels"),
@@ -253,26 +248,23 @@ MASK = torch.ones(256, 256, dtype=torch.bool).tril()
         ({"enable_gqa": True}, "bf16", "fused kernels"),
         ({"enable_gqa": True}, "fp32", "no fused kernel for fewer keys than queries in .*float32"),
         ({"enable_gqa": True, "attn_mask": MASK}, "bf16", "fewer keys .* with a mask"),
-    ],
-)
-def test_which_attention_a_gpu_has_a_fused_kernel_for(
-    options: dict[str, Any], precision: str, assumed: str
-) -> None:
-    options = dict(options)
-    width = options.get("width", 64)
-    report = plan(
-        Attends(**options),
-        texts(width=width),
-        device="cuda",
-        loss_fn=nn.MSELoss(),
-        precision=precision,
-    )
-    (sentence,) = report.assumptions
-    assert re.search(assumed, sentence)
-    scores = 4 * options.get("heads", 4) * 256 * 256 * 2
-    assert (report.modules["the model itself"] > scores) == (
-        "no fused" in assumed or "few" in assumed
-    )
+    ]
+    for options, precision, assumed in cases:
+        options = dict(options)
+        width = options.get("width", 64)
+        report = plan(
+            Attends(**options),
+            texts(width=width),
+            device="cuda",
+            loss_fn=nn.MSELoss(),
+            precision=precision,
+        )
+        (sentence,) = report.assumptions
+        assert re.search(assumed, sentence)
+        scores = 4 * options.get("heads", 4) * 256 * 256 * 2
+        assert (report.modules["the model itself"] > scores) == (
+            "no fused" in assumed or "few" in assumed
+        )
 
 
 def test_a_gpu_before_ampere_has_no_fused_attention_in_bfloat16() -> None:
@@ -358,14 +350,13 @@ class Masks(Reads):
         return self.layer(kept)
 
 
-@pytest.mark.parametrize(
-    ("kind", "line"), [(Reads, "x.sum().item()"), (Masks, "x[x[:, 0] > -1e9]")]
-)
-def test_a_model_that_reads_its_data_is_refused_with_its_line(kind: type, line: str) -> None:
-    with pytest.raises(UntraceableModelError, match=r"real data: .*is_extra_pass") as caught:
-        plan(kind(), batch(256))
-    assert line in str(caught.value)
-    assert "test_plan.py:" in str(caught.value)
+def test_a_model_that_reads_its_data_is_refused_with_its_line() -> None:
+    cases: list[Any] = [(Reads, "x.sum().item()"), (Masks, "x[x[:, 0] > -1e9]")]
+    for kind, line in cases:
+        with pytest.raises(UntraceableModelError, match=r"real data: .*is_extra_pass") as caught:
+            plan(kind(), batch(256))
+        assert line in str(caught.value)
+        assert "test_plan.py:" in str(caught.value)
 
 
 def test_such_a_line_may_be_left_out_in_extra_passes() -> None:
@@ -429,18 +420,16 @@ def test_the_parts_of_a_report_add_up() -> None:
     assert sum(modules.values()) == pytest.approx(parts["activations"], rel=0.01)
 
 
-@pytest.mark.parametrize(
-    ("options", "place"),
-    [
+def test_a_report_says_for_what_it_holds() -> None:
+    cases: list[Any] = [
         ({"memory": "3MiB", "device": "cuda"}, "fp32, as on a GPU"),
         ({"memory": "3MiB"}, "fp32, on the CPU"),
         ({"device": "t4"}, "fp32, on t4"),
         ({"device": "t4", "memory": "3MiB"}, r" of 3.00 MiB \(planned\)\n.*, on t4\n"),
         ({"ranks": 2}, r"64 rows of each rank need .*\n.* over 2 ranks \(.* are per rank\)"),
-    ],
-)
-def test_a_report_says_for_what_it_holds(options: dict[str, Any], place: str) -> None:
-    assert re.search(place, str(plan(Blocks(), **options)))
+    ]
+    for options, place in cases:
+        assert re.search(place, str(plan(Blocks(), **options)))
 
 
 def test_a_remedy_that_would_be_enough_is_told_as_such() -> None:
@@ -452,16 +441,14 @@ def test_a_remedy_that_would_be_enough_is_told_as_such() -> None:
     assert "and it fits" not in told("1GiB")
 
 
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
+def test_wrong_uses_say_what_to_do() -> None:
+    cases: list[Any] = [
         ({"device": "a100"}, "is not known: give one of t4, .*memory='24GiB'"),
         ({"memory": "90GiB", "device": "a100-80gb"}, "exceeds the usable 78.55 GiB"),
         ({"memory": "lots"}, "cannot read 'lots'"),
         ({"ranks": 0}, "ranks"),
         ({"precision": "fp8"}, "fp8"),
-    ],
-)
-def test_wrong_uses_say_what_to_do(options: dict[str, Any], words: str) -> None:
-    with pytest.raises((ValueError, TypeError), match=words):
-        plan(Blocks(), **options)
+    ]
+    for options, words in cases:
+        with pytest.raises((ValueError, TypeError), match=words):
+            plan(Blocks(), **options)

@@ -188,16 +188,14 @@ def test_a_part_that_has_its_size_already_keeps_it_and_the_model_stays_as_it_is(
     assert part.is_attached
 
 
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
+def test_wrong_uses_say_what_to_do() -> None:
+    cases: list[Any] = [
         ({"when_too_large": "smaller"}, "when_too_large"),
         ({"nested": {"jiont": "auto"}}, "did you mean 'joint'"),
         ({"nested": {"joint": {"size": 1}}}, "a part takes"),
         ({"nested": ["joint"]}, "is no NestedSplit"),
         ({"when_too_large": "nested"}, "not a language model"),
-    ],
-)
-def test_wrong_uses_say_what_to_do(options: dict[str, Any], words: str) -> None:
-    with pytest.raises((TypeError, ValueError), match=words):
-        plan(Model(), batch(), **options)
+    ]
+    for options, words in cases:
+        with pytest.raises((TypeError, ValueError), match=words):
+            plan(Model(), batch(), **options)
