@@ -212,7 +212,9 @@ def all_hooks(leaves: Sequence[Tensor]) -> list[Hooks | None]:
 
 def with_hooks(leaves: Iterable[Tensor]) -> list[Tensor]:
     """Return the tensors that have a hook on their gradient."""
-    return [leaf for leaf in leaves if leaf._backward_hooks or leaf._post_accumulate_grad_hooks]
+    found = list(leaves)
+    # Most models have none, which a pass in C finds out.
+    return [leaf for leaf in found if any(gradient_hooks(leaf))] if any(all_hooks(found)) else []
 
 
 def set_gradient_hooks(leaf: Tensor, before: Hooks | None, after: Hooks | None) -> None:
@@ -648,7 +650,7 @@ def _unless_mixed(read: Callable[[], Any]) -> Any:
 _BACKENDS = [(e, of) for e in ("cuda", "mkldnn") for of in ("all", "matmul", "conv", "rnn")]
 _GET, _SET = torch._C._get_fp32_precision_getter, torch._C._set_fp32_precision_setter
 _OLDER: list[tuple[Any, Any]] = [
-    (torch.get_float32_matmul_precision, torch.set_float32_matmul_precision),
+    (torch._C._get_float32_matmul_precision, torch._C._set_float32_matmul_precision),
     (torch._C._get_cudnn_allow_tf32, torch._C._set_cudnn_allow_tf32),
 ]
 # Getters and setters of float32 precision and kernel choice. Older functions come first, because
@@ -658,7 +660,10 @@ BACKENDS += [
     (functools.partial(_GET, *each), functools.partial(_SET, *each))
     for each in [("generic", "all"), *_BACKENDS]
 ]
-# The modules of `torch.backends` wrap these in Python.
+# The modules of `torch.backends` wrap these in Python, which takes longer.
+for _name in ("flash", "mem_efficient", "math", "cudnn"):
+    _get_sdp = getattr(torch._C, f"_get_{_name}_sdp_enabled")
+    BACKENDS.append((_get_sdp, getattr(torch._C, f"_set_sdp_use_{_name}")))
 for _name in ("cudnn_enabled", "cudnn_benchmark", "cudnn_deterministic", "mkldnn_enabled"):
     BACKENDS.append((getattr(torch._C, f"_get_{_name}"), getattr(torch._C, f"_set_{_name}")))
 

@@ -28,7 +28,7 @@ from torch import Tensor, nn
 
 from automicro.errors import RollbackError
 from automicro.memory.oom import surely
-from automicro.state.tensors import SMALL_BYTES, Copies, Leaves, is_freed
+from automicro.state.tensors import NO_COPIES, SMALL_BYTES, Copies, Leaves, is_freed
 from automicro.torch_private import (
     BACKENDS,
     BUFFERS,
@@ -98,13 +98,15 @@ _NEW = vars(nn.Module())
 _TABLES = [name for name, value in _NEW.items() if hasattr(value, "clear") or "hook" in name]
 # A forward does not use the hooks of state dicts.
 _LOOKED_INTO = [e for e in _TABLES if hasattr(_NEW[e], "clear") and "state_dict" not in e]
-_APART = frozenset(_TABLES)
-_tables_of, _looked_into = operator.itemgetter(*_TABLES), operator.itemgetter(*_LOOKED_INTO)
+# Compared by content; the tables of parameters, buffers and children by identity.
+_HOOKS = [name for name in _TABLES if name not in REGISTERED]
+_APART = frozenset(_HOOKS)
+_hooks_of, _looked_into = operator.itemgetter(*_HOOKS), operator.itemgetter(*_LOOKED_INTO)
 
 
 @functools.lru_cache(5_000)
 def _own_keys(keys: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Return a module's keys except torch's tables; none if it lacks some of these."""
+    """Return a module's keys except torch's hooks; none if it lacks some of torch's tables."""
     is_whole = _NEW.keys() <= set(keys)
     return tuple(key for key in keys if key not in _APART) if is_whole else ()
 
@@ -286,26 +288,30 @@ def _changes(value: Any, kind: Kind, held: Any, names: Mapping[int, _Name]) -> I
         yield path
 
 
-class _Context(dict[Any, tuple[int, Any]]):
+class _Context:
     """The context variables, and how many modules are imported."""
 
     def __init__(self) -> None:
-        # By identity first, because values may have no truth value when they are compared.
-        super().__init__((e, (id(value), value)) for e, value in contextvars.copy_context().items())
+        self.values = contextvars.copy_context()
         self.num_modules = len(sys.modules)
 
+    def __eq__(self, other: object) -> bool:
+        # By identity, because values may have no truth value when they are compared.
+        return isinstance(other, _Context) and self._ids() == other._ids()
 
-def _put_context(saved: _Context) -> None:
+    def _ids(self) -> dict[Any, int]:
+        return {variable: id(value) for variable, value in self.values.items()}
+
+
+def _put_context(context: _Context) -> None:
     # What modules set when they are imported, such as torch's configuration, they set only once.
-    has_imported = len(sys.modules) != saved.num_modules
+    saved, has_imported = context.values, len(sys.modules) != context.num_modules
     for variable in saved if has_imported else {**contextvars.copy_context(), **saved}:
         # A variable cannot be unset, but an empty context knows its default. One without a default
         # keeps its value: libraries create theirs at the first use.
         with contextlib.suppress(LookupError):
             is_saved = variable in saved
-            variable.set(
-                saved[variable][1] if is_saved else contextvars.Context().run(variable.get)
-            )
+            variable.set(saved[variable] if is_saved else contextvars.Context().run(variable.get))
 
 
 def _nesting() -> int:
@@ -320,7 +326,6 @@ def _set_nesting(nesting: int) -> None:
         torch.autocast_decrement_nesting()
 
 
-_CUDA, _ATTENTION = torch.backends.cuda, ("flash", "mem_efficient", "math", "cudnn")
 _OWN: list[tuple[Any, Any]] = [  # one per device type
     (torch.is_autocast_enabled, torch.set_autocast_enabled),
     (torch.get_autocast_dtype, torch.set_autocast_dtype),
@@ -334,7 +339,6 @@ _SETTINGS: list[tuple[Any, Any]] = [
     (torch.get_deterministic_debug_mode, torch.set_deterministic_debug_mode),
     (torch.get_num_threads, torch.set_num_threads),
     *BACKENDS,
-    *((getattr(_CUDA, f"{e}_sdp_enabled"), getattr(_CUDA, f"enable_{e}_sdp")) for e in _ATTENTION),
     (_Context, _put_context),
 ]
 
@@ -432,7 +436,7 @@ class _Walk:
         self.left_out: list[tuple[Any, str]] = []  # values that cannot be restored, with the reason
         self.holders: dict[int, _Holder] = {}
         self.objects: list[Any] = []
-        self.flags: list[tuple[dict[str, Any], tuple[Any, ...]]] = []
+        self.modules: list[dict[str, Any]] = []
         self.containers = _Containers()
         self.buffers: dict[int, None] = {}  # ids of the buffers of modules
         self.content: list[Tensor] = []
@@ -508,8 +512,9 @@ class _Walk:
         if not own:
             return [type(value), *self._hold_table(table)]
         self.holders[id(table)] = _Holder(table, table, own, apart=_APART)
-        found = [type(value), *map(table.__getitem__, own)]
-        self.flags.append((table, _tables_of(table)))
+        # Tables of a wrapper that shards are not walked themselves.
+        found = [type(value), *(table[key] for key in own if key not in REGISTERED)]
+        self.modules.append(table)
         for inner in _looked_into(table):
             if inner:
                 found += inner.values() if _is_sharded(inner) else [inner]
@@ -567,10 +572,11 @@ class Captured:
         found = _Walk(roots, skip)
         self.left_out = found.left_out  # values that cannot be restored, with the reason
         self._copied = found.buffers if large is None else large  # copied at any size
-        self._empty, self._flags = found.empty, found.flags
+        # The caller may replace a table of hooks between captures.
+        self._modules, self._hooks = found.modules, list(map(_hooks_of, found.modules))
+        self._empty = found.empty
         self._objects, self._classes = found.objects, list(map(type, found.objects))
-        tables, self._containers = _Tables(found.holders.values()), found.containers
-        self._held: list[_Tables | _Containers] = [tables, self._containers]
+        self._tables, self._containers = _Tables(found.holders.values()), found.containers
         self._sized = [each.table for each in found.holders.values()]
         self._sizes = list(map(len, self._sized))
         self._in_order = [each.table for each in found.holders.values() if each.is_ordered]
@@ -583,26 +589,27 @@ class Captured:
         self._take_content()
 
     def _entries(self) -> Iterator[_Entry]:
-        return chain.from_iterable(each.entries() for each in self._held)
+        return chain(self._tables.entries(), self._containers.entries())
 
     def _in_places(self) -> Iterator[Tensor]:
         """Return the tensors in tables and containers."""
-        return chain.from_iterable([each.content() for each in self._held if each.places])
+        return chain(self._tables.content(), self._containers.content())
 
     def _take_content(self) -> None:
         content = {id(each): each for each in chain(self._inner, self._in_places())}
         # Placeholders replace tensors with a graph, so that graphs do not live longer than usual.
         stands = {key: _Standing(each) for key, each in content.items() if each.grad_fn is not None}
-        if stands and self._large is None:
-            self._change_content(lambda value: stands.get(id(value), value))
-        tensors = [*(e for key, e in content.items() if key not in stands), *self._leaves.small]
+        if stands:
+            if self._large is None:
+                self._change_content(lambda value: stands.get(id(value), value))
+            content = {key: each for key, each in content.items() if key not in stands}
+        tensors = [*content.values(), *self._leaves.small]
         self._copies = Copies(tensors, self._copied, watches_others=self._large is not None)
         self._global = _read_settings()
 
     def _change_content(self, change: Callable[[Any], Any]) -> None:
-        for each in self._held:
-            if each.places:  # most tables hold no tensors except parameters
-                each.change_content(change)
+        self._tables.change_content(change)
+        self._containers.change_content(change)
 
     # Later captures
 
@@ -621,8 +628,10 @@ class Captured:
             not any(self._empty)
             and self._has_same_keys()
             and list(map(type, self._objects)) == self._classes
+            and list(map(_hooks_of, self._modules)) == self._hooks
             and self._leaves.refresh()
-            and all(each.refresh() for each in self._held)
+            and self._tables.refresh()
+            and self._containers.refresh()
         )
 
     def _has_same_keys(self) -> bool:
@@ -636,9 +645,8 @@ class Captured:
             self._is_new = False
             if not self._is_refreshed():
                 return False  # discard it, so that it does not keep replaced values alive
-        if self._copies.tensors:
-            self._copies.settle()
-            self._copies = Copies([], {})
+        self._copies.settle()
+        self._copies = NO_COPIES
         self._change_content(lambda value: None if _is_content(value) else value)
         self._containers.let_go()
         self._leaves.let_go()
@@ -655,8 +663,8 @@ class Captured:
     def _put_back(self) -> None:
         for value, its_class in self._of_other_classes():
             object.__setattr__(value, "__class__", its_class)
-        for table, flags in self._flags:
-            table.update(zip(_TABLES, flags, strict=True))
+        for table, hooks in zip(self._modules, self._hooks, strict=True):
+            table.update(zip(_HOOKS, hooks, strict=True))
         for table in filter(None, self._empty):
             table.clear()
         failures: list[tuple[Any, Exception | str]] = []

@@ -161,6 +161,9 @@ class Copies:
         yield from (e.tensor for e in self._large if id(e.tensor) in moved or _has_changed(e))
 
 
+NO_COPIES = Copies([], {})  # shared, because most captures hold no tensor
+
+
 def is_freed(value: Any) -> bool:
     """Whether a wrapper that shards has freed the memory that it had gathered.
 

@@ -11,6 +11,7 @@ but the user's forward could read and clear it and hooks would see parts of the 
 On several ranks, wrappers have hooks and accumulation of their own, so all of this is left to them.
 """
 
+import itertools
 import logging
 import operator
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
@@ -185,7 +186,7 @@ class Gradients:
     # which `zero_grad(set_to_none=True)` before the step avoids.
     def __init__(
         self,
-        parameters: Iterable[Tensor] | Mapping[int, Tensor],
+        parameters: Iterable[Tensor] | dict[int, Tensor],
         memory: GradientHistory | None = None,
         *,
         inputs: Sequence[Tensor] = (),
@@ -193,7 +194,7 @@ class Gradients:
         self._memory = memory or GradientHistory()
         self._parameters: Mapping[int, Tensor] = (
             parameters
-            if isinstance(parameters, Mapping)
+            if isinstance(parameters, dict)  # a check for any mapping would be slow
             else {id(each): each for each in parameters}
         )
         self._inputs: dict[int, Tensor] = {}
@@ -226,8 +227,6 @@ class Gradients:
 
     def begin(self) -> None:
         self._attempts += 1
-        if self._attempts > 1:
-            self._forget()
         if self._attempts == 1:
             self._memory.next_batch(self._parameters)
         for leaf in self._memory.outside():
@@ -242,7 +241,7 @@ class Gradients:
                 gradient.clone() if _shares_storage(gradient) else None,
                 version_of(gradient),
             )
-            for leaf in self._leaves
+            for leaf in _with_gradients(self._leaves)
             if (gradient := leaf.grad) is not None
         ]
         # Remove gradients only after all copies exist: if memory runs out for one, `roll_back` has
@@ -394,7 +393,7 @@ class Gradients:
 
     def _end_of_showing(self) -> None:
         """Remove them again; with a whole batch the forward may clear them, but not change them."""
-        touched = [leaf for leaf in self._leaves if leaf.grad is not None]
+        touched = _with_gradients(self._leaves)
         if self._earlier:
             shown = {id(each.leaf) for each in self._earlier}
             touched = [leaf for leaf in touched if id(leaf) not in shown]
@@ -435,7 +434,7 @@ class Gradients:
         self._narrow_again()
 
     def _bring_back(self) -> None:
-        touched = [leaf for leaf in self._leaves if leaf.grad is not None]
+        touched = _with_gradients(self._leaves)
         if touched:
             self._memory.refuse_touching(touched)
         # Torch refuses a gradient of another dtype than the leaf's, unless `grad_dtype` allows it.
@@ -648,6 +647,14 @@ def _cannot_undo() -> RollbackError:
         "this batch cannot be retried. Clear gradients with zero_grad(set_to_none=True) after the "
         "optimizer's step"
     )
+
+
+_GRADIENT = operator.attrgetter("grad")
+
+
+def _with_gradients(leaves: Sequence[Tensor]) -> list[Tensor]:
+    have_one = map(operator.is_not, map(_GRADIENT, leaves), itertools.repeat(None))
+    return list(itertools.compress(leaves, have_one))
 
 
 def _shares_storage(gradient: Tensor) -> bool:

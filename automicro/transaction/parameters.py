@@ -7,7 +7,7 @@ from itertools import compress
 from torch import Tensor
 
 from automicro.errors import RollbackError
-from automicro.state.tensors import Copies
+from automicro.state.tensors import NO_COPIES, Copies
 from automicro.torch_private import all_versions
 
 
@@ -51,16 +51,17 @@ class WrittenParameters:
     # A check has seen the writes, which autograd does not count, so versions would miss them.
     def __init__(self, parameters: Mapping[int, Tensor]) -> None:
         self._parameters = parameters
-        self._copies = Copies([], {})
+        self._copies = NO_COPIES
 
     def begin(self) -> None:
-        self._copies = Copies([*self._parameters.values()], self._parameters)
+        if self._parameters:  # most models have none
+            self._copies = Copies([*self._parameters.values()], self._parameters)
 
     def prepare(self) -> None:
         """Do nothing, because nothing can fail."""
 
     def commit(self) -> None:
-        self._copies = Copies([], {})
+        self._copies = NO_COPIES
 
     def roll_back(self) -> None:
         list(self._copies.put_back())  # all are copied, because they count as buffers

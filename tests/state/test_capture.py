@@ -178,6 +178,11 @@ def replace_in_order(model):
     model._modules["drop"] = model._modules.pop("drop")
 
 
+def replace_tables(model):
+    weights = {"weight": nn.Parameter(torch.ones(2, 2)), "bias": nn.Parameter(torch.ones(2))}
+    vars(model.one).update(_parameters=weights, _forward_hooks=collections.OrderedDict({0: print}))
+
+
 # Changes between two captures stay, and later changes by an attempt are undone; those of one value
 # and of its place are in tests/state/test_programs.py.
 BETWEEN: dict[str, Any] = {
@@ -205,6 +210,7 @@ BETWEEN: dict[str, Any] = {
     "hook after a gradient": lambda m: m.one.bias.register_post_accumulate_grad_hook(len),
     "hooks beside others": lambda m: m.norm.weight.register_hook(max),
     "table of modules": lambda m: setattr(m, "_modules", dict(m._modules)),
+    "tables of parameters and hooks": replace_tables,
     "dtype": lambda m: m.double(),
 }
 
