@@ -224,8 +224,10 @@ FUNCTION = Kind(lambda value: {}, name=".{}")  # its parts are in namespaces: se
 DEFAULTS = _named(lambda v: {each: getattr(v, each) for each in ("__defaults__", "__kwdefaults__")})
 CELL = _named(lambda v: {"cell_contents": v.cell_contents} if _is_filled(v) else {})
 CLASS = _named(lambda v: dict(vars(v)), type.__setattr__, type.__delattr__)
-# The options of an optimizer, without the state of its parameters.
-_OPTIONS = _named(lambda v: _attributes(v, ["param_groups"]))
+# The attributes of an optimizer, as hooks of K-FAC write them, without the state of its parameters.
+_OPTIONS = _named(
+    lambda v: _attributes(v, [n for n in ("param_groups", *table_of(v)) if n != "state"])
+)
 _KINDS: tuple[tuple[Any, Kind], ...] = (
     (Tensor, TENSOR),
     (np.ndarray, Kind(np.array, _put_array, is_leaf=True)),

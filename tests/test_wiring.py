@@ -4,6 +4,7 @@ That every step leaves what plain torch leaves is judged by the oracle, twist by
 """
 
 import copy
+import functools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -287,17 +288,46 @@ def test_a_first_batch_that_is_split_late_is_looked_at() -> None:
         microbatcher.backward((x(), y()))
 
 
-def test_a_backward_that_clears_gradients_is_refused() -> None:
+def cleared_first(model: nn.Module, loss: Tensor) -> None:
+    model.zero_grad()
+    loss.backward()
+
+
+def clipped(model: nn.Module, loss: Tensor) -> None:
+    loss.backward()
+    nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+
+
+def scaled(model: nn.Module, loss: Tensor) -> None:
+    loss.backward()
+    for parameter in model.parameters():
+        assert parameter.grad is not None
+        parameter.grad.data.mul_(0.5)  # which counts no version, like fused kernels
+
+
+@pytest.mark.parametrize("backward", [cleared_first, clipped, scaled])
+def test_a_backward_that_changes_gradients_is_refused(backward: Callable[..., None]) -> None:
     model: Any = Mlp()
-
-    def backward(loss: Tensor) -> None:
-        model.zero_grad()
-        loss.backward()
-
-    microbatcher = Microbatcher(model, forward=loss_of, backward=backward, microbatch_size=4)
+    with_model = functools.partial(backward, model)
+    microbatcher = Microbatcher(model, forward=loss_of, backward=with_model, microbatch_size=4)
     with pytest.raises(LossError, match=r"backward=\) changes \.grad of '0\.weight'"):
         microbatcher.backward((x(), y()))
     assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_a_backward_may_clip_a_whole_batch_unless_it_adds_to_an_earlier_one() -> None:
+    model: Any = Mlp()
+    plain, backward = copy.deepcopy(model), functools.partial(clipped, model)
+    microbatcher = Microbatcher(model, forward=loss_of, backward=backward, microbatch_size=None)
+    microbatcher.backward((x(), y()))
+    clipped(plain, loss_of(plain, (x(), y())))
+    torch.testing.assert_close(gradients_of(model), gradients_of(plain))
+    with pytest.raises(LossError, match=r"backward=\) changes \.grad"):
+        microbatcher.backward((x(), y()))
+    torch.testing.assert_close(gradients_of(model), gradients_of(plain), rtol=0, atol=0)
+    model.zero_grad(set_to_none=False)  # zeros are no part of a sum
+    microbatcher.backward((x(), y()))
+    torch.testing.assert_close(gradients_of(model), gradients_of(plain))
 
 
 def test_gradients_written_to_for_the_first_time_in_a_later_batch_are_refused_on_failure() -> None:

@@ -18,6 +18,8 @@ from automicro.state.capture import Captured
 from automicro.torch_private import buffer_table
 from automicro.values import children, is_plain, walk
 
+_HOOKS = frozenset(name for name in OF_EVERY_MODULE if "hook" in name)
+
 MISSING = object()
 """Value of a place whose attribute does not exist."""
 
@@ -63,13 +65,20 @@ def changed_places(roots: Mapping[str, Any], captured: Captured) -> list[Place]:
     for path, value in walk(roots):
         is_function = isinstance(value, types.FunctionType)
         is_module = isinstance(value, nn.Module)
-        if not (is_function or is_module or path in roots):
+        # A table of hooks, or the object whose method is one, such as a recorder of activations.
+        last = path.rpartition(".")[2]
+        is_hooked = last.partition("[")[0] in _HOOKS
+        if not (is_function or is_module or is_hooked or path in roots):
             continue
         start = "" if is_function else path
-        shown = start if path not in roots else "" if is_module else type(value).__name__
-        for key, _ in _parts_of(value):
+        shown = type(value).__name__
+        if is_module or not (is_hooked or path in roots):
+            shown = "" if path in roots else start
+        for key, part in _parts_of(value):
             if is_function or key[:1] in (".", "["):
                 name = key if is_function else f"{shown}{key}".lstrip(".")
+                if last in _HOOKS:
+                    name = type(getattr(part, "__self__", part)).__name__
                 place = Place(name=name, owner=value, key=key)
                 known.setdefault(f"{start}{key}".lstrip("."), []).append(place)
     found: dict[tuple[int, str], Place] = {}

@@ -11,12 +11,13 @@ but the user's forward could read and clear it and hooks would see parts of the 
 On several ranks, wrappers have hooks and accumulation of their own, so all of this is left to them.
 """
 
+import contextlib
 import itertools
 import logging
 import operator
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -32,6 +33,9 @@ from automicro.transaction.leaves import (
     leaves_of,
     refuse_unknown_part,
 )
+
+if TYPE_CHECKING:
+    from automicro.transaction.writes import GradientWrites
 
 # A check walks the whole graph of a loss, so only some batches are checked.
 _LOOKED_BATCHES = (1, 2, 4, 8)
@@ -146,9 +150,10 @@ class GradientHistory:
         """Name the leaves whose gradients were changed by something other than our backwards."""
         raise LossError(
             f"the forward (or backward=) changes .grad of {self._names(leaves)} itself, where "
-            "microbatches add up: it calls backward or clears gradients. Remove loss.backward() "
-            "and return the sum of all losses on which it was called. Compute gradients that the "
-            "forward needs with torch.autograd.grad, and clear gradients after the step"
+            "microbatches add up: it calls backward, or clears or clips gradients. Remove "
+            "loss.backward() and return the sum of all losses on which it was called. Compute "
+            "gradients that the forward needs with torch.autograd.grad, and clip and clear "
+            "gradients after backward() returns"
         )
 
     def _names(self, leaves: Iterable[Tensor]) -> str:
@@ -161,6 +166,7 @@ class GradientHistory:
 logger = logging.getLogger(__name__)
 
 _NO_HOOKS = HeldHooks()
+_NOTHING = contextlib.nullcontext()
 NARROW = frozenset({torch.bfloat16, torch.float16})
 Backward = Callable[..., Any]
 
@@ -286,7 +292,9 @@ class Gradients:
         elif self._narrow:
             self._put_away()
 
-    def run(self, backward: Backward, loss: Tensor, *start: Tensor) -> None:
+    def run(
+        self, backward: Backward, loss: Tensor, *start: Tensor, is_nothing: bool = False
+    ) -> None:
         """Run the backward of a microbatch."""
         if self.is_steady:
             backward(loss, *start)
@@ -297,14 +305,27 @@ class Gradients:
         else:
             # It may give gradients to leaves that no check has found; `_take_in` needs to know.
             self._went_unseen = True
-        if self._hooks.leaves:
-            with self._hooks.held():
-                backward(loss, *start)
-        else:
+        writes = None if is_nothing else self._watch(backward)
+        with self._hooks.held() if self._hooks.leaves else _NOTHING, writes or _NOTHING:
             backward(loss, *start)
+        touched = () if writes is None else writes.touched()
+        # The only gradient of a whole batch may be changed: nothing is added to it.
+        if touched and (self._splits or any(e.gradient.to_dense().any() for e in self._earlier)):
+            self._memory.refuse_touching(touched)
         self._num_backwards += 1
         if self._memory.is_alone:
             self._after_backward()
+
+    def _watch(self, backward: Backward) -> "GradientWrites | None":
+        """Return a detector of writes to ``.grad`` if the caller's backward might clip it."""
+        looks = self._splits and self._num_backwards < self._looks
+        # Earlier gradients are set aside, so a backward that clips the sum would miss them.
+        is_callers = backward is not Tensor.backward and self._memory.is_alone
+        if not (self._memory.is_watched or (is_callers and (looks or self._earlier))):
+            return None
+        from automicro.transaction.writes import GradientWrites
+
+        return GradientWrites(self._leaves)
 
     def run_for_nothing(self, backward: Backward, loss: Tensor) -> None:
         """Run a backward whose gradients are known to be zero, although they may compute as NaN."""
@@ -323,7 +344,7 @@ class Gradients:
                 elif leaf.grad is not None:
                     leaf.grad = torch.zeros_like(leaf.grad)
 
-        self.run(backward_aside, loss)
+        self.run(backward_aside, loss, is_nothing=True)
 
     def after_forward(self) -> None:
         """Return ``.grad`` to the attempt; call it after the forward of every microbatch."""

@@ -112,6 +112,64 @@ class ParameterWrites(OperationMode):
         return {key: self._parameters[key] for key in self.copies}
 
 
+class GradientWrites(OperationMode):
+    """Detection of writes to ``.grad`` in a backward other than the additions of autograd.
+
+    Example:
+        >>> weight = nn.Parameter(torch.ones(2))
+        >>> with GradientWrites([weight]) as writes:
+        ...     weight.sum().backward()
+        ...     _ = weight.grad.data.mul_(0.5)
+        >>> [each is weight for each in writes.touched()]
+        [True]
+    """
+
+    # Versions do not show them: fused and multi-tensor kernels, as of clipping, do not count.
+    def __init__(self, leaves: Sequence[Tensor]) -> None:
+        super().__init__()
+        self._leaves = leaves
+        self._last = {id(leaf): leaf.grad for leaf in leaves}  # after its last addition
+        self._written = set[int]()  # memory that was written to since
+
+    def __enter__(self) -> Self:
+        self._handles = [
+            leaf.register_post_accumulate_grad_hook(self._added)  # type: ignore[no-untyped-call]
+            for leaf in self._leaves
+            if leaf.requires_grad
+        ]
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
+        for handle in self._handles:
+            handle.remove()
+
+    def _added(self, leaf: Tensor) -> None:
+        self._last[id(leaf)] = leaf.grad
+        self._written -= _memory_of(leaf.grad)
+
+    def run(self, func: Any, types: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """Run one operation, and record the memory that it writes to."""
+        for tensor in _written(schema_of(func), args, kwargs):
+            self._written |= _memory_of(tensor)
+        return func(*args, **kwargs)
+
+    def touched(self) -> list[Tensor]:
+        """Return the leaves whose gradient was replaced or written to."""
+        return [
+            leaf
+            for leaf in self._leaves
+            if leaf.grad is not self._last[id(leaf)] or self._written & _memory_of(leaf.grad)
+        ]
+
+
+def _memory_of(tensor: Any) -> set[int]:
+    # Subclasses may have no memory of their own, and an empty tensor has none.
+    is_plain = type(tensor) in (Tensor, nn.Parameter) and tensor.layout is torch.strided
+    return {tensor.untyped_storage().data_ptr()} - {0} if is_plain else set()
+
+
 def _written(schema: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[Tensor]:
     """Yield the plain tensors that an operation is about to write to."""
     for index, argument in enumerate(schema.arguments if schema and schema.is_mutable else ()):

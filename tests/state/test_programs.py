@@ -118,6 +118,16 @@ def scale_rate(optimizer, factor):
     optimizer.param_groups[0]["lr"] *= factor
 
 
+class Stepping(torch.optim.SGD):
+    """Keeps a number next to its options, as optimizers with hooks of their own do."""
+
+    seen = 0
+
+
+def see(optimizer, number):
+    optimizer.seen += number
+
+
 def weight(at):
     named = at.module.named_parameters()
     return next(each for name, each in named if "flag" not in name)
@@ -246,6 +256,7 @@ KINDS: dict[str, tuple[Any, ...]] = {
     "context_variable_with_a_default": (lambda a: a, lambda a: put(a, DEFAULTED.set(1)), lambda a: DEFAULTED.reset(a.v), lambda a: DEFAULTED.get(), PULSE),
     "errors_of_numpy": (lambda a: np.seterr(over="warn"), lambda a: np.seterr(over="ignore"), lambda a: np.seterr(over="warn"), lambda a: np.geterr()["over"], PULSE),
     "learning_rate": (lambda a: torch.optim.SGD([torch.ones(1)], 1.0), lambda a: scale_rate(a.v, 2), lambda a: scale_rate(a.v, 0.5), lambda a: a.v.param_groups[0]["lr"]),
+    "attribute_of_an_optimizer": (lambda a: Stepping([torch.ones(1)], 1.0), lambda a: see(a.v, 1), lambda a: see(a.v, -1), lambda a: a.v.seen),
     "function_of_numpy": (lambda a: a.of(np, "einsum", lambda: np.einsum), lambda a: put(a, len), lambda a: put(a, EINSUM), lambda a: a.v is EINSUM, AROUND),
     "matmul_precision": (lambda a: a, lambda a: torch.set_float32_matmul_precision("medium"), lambda a: torch.set_float32_matmul_precision("highest"), modes, PULSE),
     "choices_of_cudnn": (lambda a: a, lambda a: setattr(torch.backends.cudnn, "benchmark", True), lambda a: setattr(torch.backends.cudnn, "benchmark", False), modes, PULSE),

@@ -102,6 +102,30 @@ def test_state_that_depends_on_the_number_of_calls_is_named_where_a_batch_is_spl
         assert "changes them 3 times" in message
 
 
+class Counting:
+    """Counts the calls of a hook, from the first one on."""
+
+    calls = 0
+
+    def count(self, *_: Any) -> None:
+        self.calls += 1
+
+
+class CountingSGD(Counting, torch.optim.SGD):
+    """Keeps what its own hooks see, as K-FAC does."""
+
+
+@pytest.mark.parametrize("kind", [Counting, CountingSGD])
+def test_what_the_owner_of_a_hook_counts_is_named_and_a_check_leaves_it(kind: Any) -> None:
+    model = nn.Linear(4, 3).double()
+    owner = kind() if kind is Counting else kind(model.parameters(), 0.1)
+    model.register_forward_hook(owner.count)
+    microbatcher = Microbatcher(model, loss_fn=nn.MSELoss(), microbatch_size=4)
+    with pytest.warns(BufferWarning, match=rf"attributes or variables: {kind.__name__}"):
+        microbatcher.backward(data())
+    assert owner.calls == 2
+
+
 class Timing(nn.Module):
     """Keeps how long its last call took, by a clock on a machine with other work."""
 
