@@ -145,6 +145,11 @@ def version_of(tensor: Tensor) -> int:
     return tensor._version
 
 
+def is_view(tensor: Tensor) -> bool:
+    """Return whether a tensor was made as a view of another one."""
+    return tensor._is_view()
+
+
 def counter_of(tensor: Tensor) -> Tensor:
     """Return an empty tensor that shares the version counter of a plain one, but no memory.
 

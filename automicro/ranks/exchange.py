@@ -207,6 +207,10 @@ def _joined(texts: Iterable[list[float]]) -> list[float]:
     return _numbers_of(b"\n".join(filter(None, map(_text_of, texts))))
 
 
+def _added(rows: Iterable[list[float]]) -> list[float]:
+    return list(map(math.fsum, zip(*rows, strict=True)))
+
+
 def _folded(ballots: Iterable[list[float]]) -> list[float]:
     return fold(map(Ballot.read, ballots)).numbers()
 
@@ -228,6 +232,10 @@ class Exchange:
     def ballots(self, ballot: Ballot) -> Ballot:
         """Return all ballots combined, on every rank."""
         return Ballot.read(self._up_and_down(ballot.numbers(), _folded))
+
+    def sums(self, numbers: list[float]) -> list[float]:
+        """Return the sums over ranks of equally many numbers."""
+        return self._up_and_down(numbers, _added)
 
     def texts(self, text: str) -> str:
         """Return the nonempty texts of all ranks, one per line, truncated if necessary."""

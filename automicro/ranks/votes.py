@@ -6,15 +6,14 @@ be paired. State of a rank changes only after an exchange succeeded.
 
 Sums detect whether all members of a group reached a collective: each member contributes numbers
 derived from the collective it is about to run. The first member contributes them negated, times the
-number of other members, so they sum to zero if all arrived, for any number of groups. Senders and
-receivers of messages cancel in the same way, over several votes: senders count down in digits, so a
-digit above zero means that a rank waits for a message that was not sent.
+number of other members, so they sum to zero if all arrived, for any number of groups. A message
+may be received in a later vote than it was sent in, so every rank counts the messages of all.
 """
 
 import hashlib
 import math
-import operator
 import struct
+from collections import Counter
 from collections.abc import Sequence
 from typing import NoReturn
 
@@ -24,11 +23,6 @@ from automicro.ranks.guards.collectives import Call
 from automicro.ranks.heartbeat import Watch
 from automicro.ranks.interface import Agreement, Proposal, Report, Status, Sync
 
-_NO_MESSAGES = (0.0,) * SLOTS
-# Each number counts a message in one of its digits, so that messages under way rarely hide another
-# one that was not sent.
-_DIGIT, _DIGITS = 1 << 10, 5
-_TOO_MANY = sum(_DIGIT**place * _DIGIT // 2 for place in range(_DIGITS))
 _LARGEST = 1 << 24  # exact in float64 when multiplied by the ranks of any world
 
 
@@ -40,19 +34,10 @@ def brought(call: Call, rank: int) -> tuple[float, ...]:
     {0.0}
     """
     # A digest, because hash() of a string differs between processes.
-    if call.peer is not None:
-        pair = (rank, call.peer) if call.sends else (call.peer, rank)
-        drawn = hashlib.sha256(f"{pair} {call.shape}".encode()).digest()[:SLOTS]
-        return tuple((-1.0 if call.sends else 1.0) * _DIGIT ** (each % _DIGITS) for each in drawn)
     factor = -(len(call.members) - 1) if rank == call.members[0] else 1
     numbers = struct.unpack("4I", hashlib.sha256(str(call).encode()).digest()[:16])
     # Never 0, which would look as if no member had arrived.
     return tuple(float(factor * (1 + each % (_LARGEST - 1))) for each in numbers)
-
-
-def _are_sent(under_way: Sequence[float]) -> bool:
-    """Return whether all received messages had been sent: whether no digit is above zero."""
-    return not any(-int(each) & _TOO_MANY for each in under_way)
 
 
 _SAME_CALLS = (
@@ -88,15 +73,15 @@ class Votes:
         # Whether an attempt has begun and was not voted on; set by the caller.
         self.is_in_attempt = False
         self.told: tuple[float, ...] = ()  # highs of the exchange that ended the last attempt
-        # Sums of all votes on messages of this attempt. Messages under way when it fails would be
-        # taken for those of the next one.
-        self._under_way = _NO_MESSAGES
+        # How often each message of this attempt was sent and not received, by sender, receiver and
+        # shape. Messages under way when it fails would be taken for those of the next one.
+        self._under_way: Counter[tuple[int, int, float]] = Counter()
         self._broken: RankError | None = None
 
     @property
     def has_messages_under_way(self) -> bool:
         """Whether ranks have sent messages in this attempt that were not received yet."""
-        return any(self._under_way)
+        return any(self._under_way.values())
 
     @property
     def stopped(self) -> Status | None:
@@ -113,20 +98,30 @@ class Votes:
         self._raise_stopped()
         is_message = call.peer is not None
         point = f"{'sending or receiving' if is_message else call.name} {where}"
-        own = healthy(point, self._agreements)
-        own = own._replace(sums=_slots(list(brought(call, self.rank))))
+        numbers = [] if is_message else list(brought(call, self.rank))
+        own = healthy(point, self._agreements)._replace(sums=_slots(numbers))
         together = self._require_well(self._send(own, point, _ALL_COME, said=f"{call} {where}"))
-        is_met = not any(together.sums)
-        if is_message:
-            self._under_way = tuple(map(operator.add, self._under_way, together.sums))
-            is_met = _are_sent(self._under_way)
+        is_met = self._are_sent(call, point) if is_message else not any(together.sums)
         if not is_met:
             self._report_desync(f"{call} {where}", _ALL_COME)
+
+    def _are_sent(self, call: Call, point: str) -> bool:
+        """Count one message of each rank; return whether all received messages had been sent."""
+        digest = hashlib.sha256(call.shape.encode()).digest()[:6]  # exact in a float64
+        own = [float(call.sends), float(call.peer or 0), float(int.from_bytes(digest))]
+        everywhere = [0.0] * len(own) * self.world_size
+        everywhere[self.rank * len(own) : (self.rank + 1) * len(own)] = own
+        told = iter(self._sum(everywhere, point))
+        for rank, (sends, peer, shape) in enumerate(zip(told, told, told, strict=True)):
+            pair = (rank, int(peer)) if sends else (int(peer), rank)
+            self._under_way[*pair, shape] += 1 if sends else -1
+        # Judged last, because a message can be received in the vote that sends it.
+        return min(self._under_way.values()) >= 0
 
     def agree(self, proposal: Proposal, *, asker: str = "") -> Agreement:
         """Combine the proposals of all ranks for an attempt."""
         self.clear()
-        self._under_way = _NO_MESSAGES
+        self._under_way.clear()
         names = list(proposal.denominators)
         point = f"beginning to {'train on' if proposal.training else 'evaluate'} a batch"
         if names != [""]:
@@ -162,27 +157,23 @@ class Votes:
         self._raise_stopped()
         point = "being done with a batch"
         fewest = -float(sum(unused))  # negated, so that the fewest of any rank counts
-        own = healthy(point, self._agreements, flag=flag)
+        # The number of answers is part of the point, because they might be summed next.
+        own = healthy(f"{point}, {len(unused)} answers", self._agreements, flag=flag)
         own = own._replace(highs=(*padded_highs(report.highs)[:-1], fewest))
         together, sums = self._add_up(own, list(report.sums), point)
         everywhere = [False] * len(unused)
         if together.highs[-1] < 0:
-            everywhere = self._all_say(unused)
+            counts = self._sum(list(map(float, unused)), point)
+            everywhere = [count == self.world_size for count in counts]
         return together.flag > 0, Report(sums=sums, highs=together.highs), everywhere
 
-    def _all_say(self, answers: Sequence[bool]) -> list[bool]:
-        base = self.world_size + 1  # number base of digits packed into a float64, one count each
-        width = max(1, int(53 / math.log2(base)))
-        # Each digit counts the ranks that answer yes, and counts never carry into the next digit.
-        packed = [
-            float(
-                sum(base**place for place, yes in enumerate(answers[start : start + width]) if yes)
-            )
-            for start in range(0, len(answers), width)
-        ]
-        counts = map(int, self.add_up(packed))
-        digits = [count // base**place % base for count in counts for place in range(width)]
-        return [digit == self.world_size for digit in digits[: len(answers)]]
+    def _sum(self, numbers: list[float], point: str) -> list[float]:
+        """Sum any number of values over ranks, which voted to exchange equally many of them."""
+        self.count += 1
+        try:
+            return self._exchange.sums(numbers)
+        except RuntimeError as error:
+            self.give_up(error, point)
 
     def add_up(self, values: Sequence[float]) -> list[float]:
         """Return the sums over ranks of equally many values."""

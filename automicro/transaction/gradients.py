@@ -25,7 +25,7 @@ from torch.utils.weak import TensorWeakRef
 
 from automicro.errors import GradientWarning, LossError, RollbackError, warn
 from automicro.memory.oom import Failure, caught, classify
-from automicro.torch_private import node_hooks, version_of, versions_of, with_hooks
+from automicro.torch_private import is_view, node_hooks, version_of, versions_of, with_hooks
 from automicro.transaction.leaves import (
     HeldHooks,
     OutsideLeaves,
@@ -243,7 +243,7 @@ class Gradients:
             _Earlier(
                 leaf,
                 gradient,
-                # The owner of a larger storage, such as DDP's bucket, might write into it.
+                # The owner of the storage, such as DDP's bucket, might write into it.
                 gradient.clone() if _shares_storage(gradient) else None,
                 version_of(gradient),
             )
@@ -681,4 +681,6 @@ def _with_gradients(leaves: Sequence[Tensor]) -> list[Tensor]:
 def _shares_storage(gradient: Tensor) -> bool:
     if gradient.layout is not torch.strided:
         return False
-    return gradient.untyped_storage().nbytes() != gradient.numel() * gradient.element_size()
+    # A bucket of a single parameter is no larger than its view.
+    is_part = gradient.untyped_storage().nbytes() != gradient.numel() * gradient.element_size()
+    return is_part or is_view(gradient)

@@ -1,5 +1,6 @@
 """Ranks with batches of different rows and tokens train as one process on all of them."""
 
+import copy
 import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -311,6 +312,38 @@ def test_the_gradient_is_the_one_of_the_wrapper_alone_unless_it_is_scaled(
     assert differs > 1e-3 if scales else differs < 1e-15
     assert is_mean is not scales
     assert float(result.rank_loss) == pytest.approx(float(own.detach()), rel=1e-14)
+
+
+@pytest.mark.parametrize("kind", ["bucket views", "sparse"])
+@on_ranks()
+def test_gradients_in_buckets_of_their_own_add_up_over_batches(kind: str) -> None:
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Embedding(WORDS, 6, sparse=kind == "sparse"), nn.Linear(6, 3))
+    model = copy.deepcopy(plain)
+    wrapper = wrapped("ddp", model, bucket_cap_mb=1e-5, gradient_as_bucket_view=kind != "sparse")
+    ooms = 0
+
+    def loss_fn(outputs: Tensor, targets: Tensor) -> Tensor:
+        if ooms < 2 and dist.get_rank() == 1 and len(outputs) > 3:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        return F.cross_entropy(outputs, targets)
+
+    step = Microbatcher(
+        wrapper, loss_fn=loss_fn, loss_average="tokens", microbatch_size="auto", probe=False
+    )
+    for _ in range(3):
+        for rows in (13, 9, 7):
+            inputs, targets = (each[:, 0] for each in words(rows))
+            halves = slice(None, 4) if dist.get_rank() == 0 else slice(4, None)
+            ooms += step.backward((inputs[halves], targets[halves].clamp(min=0) % 3)).ooms
+            F.cross_entropy(plain(inputs), targets.clamp(min=0) % 3).backward()
+        for one, other in zip(model.parameters(), plain.parameters(), strict=True):
+            assert one.grad is not None
+            assert other.grad is not None
+            assert furthest([one.grad.to_dense()], [other.grad.to_dense()]) < 1e-6
+        model.zero_grad(set_to_none=False)
+        plain.zero_grad(set_to_none=False)
+    assert ooms == 2
 
 
 @pytest.mark.sweep

@@ -331,18 +331,36 @@ def test_one_process_agrees_with_itself_for_free() -> None:
     assert alone.stop(MemoryError(), Status.OUT_OF_MEMORY) is Status.OUT_OF_MEMORY
 
 
-@pytest.mark.parametrize("num_sent", [1, 2, 3])
+def message(peer: int, shape: str, *, sends: bool) -> Call:
+    name = "isend" if sends else "irecv"
+    return Call(name=name, members=(0, 1, 2), peer=peer, sends=sends, shape=shape)
+
+
+@pytest.mark.parametrize("num_sent", [1, 9, 40])
 def test_messages_under_way_hide_none_that_was_not_sent(num_sent: int) -> None:
-    world = SimulatedWorld(2)
+    world = SimulatedWorld(3, local_world_size=2)
 
     def on_rank(rank: int) -> None:
-        for wrong in range(50):
-            votes, peer = Votes(world.exchange(rank)), 1 - rank
+        right, left = (rank + 1) % 3, (rank - 1) % 3
+        for wrong in [(left, "9 others"), (right, "0"), (left, str(num_sent))]:
+            votes = Votes(world.exchange(rank))
             for number in range(num_sent):
-                sent = Call(name="isend", members=(0, 1), peer=peer, sends=True, shape=f"{number}")
-                votes.collective(sent, where="in the forward")
-            call = Call(name="irecv", members=(0, 1), peer=peer, shape=f"{wrong} others")
+                votes.collective(message(right, str(number), sends=True), where="in the forward")
             with pytest.raises(DesyncError):
-                votes.collective(call, where="in the forward")
+                votes.collective(message(*wrong, sends=False), where="in the forward")
+
+    world.run(on_rank)
+
+
+def test_any_number_of_equal_messages_may_be_under_way() -> None:
+    world = SimulatedWorld(3, local_world_size=2)
+
+    def on_rank(rank: int) -> None:
+        votes = Votes(world.exchange(rank))
+        for is_first in (True, False):
+            for _ in range(600):
+                peer = (rank + 1 if is_first else rank - 1) % 3
+                votes.collective(message(peer, "3", sends=is_first), where="in the forward")
+            assert votes.has_messages_under_way is is_first
 
     world.run(on_rank)

@@ -268,6 +268,8 @@ class DdpGuard(WrapperGuard):
         if self._votes_here:
             point = f"reducing bucket {index} of gradients, {buffer.numel()} numbers"
             self._votes.cast(point, remedy=_CALL_ALIKE)
+            # A sparse bucket (of an embedding) is a new tensor every time.
+            self._can_replay &= not buffer.is_sparse
             del self._buckets[index:]
             self._buckets.append(buffer)
         elif not (
