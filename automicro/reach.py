@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
+from torch.utils.data import DataLoader, Dataset, Sampler
 
 from automicro.options import unwrapped
 from automicro.values import (
@@ -34,6 +35,7 @@ _CONTAINERS = (list, tuple, dict, set, frozenset, deque)
 _MOST_ELEMENTS = 100  # of a container; longer ones in a loader hold data
 # Attributes of loaders and samplers: the current pass, and an alias of the dataset.
 _NOTHING_OF_ITS_OWN = frozenset(("_iterator", "data_source"))
+_NO_ORDER = _NOTHING_OF_ITS_OWN | {"dataset", "collate_fn"}
 
 
 class Reach:
@@ -132,14 +134,30 @@ def kinds_of_loading(kind: type) -> tuple[Kind, ...]:
     return (_LOADING,)
 
 
+@functools.lru_cache(5_000)
+def kinds_of_orders(kind: type) -> tuple[Kind, ...]:
+    """Return kinds for a walk through a loader, which enters all that decides the order of rows."""
+    is_of_data = issubclass(kind, nn.Module | Dataset | type | types.FunctionType)
+    is_order = issubclass(kind, DataLoader | Sampler | torch.Generator)
+    if is_of_data or (is_library(kind) and not is_order):
+        return ()
+    found = kinds_of_loading(kind)
+    return tuple(_ORDER if each in (OBJECT, _LOADING) else each for each in found)
+
+
+def is_library(kind: type) -> bool:
+    """Whether a class belongs to torch or to this package, so that its state is known."""
+    return kind.__module__.partition(".")[0] in ("torch", "automicro")
+
+
 def _read_short(kind: Kind, value: Any) -> Any:
     return kind.read(value) if len(value) <= _MOST_ELEMENTS else ()
 
 
-def _read_loading(value: Any) -> dict[str, Any]:
+def _read_except(names: frozenset[str], value: Any) -> dict[str, Any]:
     table = table_of(value)
     # Sorted, because the order of a set varies between runs.
-    return {name: table[name] for name in sorted(table.keys() - _NOTHING_OF_ITS_OWN)}
+    return {name: table[name] for name in sorted(table.keys() - names)}
 
 
 def captured_modules(function: Any) -> list[nn.Module]:
@@ -169,7 +187,8 @@ def _kinds_of_code(kind: type) -> tuple[Kind, ...]:
     return kinds_of(kind) if is_walked or not kinds_of(kind) else (_CLOSED,)
 
 
-_LOADING = OBJECT._replace(read=_read_loading)
+_LOADING = OBJECT._replace(read=functools.partial(_read_except, _NOTHING_OF_ITS_OWN))
+_ORDER = OBJECT._replace(read=functools.partial(_read_except, _NO_ORDER))
 _CODE = Kind(lambda value: [getattr(value, "func", None) or value.__func__], name="")
 _CLOSED = Kind(lambda value: None, is_leaf=True)
 

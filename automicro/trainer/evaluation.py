@@ -12,6 +12,7 @@ from torch.utils.data import RandomSampler, SubsetRandomSampler, WeightedRandomS
 
 from automicro.checkpoints.rng import restore_rng_state, rng_state
 from automicro.durations import Duration, Unit, read_duration
+from automicro.errors import CheckpointWarning, warn
 from automicro.events.run import LoopState, PhaseState, Sizes
 from automicro.loss.averages import LossMean
 from automicro.microbatcher import Microbatcher
@@ -19,6 +20,7 @@ from automicro.ranks.interface import Ranks, announcing_failure
 from automicro.step.results import EvalResult
 from automicro.trainer.context import RunContext
 from automicro.trainer.data.loading import (
+    Standing,
     check_loader,
     check_passes,
     empty,
@@ -86,6 +88,7 @@ class Evaluation:
     metrics: MetricSet
     interval: Interval
     loader_name: str
+    standing: Standing
 
     @property
     def happens_at_end(self) -> bool:
@@ -218,9 +221,11 @@ def make_evaluations(
         runs, every = microbatcher, options["interval"]
         if name or "microbatch_size" in own:  # sizes are found separately
             runs = make_microbatcher(eval_microbatch_size=options["microbatch_size"])
+        loader = share(evaluator.dataloader, which, is_evaluated=True)
         evaluation = Evaluation(
             name=name,
-            dataloader=share(evaluator.dataloader, which, is_evaluated=True),
+            dataloader=loader,
+            standing=Standing(loader, which),
             max_batches=evaluator.max_batches,
             microbatcher=runs,
             metrics=MetricSet(options["metrics"], device),
@@ -298,13 +303,35 @@ class EvaluationPlan:
             evaluation.interval.catch_up(self._state, is_pending=is_pending)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the evaluations that are due because they were interrupted."""
+        """Return the interrupted evaluations, which are due, and the state of each loader."""
         pending = (each for each in self._evaluations if each.interval.is_pending(self._state))
-        return {"pending": [each.name for each in pending]}
+        return {
+            "pending": [each.name for each in pending],
+            "loaders": {each.name: each.standing.read() for each in self._evaluations},
+            "begun": list(self._state.evaluated_at),
+        }
+
+    def between_epochs(self, state: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Convert a state for another number of ranks, which all get that of the first."""
+        return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Mark these evaluations as due at the next `catch_up`."""
+        """Mark these evaluations as due at the next `catch_up`, and restore their loaders."""
         self._loaded = state["pending"]
+        for each in self._evaluations:
+            if (saved := state["loaders"].get(each.name)) is None:
+                continue
+            if each.name in state["begun"]:
+                each.standing.warn_of_lost(saved)
+            try:
+                each.standing.write(saved)
+            except (RuntimeError, TypeError, ValueError) as error:
+                warn(
+                    f"the state of {each.loader_name} in the checkpoint cannot be loaded "
+                    f"({error}), so its batches can differ from those of an undisturbed run. Pass "
+                    "the loader of the run that saved it",
+                    CheckpointWarning,
+                )
 
     def _is_done(self, evaluation: Evaluation) -> bool:
         return self._state.evaluated_at.get(evaluation.name) == self._state.batch
@@ -315,6 +342,7 @@ class EvaluationPlan:
             if is_stopped(evaluation.microbatcher.ranks):
                 return
             here = rng_state()  # a loader draws random numbers, which must not affect training
+            before = evaluation.standing.begin(is_whole=True)
             values = evaluation.run(
                 self._state.eval,
                 self._context,
@@ -322,7 +350,8 @@ class EvaluationPlan:
                 is_stopped=is_stopped,
             )
             restore_rng_state(here)
-            if values is None:
+            if values is None:  # it is repeated from where it began
+                evaluation.standing.write(before)
                 return
             self._state.evaluated_at[evaluation.name] = self._state.batch
             self._context.flush()

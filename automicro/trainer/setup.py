@@ -268,7 +268,7 @@ def assemble_fit(
                 if each.name
             },
             **{name: Part(owner=each, scope=Scope.RANK) for name, each in metrics_of.items()},
-            "evaluations": Part(owner=plan),
+            "evaluations": Part(owner=plan, scope=Scope.RANK, is_on_host=True),
             "data": Part(owner=feed, scope=Scope.EPOCH, is_on_host=True),
         }
         snapshot = Snapshot(

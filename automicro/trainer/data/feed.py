@@ -21,7 +21,7 @@ class _Pass:
     """A pass over the data, with the state needed to begin it again."""
 
     epoch: int  # as announced to the samplers
-    start: dict[str, Any]  # the return value of `Feed._place` before the pass
+    start: dict[str, Any]  # all state that decides its batches
     given: int = 0  # number of batches yielded
     is_complete: bool = False
 
@@ -55,13 +55,12 @@ class Feed:
         self.group_size = accumulate_batches
         self._name = name
         self._is_persistent = loading.has_persistent_workers(loader)
-        methods = (getattr(loader, each, None) for each in ("state_dict", "load_state_dict"))
-        self._keeps_state = all(map(callable, methods))
+        self._keeps_state = loading.has_own_state(loader)
         # Persistent workers continue their random numbers from pass to pass, so all passes since
         # they started are needed; otherwise only the last one is.
         self._passes: list[_Pass] = []
         self._loaded: Mapping[str, Any] | None = None  # a loaded state, until the next pass
-        self._first_attributes = loading.read_attributes(loader)
+        self._standing = loading.Standing(loader, name)
         self._seconds = 0.0  # of the batches yielded since `take_seconds`
 
     def num_batches(self, epoch: int) -> int | None:
@@ -119,7 +118,7 @@ class Feed:
         own = self.loader.state_dict() if self._passes and self._keeps_state else None
         return {
             "persistent": self._is_persistent,
-            "now": self._place(),
+            "now": self._standing.read(),
             "passes": [dict(vars(each)) for each in self._passes],
             "loader": own,
             "order": sharing.describe_loader(self.loader),
@@ -224,32 +223,16 @@ class Feed:
                 f"which {self._name} would give another order. Pass the same value"
             )
         self._passes, self._loaded = passes, state
-        loading.write_generators(loading.find_generators(self.loader), state["now"]["generators"])
+        self._standing.write_generators(state["now"])
         if self._sampler is not None and state["order"]["shared_by"] is not None:
             self._sampler.seed = state["order"]["seed"]  # for the following passes
         if last is not None and not last.is_complete:
             self._set_plan(last)
 
-    def _place(self) -> dict[str, Any]:
-        """Return all state that decides the batches: random numbers, generators, attributes."""
-        first = self._first_attributes
-        return {
-            "rng": rng_state(),
-            "generators": loading.read_generators(loading.find_generators(self.loader)),
-            # Only the attributes that have changed since before the first pass.
-            "attributes": {
-                place: value
-                for place, value in loading.read_attributes(self.loader).items()
-                if place not in first or not same_values(first[place], value)
-            },
-            "position": None,  # set for a `LengthBatchSampler`
-        }
-
     def _go_back(self, place: Mapping[str, Any]) -> None:
         """Restore all state that decides the batches of a pass."""
         restore_rng_state(place["rng"])
-        loading.write_generators(loading.find_generators(self.loader), place["generators"])
-        loading.write_attributes(self.loader, {**self._first_attributes, **place["attributes"]})
+        self._standing.go_back(place)
 
     def _set_plan(self, start: _Pass) -> None:
         """Restore the position of the sampler before a pass."""
@@ -266,7 +249,9 @@ class Feed:
     def _begin(self, epoch: int) -> Iterator[Any]:
         if not self._is_persistent:
             self._passes.clear()
-        start = _Pass(epoch=epoch, start=self._place())
+        # The position is set for a `LengthBatchSampler`.
+        place = {"rng": rng_state(), "position": None, **self._standing.begin()}
+        start = _Pass(epoch=epoch, start=place)
         self._passes.append(start)
         loading.announce_epoch(self.loader, epoch)
         if self._plans is not None:
@@ -278,18 +263,19 @@ class Feed:
         last = self._passes[-1] if self._passes else None
         is_in_the_middle = last is not None and not last.is_complete and last.epoch == epoch
         here, iterator = rng_state(), None
+        repeats = self._is_persistent or is_in_the_middle
+        if last is not None and (self._passes[0].epoch if repeats else True):
+            self._standing.warn_of_lost(self._passes[0].start if repeats else loaded["now"])
         try:
             if last is not None and loaded["loader"] is not None:
                 iterator = self._load_position(loaded["loader"], last, is_in_the_middle)
-            elif self._is_persistent or is_in_the_middle:
+            elif repeats:
                 if self._is_persistent:
                     forget_workers(self.loader)
                 for each in self._passes:
                     iterator = self._repeat(each)
         finally:
-            now = loaded["now"]
-            loading.write_generators(loading.find_generators(self.loader), now["generators"])
-            loading.write_attributes(self.loader, now["attributes"])
+            self._standing.write(loaded["now"])
             restore_rng_state(here)
         return iterator if is_in_the_middle else None
 

@@ -1,29 +1,34 @@
 """Fetching batches from a data loader on the host, and the state that decides them."""
 
-import copy
 import math
 import random
+from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, TypeAlias
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Dataset, Sampler
 
 from automicro.batch.device import on_host
 from automicro.checkpoints.rng import restore_rng_state, rng_state
 from automicro.data import LengthBatchSampler
 from automicro.data.sampler import AverageBatch
 from automicro.durations import Duration, Unit, read_duration
-from automicro.errors import DataLoaderError
+from automicro.errors import CheckpointWarning, DataLoaderError, warn
 from automicro.options import read_count
-from automicro.reach import generators_in, kinds_of_loading
-from automicro.values import comes_from, is_generator, same_values, set_state, state_of
+from automicro.reach import generators_in, is_library, kinds_of_loading, kinds_of_orders
+from automicro.values import (
+    comes_from,
+    same_values,
+    set_state,
+    state_of,
+    table_of,
+    walk,
+)
 
 Generator: TypeAlias = torch.Generator | random.Random | np.random.Generator | np.random.RandomState
-
-_PARTS = {"dataset", "sampler", "batch_sampler"}
 
 
 def find_generators(loader: object) -> dict[str, Generator]:
@@ -40,86 +45,198 @@ def find_generators(loader: object) -> dict[str, Generator]:
     return generators_in({"": loader}, kinds_of_loading)
 
 
-def attached_generators(loader: object) -> dict[str, Generator]:
-    """Find the generators that are attributes of a loader, its dataset and its samplers."""
-    found: dict[str, Generator] = {}
-    seen: set[int] = set()
-    for place, owner in _owners(loader).items():
-        for name, value in sorted(vars(owner).items()):
-            if is_generator(value) and id(value) not in seen:
-                found[place + name] = value
-                seen.add(id(value))
-    return found
+def order_generators(loader: object) -> dict[str, Generator]:
+    """Find the generators that decide the order of a loader's rows."""
+    return generators_in({"": loader}, kinds_of_orders)
 
 
-def _owners(loader: object) -> dict[str, object]:
-    """Collect a loader, its dataset and its samplers by the prefix of their attributes."""
-    found: dict[str, object] = {}
-    waiting = [("", loader)]
-    while waiting:
-        place, owner = waiting.pop(0)
-        if not hasattr(owner, "__dict__") or any(owner is each for each in found.values()):
-            continue
-        found[place] = owner
-        parts = sorted(_PARTS & vars(owner).keys())
-        waiting += [(f"{place}{name}.", vars(owner)[name]) for name in parts]
-    return found
+class Standing:
+    """All state that decides the batches of the next pass, but the process's random numbers.
 
+    It has generators, and the attributes of data sets and of all that decides the order of rows.
 
-def read_attributes(loader: object) -> dict[str, Any]:
-    """Read the attributes that can decide the rows of a pass: plain values and samplers' orders.
-
-    >>> import types
-    >>> sampler = types.SimpleNamespace(epoch=0, order=[1, 0])
-    >>> read_attributes(types.SimpleNamespace(sampler=sampler))
-    {'sampler.epoch': 0, 'sampler.order': [1, 0]}
+    >>> loader = DataLoader(range(9), shuffle=True, generator=torch.Generator())
+    >>> standing = Standing(loader, "train_dataloader")
+    >>> here = standing.read()
+    >>> rows = [int(row) for row in loader]
+    >>> standing.write(here)
+    >>> rows == [int(row) for row in loader]
+    True
     """
-    found = {}
-    # Classes of torch and automicro need no restoring, because `set_epoch` sets their state.
-    for place, owner in _owners(loader).items():
-        if type(owner).__module__.partition(".")[0] in ("torch", "automicro"):
-            continue
-        is_dataset = place.endswith("dataset.")
-        for name, value in vars(owner).items():
-            if type(value) in _PLAIN or (not is_dataset and _is_order(value)):
-                found[place + name] = _copied(value)
-    return found
+
+    def __init__(self, loader: Any, name: str) -> None:
+        self._loader, self._name = loader, name
+        self._keeps_state = has_own_state(loader)
+        self._first = self._attributes()
+        self._iterators = self._read_iterators()
+
+    def begin(self, *, is_whole: bool = False) -> dict[str, Any]:
+        """Return the state at the start of a pass."""
+        here, self._iterators = self.read(is_whole=is_whole), self._read_iterators()
+        return here
+
+    def read(self, *, is_whole: bool = False) -> dict[str, Any]:
+        """Return the state; of attributes, by default only those that have changed."""
+        since = {} if is_whole else self._first
+        attributes = {
+            place: {
+                name: value
+                for name, value in held.items()
+                if name not in since.get(place, ()) or not same_values(since[place][name], value)
+            }
+            for place, held in self._attributes().items()
+        }
+        # An iterator that outlives a pass has a position, which only its owner may know.
+        now, before = self._read_iterators(), self._iterators
+        return {
+            "generators": read_generators(find_generators(self._loader)),
+            "attributes": {place: held for place, held in attributes.items() if held},
+            "own": {place: each.state_dict() for place, each in self._keepers().items()},
+            "iterators": [place for place in now if now[place] is before.get(place)],
+        }
+
+    def write(self, state: Mapping[str, Any]) -> None:
+        """Restore the state from `read`."""
+        self.write_generators(state)
+        owners = self._owners()
+        for place in owners.keys() & state["attributes"].keys():
+            _write(_table(owners[place]), state["attributes"][place])
+        keepers = self._keepers()
+        for place in keepers.keys() & state["own"].keys():
+            keepers[place].load_state_dict(state["own"][place])
+
+    def go_back(self, state: Mapping[str, Any]) -> None:
+        """Restore the state from `begin`, including attributes that have changed since here."""
+        changed, first = state["attributes"], self._first
+        places = dict.fromkeys([*first, *changed])
+        attributes = {place: first.get(place, {}) | changed.get(place, {}) for place in places}
+        self.write({**state, "attributes": attributes})
+
+    def write_generators(self, state: Mapping[str, Any]) -> None:
+        """Restore the generators alone."""
+        write_generators(find_generators(self._loader), state["generators"])
+
+    def warn_of_lost(self, state: Mapping[str, Any]) -> None:
+        """Warn of state that cannot be restored here."""
+        lost = [*state["iterators"], *(state["attributes"].keys() - self._owners().keys())]
+        if lost:
+            warn(
+                f"the state of {self._name} cannot be restored at {', '.join(sorted(lost))}, so "
+                "its batches can differ from those of an undisturbed run. Keep positions and "
+                "counts in attributes of the sampler, as numbers and lists, from its start on",
+                CheckpointWarning,
+            )
+
+    def _owners(self) -> dict[str, Any]:
+        """Collect all objects and dicts with attributes of their own, by place."""
+        everything = dict(walk({"": self._loader}, kinds_of_loading))
+        samplers = {place: each for place, each in everything.items() if isinstance(each, Sampler)}
+        found = {place: each for place, each in everything.items() if _is_dataset(place, each)}
+        found |= dict(walk({"": self._loader, **samplers}, kinds_of_orders))
+        # Classes of torch and automicro need no restoring, because `set_epoch` sets their state. A
+        # loader with its own state restores that itself.
+        return {
+            place: each
+            for place, each in found.items()
+            if (hasattr(each, "__dict__") or isinstance(each, dict))
+            and not (is_library(type(each)) or (each is self._loader and self._keeps_state))
+        }
+
+    def _attributes(self) -> dict[str, dict[Any, Any]]:
+        """Read the values that can decide the rows of a pass; of data sets, only plain ones."""
+        return {
+            place: {
+                name: _copied(value)
+                for name, value in _table(owner).items()
+                if isinstance(value, _PLAIN) or (not _is_dataset(place, owner) and _is_data(value))
+            }
+            for place, owner in self._owners().items()
+        }
+
+    def _keepers(self) -> dict[str, Any]:
+        """Collect the owners of iterators that save and restore their state themselves."""
+        owners = self._owners()
+        return {place: e for place, e in owners.items() if _iterators(e) and has_own_state(e)}
+
+    def _read_iterators(self) -> dict[str, Any]:
+        """Read the iterators whose position no owner saves."""
+        return {
+            f"{place}.{name}".lstrip("."): value
+            for place, owner in self._owners().items()
+            if not has_own_state(owner)
+            for name, value in _iterators(owner).items()
+        }
 
 
-def write_attributes(loader: object, values: Mapping[str, Any]) -> None:
-    """Restore the attributes that have changed since `read_attributes`, lists in place."""
-    owners = _owners(loader)
-    for place, value in values.items():
-        owner, dot, name = place.rpartition(".")
-        if owner + dot not in owners:
-            continue
-        own = vars(owners[owner + dot])
-        here = own.get(name)
-        if name in own and same_values(_copied(here), value):
-            continue
-        if isinstance(here, list) and isinstance(value, list):
-            here[:] = value
-        else:
-            own[name] = _copied(value)
+def has_own_state(loader: object) -> bool:
+    """Whether a loader saves and restores its own position."""
+    methods = (getattr(loader, each, None) for each in ("state_dict", "load_state_dict"))
+    return all(map(callable, methods))
 
 
-_PLAIN = {type(None), bool, int, float, str}
+def _is_dataset(place: str, value: object) -> bool:
+    return isinstance(value, Dataset) or place.rpartition(".")[2] == "dataset"
 
 
-def _is_order(value: Any) -> bool:
+def _iterators(owner: Any) -> dict[Any, Any]:
+    values = _table(owner).items()
+    # Iterators with attributes are restored by these.
+    return {k: v for k, v in values if isinstance(v, Iterator) and not hasattr(v, "__dict__")}
+
+
+def _table(owner: Any) -> dict[Any, Any]:
+    return owner if isinstance(owner, dict) else table_of(owner)
+
+
+_PLAIN = (type(None), bool, int, float, complex, str, bytes, np.generic)
+
+
+def _is_data(value: Any) -> bool:
+    """Whether a checkpoint can hold a value.
+
+    >>> _is_data({"order": [1, (2, 3)]}), _is_data([object()])
+    (True, False)
+    """
     if isinstance(value, np.ndarray):
         return not value.dtype.hasobject
     if isinstance(value, Tensor):
         return value.layout is torch.strided and not (value.is_meta or value.requires_grad)
-    if type(value) not in (list, tuple):
-        return False
-    return all(type(each) in _PLAIN or _is_order(each) for each in value)
+    if isinstance(value, dict):
+        return all(_is_data(part) for item in value.items() for part in item)
+    if isinstance(value, list | set | deque) or type(value) is tuple:
+        return all(map(_is_data, value))
+    return type(value) in _PLAIN or isinstance(value, np.generic)
 
 
 def _copied(value: Any) -> Any:
+    """Copy data, as types that checkpoints can hold."""
     if isinstance(value, Tensor):
         return value.detach().to("cpu", copy=True)
-    return copy.deepcopy(value)
+    if isinstance(value, np.ndarray):
+        return value.copy()
+    if isinstance(value, dict):
+        return {key: _copied(each) for key, each in value.items()}
+    if isinstance(value, list | deque):
+        return [_copied(each) for each in value]
+    if isinstance(value, set):
+        return set(value)
+    return tuple(map(_copied, value)) if type(value) is tuple else value
+
+
+def _write(table: dict[Any, Any], values: Mapping[Any, Any]) -> None:
+    """Write the values that differ, into containers in place."""
+    for name, value in values.items():
+        here = table.get(name)
+        if name in table and same_values(_copied(here), value):
+            continue
+        if isinstance(here, list | deque) and isinstance(value, list):
+            here.clear()
+            here.extend(_copied(value))
+        elif isinstance(here, dict | set) and isinstance(value, dict | set):
+            here.clear()
+            here.update(_copied(value))
+        else:
+            table[name] = _copied(value)
 
 
 def read_generators(generators: Mapping[str, Generator]) -> dict[str, Any]:
@@ -132,7 +249,8 @@ def read_generators(generators: Mapping[str, Generator]) -> dict[str, Any]:
     >>> generators["order"].random() == drawn
     True
     """
-    return {place: state_of(each) for place, each in generators.items()}
+    with on_host():
+        return {place: state_of(each) for place, each in generators.items()}
 
 
 def write_generators(generators: Mapping[str, Generator], states: Mapping[str, Any]) -> None:

@@ -226,7 +226,7 @@ class LoaderSharing:
         """Set the generators of samplers to the state of rank 0, so all ranks draw one order."""
         if self.place.world_size == 1 or not dist.is_initialized():
             return
-        own = loading.attached_generators(loader)
+        own = loading.order_generators(loader)
         mine = [loading.read_generators(own) if own else None]
         dist.broadcast_object_list(mine, 0)
         if mine[0] is not None:
@@ -284,7 +284,7 @@ def describe_loader(loader: object) -> dict[str, Any]:
     is_plain = type(batch_sampler) is BatchSampler or isinstance(batch_sampler, SharedBatchSampler)
     is_of_torch = type(sampler).__module__ == BatchSampler.__module__
     is_stream = isinstance(dataset, IterableDataset)
-    own = {id(each) for each in loading.attached_generators(shared).values()}
+    own = set(map(id, loading.order_generators(shared).values()))
     return {
         "loader": type(loader).__name__,
         "dataset": None if dataset is None else type(dataset).__name__,
@@ -302,7 +302,7 @@ def describe_loader(loader: object) -> dict[str, Any]:
         "seed": getattr(shared, "seed", None),
         "world_size": getattr(shared, "world_size", 1),
         "generators": [
-            place for place, each in loading.attached_generators(loader).items() if id(each) in own
+            place for place, each in loading.find_generators(loader).items() if id(each) in own
         ],
     }
 

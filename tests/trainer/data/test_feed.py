@@ -141,26 +141,50 @@ class KeepsItsPosition:
 
     def __init__(self) -> None:
         self.passes = self.position = 0
-        self.skips_at_start = 0
+        self.loaded: dict[str, int] | None = None
 
     def __iter__(self) -> Iterator[Tensor]:
         torch.rand(())  # DataLoader draws a seed whenever a pass begins
-        self.position, self.skips_at_start = self.skips_at_start, 0
-        return self._rest()
+        loaded, self.loaded = self.loaded or {"position": 0}, None
+        self.position = loaded["position"]
+        return self._rest(loaded["position"])
 
-    def _rest(self) -> Iterator[Tensor]:
+    def _rest(self, start: int) -> Iterator[Tensor]:
         order = np.random.default_rng(self.passes).permutation(ROWS)
-        while self.position < BATCHES:
-            start = BATCH_SIZE * self.position
-            self.position += 1
-            yield torch.from_numpy(order[start : start + BATCH_SIZE]) + torch.rand(BATCH_SIZE)
+        for self.position in range(start + 1, BATCHES + 1):
+            rows = order[BATCH_SIZE * (self.position - 1) : BATCH_SIZE * self.position]
+            yield torch.from_numpy(rows) + torch.rand(BATCH_SIZE)
         self.passes, self.position = self.passes + 1, 0
 
     def state_dict(self) -> dict[str, int]:
         return {"passes": self.passes, "position": self.position}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        self.passes, self.skips_at_start = state["passes"], state["position"]
+        self.passes, self.loaded = state["passes"], state
+
+
+class Turned(Sampler[int]):
+    """Turns its order by one more row in each pass, with a number from an iterator."""
+
+    def __init__(self) -> None:
+        self.numbers = itertools.count(1)
+
+    def __iter__(self) -> Iterator[int]:
+        turn = next(self.numbers)
+        return iter([*range(turn, ROWS), *range(turn)])
+
+    def __len__(self) -> int:
+        return ROWS
+
+
+class KnowsItsNumber(Turned):
+    """Keeps its iterator by itself."""
+
+    def state_dict(self) -> dict[str, int]:
+        return {"next": int(repr(self.numbers).strip("count()"))}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.numbers = itertools.count(state["next"])
 
 
 def load(**options: Any) -> DataLoader:
@@ -190,6 +214,7 @@ LOADERS: dict[str, Callable[[], Any]] = {
         ConcatDataset([Transformed(), Transformed()]), 2 * BATCH_SIZE, drop_last=True
     ),
     "keeps its position": KeepsItsPosition,
+    "keeps its iterator": lambda: load(sampler=KnowsItsNumber()),
     "workers": lambda: load(shuffle=True, num_workers=2),
     "persistent workers": lambda: load(shuffle=True, num_workers=2, persistent_workers=True),
 }
@@ -307,6 +332,21 @@ def test_a_shorter_loader_is_refused_and_a_longer_one_named_with_both_numbers(no
     with pytest.warns(CheckpointWarning, match=message):
         later.load_state_dict(feed.state_dict())
     assert list(later.batches(0)) == [4, 5, 6]
+
+
+@pytest.mark.parametrize("epoch", [0, 1])
+def test_an_iterator_that_outlives_a_pass_is_named(epoch: int) -> None:
+    feed = Feed(load(sampler=Turned()), "train_dataloader")
+    for earlier in range(epoch):
+        train(feed, earlier)
+    train(feed, epoch, 1)
+    later = Feed(load(sampler=Turned()), "train_dataloader")
+    later.load_state_dict(feed.state_dict())
+    if epoch == 0:  # the first pass begins at its first number
+        assert len(train(later, epoch)) == BATCHES - 1
+        return
+    with pytest.warns(CheckpointWarning, match=r"restored at (batch_)?sampler\.numbers, so its"):
+        train(later, epoch)
 
 
 def of_rows(number: int = ROWS, **options: Any) -> DataLoader:

@@ -3,6 +3,7 @@
 import itertools
 import random
 import time
+import types
 import warnings
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterator
@@ -23,9 +24,10 @@ from torchmetrics.classification import (
 from torchmetrics.wrappers import Running
 
 from automicro.errors import CheckpointError, CheckpointWarning
+from automicro.trainer.evaluators import Evaluator
 from automicro.trainer.metrics import MetricSet
 from tests.trainer.resume.runs import Wrapped, check_resumes, linear, trainer
-from tests.trainer.runs import CLASSES, FEATURES, make_loader
+from tests.trainer.runs import CLASSES, FEATURES
 
 ROWS, BATCH_SIZE = 32, 16  # two batches an epoch, so checkpoints lie in three epochs
 
@@ -195,6 +197,28 @@ class CountsPasses(Sampler[int]):
         return ROWS
 
 
+class Around(Sampler[int]):
+    """Takes its order from another sampler, and counts in an object, a dict and a queue."""
+
+    def __init__(self) -> None:
+        self.inner: dict[str, Any] = {"samplers": [CountsPasses()], "passes": 0}
+        self.own = types.SimpleNamespace(rows=Counter(), recent=deque([0], 3), passes=np.int64(0))
+
+    def __iter__(self) -> Iterator[int]:
+        self.inner["passes"] += 1
+        self.own.passes += 1
+        self.own.rows["passes"] += 1
+        self.own.recent.append(sum(self.own.recent) + 1)
+        turn = (
+            self.own.recent[-1] + self.inner["passes"] + self.own.passes + self.own.rows["passes"]
+        )
+        rows = list(self.inner["samplers"][0])
+        return iter([*rows[turn % ROWS :], *rows[: turn % ROWS]])
+
+    def __len__(self) -> int:
+        return ROWS
+
+
 class Shuffling(CountsPasses):
     """Shuffles the order of the pass before once more."""
 
@@ -270,7 +294,7 @@ def by(sampler: Sampler[int]) -> DataLoader[Any]:
 
 
 LOADERS: dict[str, Callable[[], Any]] = {
-    "a counter": lambda: by(CountsPasses()),
+    "around a counter": lambda: by(Around()),
     "a list": lambda: by(Shuffling([*range(ROWS)])),
     "an array": lambda: by(Shuffling(np.arange(ROWS))),
     "made in a pass": lambda: by(Made()),
@@ -282,6 +306,11 @@ LOADERS: dict[str, Callable[[], Any]] = {
     "workers": lambda: DataLoader(rows(), BATCH_SIZE, sampler=CountsPasses(), num_workers=1),
     "a loader of one's own": Loader,
 }
+
+
+def evaluator(**options: Any) -> Evaluator:
+    """Evaluates on the first rows of its order."""
+    return Evaluator(dataloader=DataLoader(rows(), 16, **options), max_batches=1, interval="1ba")
 
 
 MODELS: list[Any] = [Remembering, NoisyElsewhere, Expanded, Viewed, Plain]
@@ -304,8 +333,10 @@ def test_whatever_is_kept_comes_back(loader: str, make: Any, metrics: str, tmp_p
             "loss_average": "samples",
             "batchnorm": "ignore",
             "microbatch_size": None,
-            "eval_dataloader": make_loader(rows=32),
-            "eval_interval": "1ba",
+            "eval_dataloader": {
+                "shuffled": evaluator(shuffle=True, generator=torch.Generator().manual_seed(5)),
+                "counted": evaluator(sampler=CountsPasses()),
+            },
         }
 
     check_resumes(make, tmp_path, options=options)
