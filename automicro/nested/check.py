@@ -252,8 +252,9 @@ class _Part(Convention):
             for key, (place, left) in whole.state.items():
                 if key not in staged.state or not left.is_like(staged.state[key][1]):
                     stages.refuse(f"its forward changes {place.name!r}, and a trace does not")
-            found = bench.compare(together, whole, staged)[0]
-            if max(found.values(), default=0.0) > _STAGED:
+            found, blind = bench.compare(together, whole, staged)
+            # BatchNorm over two values turns rounding into other gradients.
+            if max(found.values(), default=0.0) > _STAGED and not any(blind):
                 kind = "result" if LOSS in found else "gradient"
                 stages.refuse(
                     f"its trace by torch.fx gives another {kind} than its forward. A trace leaves "
