@@ -455,12 +455,13 @@ def split_at_norms(call: Call, stages: Stages) -> Any:
     """Return the outputs of a part with BatchNorm for all rows, computed slice by slice."""
     sizes = call.sizes()
     with naming(call.sizer, max(sizes)), torch.set_grad_enabled(call.is_differentiated):
-        outputs = _through_stages(call, stages, sizes)
+        outputs = through_stages(call, stages, sizes)
     call.sizer.end(sizes)
     return outputs
 
 
-def _through_stages(call: Call, stages: Stages, sizes: Sequence[int]) -> Any:
+def through_stages(call: Call, stages: Stages, sizes: Sequence[int]) -> Any:
+    """Return the outputs of slices of these sizes, joined."""
     cut, versions = call.cut(call.batch, sizes), stages.versions()
     outputs: list[Any] = []
     parameters = summed(call) if call.is_differentiated else tuple

@@ -42,7 +42,7 @@ from automicro.loss.conventions import TARGET_KEYS, Convention, Output
 from automicro.loss.passes import Computation, extra_pass
 from automicro.memory.oom import Failure, classify
 from automicro.modules import runs_collectives
-from automicro.nested.batchnorm import Stages, split_at_norms
+from automicro.nested.batchnorm import Stages, through_stages
 from automicro.nested.slices import (
     Call,
     aliases_of,
@@ -320,22 +320,6 @@ class _Part(Convention):
         return bench.compare(together, whole, parts)[0]
 
 
-class _Halves:
-    """The sizes of the slices of a check."""
-
-    def __init__(self, num_rows: int) -> None:
-        self._size = num_rows // 2
-
-    def begin(self) -> int:
-        return self._size
-
-    def failed(self, size: int, error: BaseException | None = None) -> bool:
-        return False
-
-    def end(self, sizes: Sequence[int]) -> None:
-        pass
-
-
 class _Traced(Convention):
     """The convention that makes a loss of a part's outputs, computed by its forward or stages."""
 
@@ -347,8 +331,9 @@ class _Traced(Convention):
         if self.stages is None:
             output = call.compute(microbatch, ())
         else:
-            halves = _Halves(call.layout.num_rows(microbatch))
-            output = split_at_norms(replace(call, batch=microbatch, sizer=halves), self.stages)
+            num_rows = call.layout.num_rows(microbatch)
+            halves = num_rows - num_rows // 2, num_rows // 2
+            output = through_stages(replace(call, batch=microbatch), self.stages, halves)
         leaves = [leaf for _, leaf in tensor_leaves(output) if leaf.is_floating_point()]
         # Weighted, because BatchNorm gives a plain sum no gradient.
         weights = (torch.linspace(1, 2, each.numel(), device=each.device) for each in leaves)
