@@ -3,6 +3,7 @@
 import gc
 import os
 import random
+import signal
 import threading
 from collections.abc import Iterator
 
@@ -22,6 +23,11 @@ os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
 # More threads only make small kernels wait for each other, and change the last bits of sums between
 # machines.
 torch.set_num_threads(1)
+
+# A shell starts jobs in the background with Ctrl-C ignored, and a run leaves it so; processes that
+# tests start inherit it.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # Set by pytest, by the first use of a compiler, and by importing scikit-learn or Lightning: tests
 # cannot avoid these.

@@ -521,6 +521,38 @@ class Bench:
             raise refused_writes(self._index.names_of(moving))
         return self._index.names_of(self.draws.changed(once=True))
 
+    def counting(
+        self,
+        whole: Reading,
+        parts: Reading,
+        apart: CutBatch,
+        *,
+        known: set[tuple[int, str]],
+        buffers: bool = False,
+    ) -> list[str]:
+        """Return names of state that depends on how many forwards process the same rows."""
+        new = {
+            key: (place, left)
+            for key, (place, left) in parts.state.items()
+            if key not in known and not place.is_of_metric and (buffers or not place.is_buffer)
+            if key not in whole.state or not left.is_like(whole.state[key][1])
+        }
+        if not new:
+            return []
+        # Sums over rows, values that only the last call sets, and clock readings do not count.
+        # Recorded before the extra forwards, so that each place costs them only once.
+        known |= new.keys()
+        end = CutBatch.whole(apart.microbatches[-1], apart.sizes[-1])
+        alone, again = self.read(end).state, self.read(apart).state
+        return [
+            place.name
+            for key, (place, left) in new.items()
+            # A value that only the last call sets is the same after its rows alone.
+            if not (key in alone and left.is_like(alone[key][1]))
+            and key in again
+            and again[key][1].repeats(left)
+        ]
+
     def _foreign(self) -> dict[str, Any]:
         """Return the states of random generators outside torch."""
         python, numpy = foreign_states()

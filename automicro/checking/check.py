@@ -308,7 +308,7 @@ class Checks:
                 warn(_initialises(initialised), BufferWarning)
                 return None  # later batches start from these values
             if is_training:
-                self._note_state(bench, whole, pieces, apart)
+                self.counting += bench.counting(whole, pieces, apart, known=self._asked)
             # An overflow in the first steps is common under fp16 and says nothing about the split.
             if not math.isfinite(whole.numbers[LOSS]) or not math.isfinite(whole.size):
                 return Finding(kind="nothing", text="the loss or its gradient is not finite")
@@ -350,27 +350,6 @@ class Checks:
         with Bench(self._computation, Conditions(mode=mode, wants="numbers")) as bench:
             bench.read(together)
             self.written.update(bench.draws.written)
-
-    def _note_state(self, bench: Bench, whole: Reading, parts: Reading, apart: CutBatch) -> None:
-        """Record state that depends on how many forwards process the same rows."""
-        new = {
-            key: (place, left)
-            for key, (place, left) in parts.state.items()
-            if key not in self._asked and not (place.is_of_metric or place.is_buffer)
-            if key not in whole.state or not left.is_like(whole.state[key][1])
-        }
-        if not new:
-            return
-        # Sums over rows, values that only the last call sets, and clock readings do not count.
-        # Recorded before the extra forwards, so that each place costs them only once.
-        self._asked |= new.keys()
-        end = CutBatch.whole(apart.microbatches[-1], apart.sizes[-1])
-        alone, again = bench.read(end).state, bench.read(apart).state
-        for key, (place, left) in new.items():
-            # A value that only the last call sets is the same after its rows alone.
-            is_last = key in alone and left.is_like(alone[key][1])
-            if not is_last and key in again and again[key][1].repeats(left):
-                self.counting.append(place.name)
 
     # Whole batches that are split
 

@@ -44,7 +44,6 @@ from automicro.nested.slices import (
     naming,
     refuse_twice,
     summed,
-    tolerance_of,
 )
 from automicro.state.capture import capture
 from automicro.state.part import Replay
@@ -98,12 +97,12 @@ class Stages:
         is_part: Callable[[nn.Module], bool] = lambda module: False,
     ) -> None:
         self._module, self._is_part = module, is_part
+        self.is_checked = False  # whether they were compared with the module's forward
         self._refuse_inside()
         self._graph = self._trace(arguments)
         nodes = list(self._graph.nodes)
         # BatchNorms that use statistics of the batch, by the node that calls them, in order.
         self.norms = {node: layer for node in nodes if (layer := self._norm(node)) is not None}
-        self._refuse_read_statistics(nodes)
         self._output = nodes[-1]
         self._levels = self._find_levels(nodes)
         self._replays: dict[int, Replay] = {}
@@ -123,18 +122,6 @@ class Stages:
                     "slices. Leave that size out: the part around it is cut at each BatchNorm "
                     "anyway"
                 )
-
-    def _refuse_read_statistics(self, nodes: Sequence[fx.Node]) -> None:
-        changing = {
-            id(each)
-            for layer in self.norms.values()
-            if layer.training
-            for each in layer.buffers(recurse=False)
-        }
-        for node in nodes:
-            read = str(node.target)
-            if node.op == "get_attr" and id(operator.attrgetter(read)(self._module)) in changing:
-                self.refuse(f"its forward reads {read!r}, which BatchNorm changes")
 
     def _trace(self, arguments: Mapping[str, Any]) -> fx.Graph:
         given = dict(list(inspect.signature(type(self._module).forward).parameters.items())[1:])
@@ -163,23 +150,18 @@ class Stages:
 
     @contextlib.contextmanager
     def _unchanged(self) -> Iterator[None]:
-        """Undo changes of the trace, which computes values that do not depend on the input."""
+        """Undo changes of the trace, which might leave its proxies in attributes."""
         before = capture({"": self._module})
-        names = {name for name, _ in self._module.named_buffers()}
         random = RandomState([])
         random.begin()
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             try:
                 yield
-                # If the forward replaces a buffer, the trace leaves a proxy in its place.
-                replaced = [path for path in before.changed() if path in names]
                 has_drawn = random.has_moved
             finally:
                 before.put_back()
                 random.roll_back()
-        if replaced:
-            self.refuse(f"its forward changes the buffer {replaced[0]!r}")
         if has_drawn:
             self.refuse(
                 "its forward draws random numbers that do not depend on its input (from torch, "
@@ -426,26 +408,6 @@ def _normalised(
         layer.training = training
 
 
-@torch.no_grad()
-def _require_usual(name: str, layer: Any, x: Tensor) -> None:
-    """Refuse a subclass that uses its statistics for anything but normalization."""
-    if type(layer) in PLAIN or x.numel() <= x.shape[1]:
-        return
-    buffers = {name: each.clone() for name, each in layer.named_buffers(recurse=False)}
-    mean, variance = _moments(x)
-    random = RandomState([x.device])
-    random.begin()
-    # If a layer draws random numbers, both calls must draw the same.
-    with random.replaying():
-        trained = torch.func.functional_call(layer, buffers, (x,))
-    with random.replaying():
-        found = _normalised(layer, x, mean, variance, _affine(layer, mean))
-    coarse = tolerance_of(x)
-    if not torch.allclose(trained, found, rtol=coarse, atol=coarse):
-        kind = type(layer).__name__
-        refuse_exact(name, f"{kind} does more with the statistics than normalise")
-
-
 def to_host(value: Tensor, *, waits: bool = False) -> Tensor:
     """Copy a tensor to the host, into pinned memory if it comes from a CUDA device."""
     with on_host():
@@ -493,12 +455,13 @@ def split_at_norms(call: Call, stages: Stages) -> Any:
     """Return the outputs of a part with BatchNorm for all rows, computed slice by slice."""
     sizes = call.sizes()
     with naming(call.sizer, max(sizes)), torch.set_grad_enabled(call.is_differentiated):
-        outputs = _through_stages(call, stages, sizes)
+        outputs = through_stages(call, stages, sizes)
     call.sizer.end(sizes)
     return outputs
 
 
-def _through_stages(call: Call, stages: Stages, sizes: Sequence[int]) -> Any:
+def through_stages(call: Call, stages: Stages, sizes: Sequence[int]) -> Any:
+    """Return the outputs of slices of these sizes, joined."""
     cut, versions = call.cut(call.batch, sizes), stages.versions()
     outputs: list[Any] = []
     parameters = summed(call) if call.is_differentiated else tuple
@@ -568,7 +531,7 @@ def _stage(
     norms: Mapping[fx.Node, _Norm],
 ) -> Callable[..., Any]:
     """Return the function that computes one stage of a slice, in forward and backward."""
-    spec, is_first = stages.stages[number], True  # whether no slice has run yet
+    spec = stages.stages[number]
 
     def put(node: fx.Node, value: Any) -> Any:
         if isinstance(value, Tensor):
@@ -587,7 +550,6 @@ def _stage(
     ) -> tuple[list[Any], list[tuple[int, Tensor, Tensor]], Any]:
         """Return values that wait, moments for the BatchNorms ahead, and the final outputs."""
         # ``known`` keeps the moments of the first run.
-        nonlocal is_first
         values = {
             node: apply(_ToDevice, each, devices[node]) if node in devices else each
             for node, each in zip(spec.inputs, given, strict=True)
@@ -598,11 +560,7 @@ def _stage(
         moments = []
         for node in spec.ahead:
             x = made[node.all_input_nodes[0]]
-            # A few rows show how a layer uses its statistics.
-            if is_first:
-                _require_usual(str(node.target), stages.norms[node], x.detach()[:4])
             moments.append((x.numel() // x.shape[1], *apply(_Moments, x, known[node])))
-        is_first = False
         # Last, so that a recomputation, which stops once the backward has all it needs, skips it.
         return [put(node, made[node]) for node in spec.outputs], moments, outputs
 

@@ -24,6 +24,7 @@ from automicro.errors import (
     LossAverageWarning,
     UnsplittableModelError,
     add_note,
+    describe_error,
     warn,
 )
 from automicro.loss.averages import (
@@ -41,6 +42,7 @@ from automicro.loss.conventions import TARGET_KEYS, Convention, Output
 from automicro.loss.passes import Computation, extra_pass
 from automicro.memory.oom import Failure, classify
 from automicro.modules import runs_collectives
+from automicro.nested.batchnorm import Stages, through_stages
 from automicro.nested.slices import (
     Call,
     aliases_of,
@@ -58,6 +60,7 @@ _NOISE = 1e-2  # relative to the value: noise of this size hides differences bet
 _ROUNDINGS = 32
 _FACTOR = 1024.0  # for gradients; a power of two, so it causes no rounding
 _SLACK = 1e-2
+_STAGED = 1e-3  # stages lose fewer digits of large means than the forward
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,6 +74,8 @@ class Checked:
     # precision inside the part, depend on the size of the incoming gradient.
     is_proportional: bool = True
     is_over: bool = True  # whether rows were compared
+    # Names of state that depends on the number of slices.
+    counting: Sequence[str] = ()
 
     def watch(self, call: Call) -> Call:
         """Return the call with a check that each slice reduces its loss as the checked rows did."""
@@ -99,22 +104,25 @@ class Check:
         self._declared = declared
         self._forms = Forms()
         self._known: Checked | None = None
+        self._is_due = False
 
-    def __call__(self, call: Call) -> Checked:
+    def __call__(self, call: Call, stages: Stages | None = None) -> Checked:
         """Compare a few rows of a call if a comparison is due, and return the known facts."""
         if call.is_dry:
             return _dry(call)
         known = self._known
         if known is not None and in_backward():
             return known  # a recomputation in the backward
-        is_due = self._forms.is_due(call.batch)
+        is_new = stages is not None and not stages.is_checked
+        # Stays due after an error, because a check around this call might have caught it.
+        self._is_due |= self._forms.is_due(call.batch) or is_new
         # Rows without a finite loss prove nothing, so the next call is checked, too.
-        if known is not None and known.is_over and not is_due:
+        if known is not None and known.is_over and not self._is_due:
             return known
         for most in _ROWS:
             is_allowed = known is not None or most > _ROWS[-1]
             found = tried(
-                functools.partial(self._compare, call, most),
+                functools.partial(self._compare, call, stages, most),
                 call.device,
                 allowed=(Failure.RETRYABLE,) if is_allowed else (),
             )
@@ -122,9 +130,10 @@ class Check:
                 known = self._known = found
                 break
         assert known is not None
+        self._is_due = False
         return known
 
-    def _compare(self, call: Call, most: int) -> Checked:
+    def _compare(self, call: Call, stages: Stages | None, most: int) -> Checked:
         part = _Part(call, self._declared)
         if num_ranks() > 1 and runs_collectives(part.modules):
             raise UnsplittableModelError(_COLLECTIVE)
@@ -132,7 +141,11 @@ class Check:
         try:
             # With gradients also in evaluation, because the graph shows what a loss averages over.
             with uncheckpointed(), torch.inference_mode(False):
-                return part.compare(*cuts_of(call.layout, call.batch, pieces))
+                together, apart = cuts_of(call.layout, call.batch, pieces)
+                checked = part.compare(together, apart)
+                if stages is not None and checked.averages is None:
+                    part.compare_stages(together, stages)
+                return checked
         except CollectiveError:
             raise UnsplittableModelError(_COLLECTIVE) from None
         except Exception as error:
@@ -156,16 +169,17 @@ class _Part(Convention):
         self._sliced, self._declared = call, declared
         self._gives_loss, self._has_read, self._is_proportional = False, False, True
         self._told: Average | None = None  # read from the last operation of its loss
+        self._counting: Sequence[str] = ()
         roots = call.standing.roots
         self.modules = [each for each in roots.values() if isinstance(each, nn.Module)]
 
-    def _bench(self, conditions: Conditions) -> Bench:
+    def _bench(self, conditions: Conditions, convention: Convention | None = None) -> Bench:
         call, averages = self._sliced, _averages("none")
         # Not stored, because it holds this convention: a reference cycle would keep the batch and
         # its graph alive.
         computation = Computation(
             modules=self.modules or [nn.Identity()],
-            convention=self,
+            convention=convention or self,
             averages=averages,
             layout=call.layout,
             device=call.device,
@@ -205,7 +219,7 @@ class _Part(Convention):
 
     def compare(self, together: CutBatch, apart: CutBatch) -> Checked:
         """Compare outputs of some rows, or losses weighted by what they average over."""
-        with self._bench(Conditions(mode="predict", wants="outputs")) as bench:
+        with self._bench(Conditions(mode="predict", wants="outputs", notes_state=True)) as bench:
             whole = bench.read(together)
             if whole.written:
                 raise UnsplittableModelError(
@@ -215,13 +229,39 @@ class _Part(Convention):
                     "its first layer"
                 )
             if self._gives_loss:
-                bench.conditions = Conditions()
+                bench.conditions = Conditions(notes_state=True)
                 return self._compare_losses(bench, together, apart)
             if self._is_hidden(bench, together, whole):
                 warn(_HIDDEN, LossAverageWarning)
-            elif found := bench.compare(together, whole, bench.read(apart))[0]:
+            elif found := self._differences(bench, together, apart, whole):
                 refuse_outputs(next(iter(found)), "other values in slices than as a whole")
-            return Checked()
+            return Checked(counting=self._counting)
+
+    def compare_stages(self, together: CutBatch, stages: Stages) -> None:
+        """Refuse stages that differ from the forward that they were traced from."""
+        traced = _Traced(self._sliced, stages)
+        with self._bench(Conditions(batchnorm=True, notes_state=True), traced) as bench:
+            try:
+                staged = bench.read(together)
+            except Exception as error:
+                if classify(error) is not Failure.UNRELATED or isinstance(error, AutomicroError):
+                    raise
+                stages.refuse(f"its trace by torch.fx fails ({describe_error(error)})")
+            traced.stages = None  # the forward also measures chance
+            whole = bench.read(together)
+            for key, (place, left) in whole.state.items():
+                if key not in staged.state or not left.is_like(staged.state[key][1]):
+                    stages.refuse(f"its forward changes {place.name!r}, and a trace does not")
+            found, blind = bench.compare(together, whole, staged)
+            # BatchNorm over two values turns rounding into other gradients.
+            if max(found.values(), default=0.0) > _STAGED and not any(blind):
+                kind = "result" if LOSS in found else "gradient"
+                stages.refuse(
+                    f"its trace by torch.fx gives another {kind} than its forward. A trace leaves "
+                    "out torch.no_grad(), autocast, and attributes that are set for a while, such "
+                    "as a mode of a layer"
+                )
+        stages.is_checked = True
 
     def _compare_losses(self, bench: Bench, together: CutBatch, apart: CutBatch) -> Checked:
         whole, is_given = bench.read(together), is_declared(self._declared)
@@ -248,6 +288,7 @@ class _Part(Convention):
             is_told=told is not None,
             is_proportional=self._is_proportional,
             is_over=is_finite,
+            counting=self._counting,
         )
 
     def _is_hidden(self, bench: Bench, together: CutBatch, whole: Reading) -> bool:
@@ -268,7 +309,36 @@ class _Part(Convention):
         whole = bench.read(together)
         # An average that counts nothing would turn any loss into zero, and zeros always add up.
         is_there = math.isclose(whole.numbers[LOSS], whole.each[0], rel_tol=0.1)
-        return is_there and not bench.compare(together, whole, bench.read(apart))[0]
+        return is_there and not self._differences(bench, together, apart, whole)
+
+    def _differences(
+        self, bench: Bench, together: CutBatch, apart: CutBatch, whole: Reading
+    ) -> dict[str, float]:
+        """Return what differs in slices, after noting the state that counts them."""
+        parts = bench.read(apart)
+        self._counting = bench.counting(whole, parts, apart, known=set(), buffers=True)
+        return bench.compare(together, whole, parts)[0]
+
+
+class _Traced(Convention):
+    """The convention that makes a loss of a part's outputs, computed by its forward or stages."""
+
+    def __init__(self, call: Call, stages: Stages | None) -> None:
+        self._sliced, self.stages = call, stages
+
+    def train(self, model: nn.Module, microbatch: Any, **_: Any) -> Output:
+        call = self._sliced
+        if self.stages is None:
+            output = call.compute(microbatch, ())
+        else:
+            num_rows = call.layout.num_rows(microbatch)
+            halves = num_rows - num_rows // 2, num_rows // 2
+            output = through_stages(replace(call, batch=microbatch), self.stages, halves)
+        leaves = [leaf for _, leaf in tensor_leaves(output) if leaf.is_floating_point()]
+        # Weighted, because BatchNorm gives a plain sum no gradient.
+        weights = (torch.linspace(1, 2, each.numel(), device=each.device) for each in leaves)
+        terms = [(each.flatten() * w).sum() for each, w in zip(leaves, weights, strict=True)]
+        return Output(torch.stack(terms).sum(), {}, None)
 
 
 def _targets_of(batch: Mapping[str, Any]) -> Tensor:

@@ -19,6 +19,7 @@ from automicro.batchnorm import batchnorm_message, sees_the_batch
 from automicro.errors import (
     BatchError,
     BatchNormWarning,
+    BufferWarning,
     GradientWarning,
     UnsplittableModelError,
     add_note,
@@ -170,6 +171,8 @@ class NestedSplit:
         self._earlier: Any = None  # the forward attribute that the module had before
         self._last: _Sizer | None = None
         self._has_warned = False
+        self._counting: Sequence[str] = ()  # state that depends on the number of slices
+        self._named: set[str] = set()
         self._thread: int | None = None  # the thread that is computing a slice
         self.has_run = False
         self._in_backward = False
@@ -324,7 +327,8 @@ class NestedSplit:
         else:
             call.check_inputs()
             stages = self._stages(batch)  # before any size is tried
-            checked = self._check(call)
+            checked = self._check(call, stages)
+            self._counting = checked.counting
             if checked.averages is not None:
                 if stages is not None:
                     refuse_exact(self.name, "its loss exists before rows reach BatchNorm")
@@ -410,12 +414,12 @@ class NestedSplit:
             self._about = _Known(self._modules, [self._part])
         return self._about
 
-    def _check(self, call: Call) -> Checked:
+    def _check(self, call: Call, stages: Stages | None) -> Checked:
         # Checked separately for evaluation, which might run other code.
         how = torch.is_grad_enabled(), *(each.training for each in self._modules)
         if how not in self._checks:
             self._checks[how] = Check(self._declared)
-        return self._checks[how](call)
+        return self._checks[how](call, stages)
 
     @property
     def _min_rows(self) -> int:
@@ -452,13 +456,24 @@ class NestedSplit:
         return [name for name, layer in self._known.index.batchnorms if sees_the_batch(layer)]
 
     def warn_of_slices(self, sizes: Sequence[int]) -> None:
-        """Warn of BatchNorm and forward hooks the first time that the part runs in several slices.
+        """Warn of what several slices change, the first time that there are several.
 
         Warns:
             BatchNormWarning: the part has BatchNorm in training mode.
+            BufferWarning: each slice changes state, such as a counter.
             GradientWarning: forward hooks would run for each slice.
         """
-        if len(sizes) < 2 or self._has_warned:
+        if len(sizes) < 2:
+            return
+        if counting := [name for name in self._counting if name not in self._named]:
+            self._named.update(counting)
+            warn(
+                f"{self.name}, a part with its own size, changes {', '.join(counting[:4])} once "
+                f"per slice, {len(sizes)} times for these rows. Change it once per step outside "
+                "the part, or remove the size with .remove()",
+                BufferWarning,
+            )
+        if self._has_warned:
             return
         self._has_warned = True
         owners = self._known.index.owners

@@ -459,6 +459,27 @@ class HalfAsWide(nn.BatchNorm2d):
         return super().forward(input) * (0.5 if self.training else 1.0)
 
 
+class WithConv(WithNorm):
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = conv()
+
+
+class WithoutGradient(WithConv):
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            fixed = self.conv(x)
+        return cast(Tensor, self.bn(self.conv(x) + fixed))
+
+
+class FrozenForAWhile(WithConv):
+    def forward(self, x: Tensor) -> Tensor:
+        self.bn.eval()
+        output = self.bn(self.conv(x))
+        self.bn.train()
+        return cast(Tensor, output)
+
+
 class WithLoss(WithNorm):
     def forward(self, x: Tensor) -> Tensor:
         return cast(Tensor, self.bn(x)).square().mean()
@@ -476,12 +497,14 @@ def hooked() -> nn.Module:
         (Jumps, r"torch\.fx cannot trace it"),
         (lambda: nn.Sequential(Functional(), nn.BatchNorm2d(CHANNELS)), "as a function"),
         (WritesWhatOthersRead, "writes into conv, which bn also reads"),
-        (lambda: nn.Sequential(HalfAsWide(CHANNELS)), "does more with the statistics"),
+        (lambda: nn.Sequential(HalfAsWide(CHANNELS)), "another result than its forward"),
+        (WithoutGradient, "another gradient than its forward"),
+        (FrozenForAWhile, "another result than its forward"),
         (lambda: nn.Sequential(nn.SyncBatchNorm(CHANNELS)), "is a SyncBatchNorm"),
-        (Counts, "changes the buffer 'seen'"),
+        (Counts, "its forward changes 'seen', and a trace does not"),
         (Noisy, "draws random numbers that do not depend on its input"),
         (LeftOutAtRandom, "draws random numbers that do not depend on its input"),
-        (ReadsStatistics, "reads 'bn.running_mean', which BatchNorm changes"),
+        (ReadsStatistics, "another result than its forward"),
         (WithLoss, "its loss exists before"),
         (hooked, "'0' has hooks"),
     ],

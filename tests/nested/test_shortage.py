@@ -356,6 +356,7 @@ class Held(nn.Module):
         return output
 
 
+@pytest.mark.filterwarnings("ignore:.* changes masks once per slice")
 def test_a_part_that_is_computed_again_with_what_is_around_it_has_the_same_slices() -> None:
     block = Held(most=4)
     nested = split(block.part, microbatch_size="auto")
@@ -379,6 +380,7 @@ def test_a_part_that_is_computed_again_with_what_is_around_it_has_the_same_slice
         assert torch.equal(mask, drawn[index % 2])
 
 
+@pytest.mark.filterwarnings("ignore:.* changes masks once per slice")
 def test_a_shortage_in_a_checkpointed_forward_is_raised_and_the_next_call_fits() -> None:
     block = Held()
     nested = split(block.part, microbatch_size="auto")

@@ -1,7 +1,7 @@
 """A part with a size of its own: loss, outputs and gradients are those of the part in one piece."""
 
 import threading
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from automicro import MemoryBudget, Microbatcher, NestedSplit, split
 from automicro.errors import (
     AutomicroWarning,
+    BufferWarning,
     GradientWarning,
     LossAverageError,
     UnsplittableModelError,
@@ -156,8 +157,51 @@ def test_hooks_inside_that_see_slices_are_named() -> None:
     seen: list[Tensor] = []
     part[0].register_forward_hook(lambda module, args, output: seen.append(output))
     split(part, microbatch_size=3)
-    with pytest.warns(GradientWarning, match=r"forward hooks inside Sequential.* \(0\)"):
+    with (
+        pytest.warns(GradientWarning, match=r"forward hooks inside Sequential.* \(0\)"),
+        pytest.warns(BufferWarning, match="Sequential.* changes seen once per slice, 4 times"),
+    ):
         part(torch.randn(ROWS, WIDTH))
+
+
+class Counted(nn.Module):
+    """Counts its calls in a buffer that nothing reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, 4)
+        self.register_buffer("calls", torch.zeros((), dtype=torch.long))
+        self.calls: Tensor
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return cast(Tensor, self.linear(x))
+
+
+def test_a_buffer_that_counts_slices_is_named_once() -> None:
+    part = split(Counted(), microbatch_size=3)
+    with pytest.warns(BufferWarning, match="Counted.* changes calls once per slice, 4 times"):
+        part(torch.randn(ROWS, WIDTH))
+    part(torch.randn(ROWS, WIDTH))
+
+
+class CountsInItsLoss(Counted):
+    """Its loss does not depend on the number of earlier calls before the second step."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * (1 + self.calls * self.linear.bias.detach().abs().sum())
+
+
+def test_a_difference_that_only_an_outer_check_met_is_refused_by_the_next_call() -> None:
+    part = CountsInItsLoss()
+    nn.init.zeros_(part.linear.bias)
+    sliced = split(part, microbatch_size=3)
+    with pytest.warns(BufferWarning):
+        sliced(torch.randn(ROWS, WIDTH))
+    nn.init.ones_(part.linear.bias)
+    for _ in range(2):  # the second call is due, the third only because the second failed
+        with pytest.raises(UnsplittableModelError, match="other values in slices"):
+            sliced(torch.randn(ROWS, WIDTH))
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::torch.jit.TracerWarning")
