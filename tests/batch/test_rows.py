@@ -28,6 +28,7 @@ from tests.batch.structures import (
     x,
     y,
 )
+from tests.sweeps import mostly_in_sweeps
 
 # With two chosen rows, a list of two parts is ambiguous, which has its own tests.
 TIES_AT_TWO_ROWS = {"views beside", "size in a tuple", "deep", "model output"}
@@ -207,7 +208,7 @@ JOINABLE = [
 
 class TestJoining:
     @pytest.mark.parametrize("structure", JOINABLE)
-    @pytest.mark.parametrize("size", [1, 3])
+    @pytest.mark.parametrize("size", mostly_in_sweeps([1, 3], quick=[3]))
     def test_joining_microbatches_gives_the_batch(self, structure, size):
         batch = STRUCTURES[structure]()
         if structure == "deep":
