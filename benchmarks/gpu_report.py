@@ -83,12 +83,6 @@ def again(name: str, setting: str, *, seconds: float) -> list[Part]:
 
 PARTS = [
     Part(
-        name="first",
-        asks="what a driver says, what calls cost, how fast copies are",
-        seconds=60,
-        tests="test_first_gpu.py",
-    ),
-    Part(
         name="transfer",
         asks="copies that overlap change no bit and wait for nothing",
         seconds=40,

@@ -285,6 +285,7 @@ def compiled_towers(how: str) -> dict[str, nn.Module]:
 
 
 @pytest.mark.parametrize("how", ["wrapped", "in place"])
+@pytest.mark.sweep
 def test_encoders_may_be_compiled(how: str) -> None:
     loss = InfoNCE(microbatch_size=4, trains_temperature=False).double()
     model = Contrastive(compiled_towers(how), loss, microbatch_size=4)

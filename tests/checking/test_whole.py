@@ -116,6 +116,7 @@ def test_a_microbatch_without_a_finite_loss_is_named(call: str) -> None:
     assert result.loss.isnan()
 
 
+@pytest.mark.sweep
 def test_what_begins_late_is_named_at_the_next_power_of_ten() -> None:
     begins = False
 

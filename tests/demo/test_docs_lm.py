@@ -268,10 +268,8 @@ def difference(one: Tensor, other: Tensor) -> float:
     return float((one - other).norm() / other.norm())
 
 
-@pytest.mark.parametrize(
-    "size",
-    [7, pytest.param(16, marks=pytest.mark.sweep), pytest.param(48, marks=pytest.mark.sweep)],
-)
+@pytest.mark.sweep
+@pytest.mark.parametrize("size", [7, 16, 48])
 def test_the_first_gradient_is_that_of_the_whole_batch(
     size: int, first_batch: Any, whole_gradient: Tensor
 ) -> None:
@@ -281,6 +279,7 @@ def test_the_first_gradient_is_that_of_the_whole_batch(
     assert difference(gradient(model), whole_gradient) < 1e-9
 
 
+@pytest.mark.sweep
 def test_a_mean_of_the_microbatches_means_is_another_gradient(
     first_batch: Any, whole_gradient: Tensor
 ) -> None:
