@@ -15,6 +15,7 @@ from automicro.contrastive import Contrastive, InfoNCE
 from automicro.errors import BatchError, LossError, UnsplittableModelError
 from automicro.features import WhenTooLarge
 from automicro.savers.recompute import find_blocks
+from tests.sweeps import mostly_in_sweeps
 from tests.torture.engine.subject import begin_at_level
 
 ROWS, FEATURES, WORDS = 13, 6, 50
@@ -317,7 +318,7 @@ def layered(size: Any, dropout: float) -> Contrastive:
     return Contrastive(encoders, InfoNCE(microbatch_size=size), microbatch_size=size).double()
 
 
-@pytest.mark.parametrize("level", [1, 2])
+@pytest.mark.parametrize("level", mostly_in_sweeps([1, 2], quick=[2]))
 @pytest.mark.parametrize("size", [4, None, "auto"])
 def test_levels_change_no_bit(size: Any, level: int) -> None:
     torch.manual_seed(1)
