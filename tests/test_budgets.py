@@ -80,6 +80,7 @@ def words_of_docs() -> int:
     return sum(len(page.read_text("utf-8").split()) for page in pages)
 
 
+@functools.cache
 def measured() -> dict[str, dict[str, float]]:
     """Return all figures, by the table's sections and rows."""
     lines = {path: lines_of(path) for path in SOURCES}

@@ -12,7 +12,6 @@ from torch import Tensor, nn
 
 from automicro import MemoryBudget, Microbatcher, Trainer
 from automicro.contrastive import Contrastive, InfoNCE
-from automicro.errors import BatchError, LossError, UnsplittableModelError
 from automicro.features import WhenTooLarge
 from automicro.savers.recompute import find_blocks
 from tests.sweeps import mostly_in_sweeps
@@ -180,15 +179,6 @@ def test_microbatcher_and_trainer_have_the_gradient_of_the_whole_batch() -> None
         torch.testing.assert_close(moved, wanted[name], rtol=1e-7, atol=1e-10)
 
 
-@pytest.mark.parametrize("argument", ["microbatch_size", "eval_microbatch_size"])
-@pytest.mark.parametrize("size", ["auto", 4])
-def test_a_batch_that_would_be_cut_is_refused(argument: str, size: Any) -> None:
-    sizes: Any = {"microbatch_size": None, "eval_microbatch_size": None, argument: size}
-    message = rf"{argument}={size!r}, but Contrastive compares all rows .*give {argument}=None"
-    with pytest.raises(ValueError, match=message):
-        Microbatcher(contrastive(), loss_average="samples", **sizes)
-
-
 def peak(rows: int, size: Any) -> int:
     torch.manual_seed(0)
     tower = nn.Sequential(nn.Linear(32, 2048), nn.GELU(), nn.Linear(2048, 8))
@@ -238,28 +228,6 @@ def test_memory_that_runs_out_shrinks_the_encoder_alone() -> None:
     microbatcher.backward(batch)
     for name, each in gradients(model).items():
         torch.testing.assert_close(found[name], each, rtol=1e-3, atol=1e-6)
-
-
-def test_wrong_uses_are_refused_with_their_remedy() -> None:
-    model = contrastive(4)
-    batch = batch_of()
-    with pytest.raises(ValueError, match="encoders is empty"):
-        Contrastive({})
-    with pytest.raises(TypeError, match=r"the encoder 'x' is .*, not a module"):
-        Contrastive({"x": len})  # type: ignore[dict-item]
-    with pytest.raises(ValueError, match="temperature=0 is not positive"):
-        InfoNCE(0)
-    with pytest.raises(BatchError, match="the batch has text, but the encoders are image, text"):
-        model(text=batch["text"])
-    batch["image"] = batch["image"][:5]
-    with pytest.raises(BatchError, match=r"'text': 13, 'image': 5. rows"):
-        model(**batch)
-    bad = Contrastive(towers(), lambda one, other: one.sum(1))
-    with pytest.raises(LossError, match=r"the loss has the shape \(13,\)\. Return one number"):
-        bad(**batch_of())
-    flat = Contrastive({"one": nn.Flatten(0)}, lambda one: one.sum(), microbatch_size=None)
-    with pytest.raises(UnsplittableModelError, match=r"a tensor of shape \(6,\) for 3 rows"):
-        flat(one=torch.ones(3, 2))
 
 
 WHOLE: Any = {

@@ -35,8 +35,17 @@ from automicro import (
     split_batch,
     verify,
 )
+from automicro.contrastive import InfoNCE
+from automicro.demo.topics import loader, pieces, word_loader
 from automicro.events.run import Run
-from automicro.features import Carry, MicrobatchUnit, StepState, UpdateMetric, with_features
+from automicro.features import (
+    Carry,
+    GradientSums,
+    MicrobatchUnit,
+    StepState,
+    UpdateMetric,
+    with_features,
+)
 from automicro.integrations.host import check_options
 from automicro.schedules import (
     constant_with_warmup,
@@ -78,6 +87,11 @@ def too_small(limit: str = "4KiB", module: nn.Module | None = None, **options: A
     module = module or model()
     with MemoryBudget(limit):
         return backward(MANY, module, **options)
+
+
+def contrastive(**sizes: Any) -> object:
+    sizes = {"microbatch_size": None, "eval_microbatch_size": None, **sizes}
+    return Microbatcher(Contrastive({"a": nn.Linear(4, 4)}), loss_average="samples", **sizes)
 
 
 class Opaque:
@@ -232,9 +246,25 @@ PRIMITIVE: dict[str, Callable[[], object]] = {
     "fixed does not fit": lambda: too_small(microbatch_size=16),
     "auto among levels": lambda: backward(when_too_large=["auto", "recompute"]),
     "part with a word that is no size": lambda: backward(nested={"0": "atuo"}),
-    "contrastive with sizes": lambda: Microbatcher(
-        Contrastive({"a": nn.Linear(4, 4)}), loss_average="samples", eval_microbatch_size=4
-    ),
+    "contrastive with sizes": lambda: contrastive(microbatch_size="auto", eval_microbatch_size=4),
+    "contrastive in microbatches": lambda: contrastive(microbatch_size="auto"),
+    "contrastive in fours": lambda: contrastive(microbatch_size=4),
+    "contrastive evaluated in microbatches": lambda: contrastive(eval_microbatch_size="auto"),
+    "contrastive evaluated in fours": lambda: contrastive(eval_microbatch_size=4),
+    "contrastive without encoders": lambda: Contrastive({}),
+    "encoder not a module": lambda: Contrastive({"x": cast(Any, len)}),
+    "contrastive of another batch": lambda: Contrastive({"a": nn.Linear(4, 4)})(b=X),
+    "contrastive of unequal rows": lambda: Contrastive(
+        {"a": nn.Linear(4, 4), "b": nn.Linear(4, 4)}
+    )(a=X, b=X[:5]),
+    "contrastive loss of each row": lambda: Contrastive(
+        {"a": nn.Linear(4, 4)}, lambda rows: rows.sum(1)
+    )(a=X),
+    "encoder without rows": lambda: Contrastive(
+        {"a": nn.Flatten(0)}, lambda rows: rows.sum(), microbatch_size=None
+    )(a=X),
+    "temperature zero": lambda: InfoNCE(0),
+    "gradient sums": lambda: backward(features=[GradientSums("fp64")]),
 }
 
 
@@ -511,6 +541,11 @@ PIECES: dict[str, Callable[[], object]] = {
     "part of a part in two keys": lambda: backward(
         module=nn.Sequential(model()), nested={"0": {"0": "auto"}}
     ),
+    "part of the topics": lambda: loader("test", batch_size=8),
+    "topics of no bytes": lambda: loader("eval", batch_size=8, max_length=1),
+    "pieces of no bytes": lambda: pieces("eval", max_bytes=0),
+    "words of no length": lambda: word_loader("eval", batch_size=8, max_length=1),
+    "words of no vocabulary": lambda: word_loader("eval", batch_size=8, vocabulary=1),
     "dtype of verify": lambda: verify(model(), X, dtype=torch.float32),  # type: ignore[call-arg]
     "limit of a picture": lambda: speed_and_memory([(1, 1.0, 1)], limit_bytes=3),  # type: ignore[call-arg]
     "option of a host that is gone": lambda: check_options(

@@ -123,19 +123,6 @@ def test_the_order_is_the_loaders_own_and_new_in_each_epoch() -> None:
     assert ordered == rows(loader("eval", batch_size=8, seed=2))
 
 
-def test_wrong_arguments_are_refused_with_their_remedy() -> None:
-    with pytest.raises(ValueError, match="split='test' is not a part of the topics: use 'train'"):
-        loader("test", batch_size=8)
-    with pytest.raises(ValueError, match=r"max_length=1 leaves no room for a byte .* at least 2$"):
-        loader("eval", batch_size=8, max_length=1)
-    with pytest.raises(ValueError, match="max_bytes=0 leaves no room for a byte: give at least 1"):
-        pieces("eval", max_bytes=0)
-    for name in ("max_length", "vocabulary"):
-        options: dict[str, Any] = {name: 1}
-        with pytest.raises(ValueError, match=r"=1 .*leave no room for a word"):
-            word_loader("eval", batch_size=8, **options)
-
-
 # The same text by words
 
 
