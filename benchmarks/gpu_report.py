@@ -131,12 +131,6 @@ PARTS = [
         tests="test_waits_gpu.py",
     ),
     Part(
-        name="settled",
-        asks="traces of settled steps: what waits, what is taken of the device, how long it idles",
-        seconds=90,
-        tests="test_settled_gpu.py",
-    ),
-    Part(
         name="training",
         asks="deterministic, compiled and in half precision",
         seconds=120,
