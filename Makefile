@@ -28,7 +28,7 @@ DRAWS := $(if $(AUTOMICRO_SEED),--hypothesis-seed=$(AUTOMICRO_SEED))
 PYTEST := $(BIN)/python -m pytest -n auto --maxprocesses 8 $(DRAWS)
 
 test: $(INSTALLED)  ## run the tests and the doctests
-	@echo "about 5,300 tests, in four to seven minutes on two idle cores (make test-quick: the core of them)"
+	@echo "about 4,400 tests, in three to five minutes on two idle cores (make test-quick: the core of them)"
 	$(PYTEST) --dist loadfile $(addprefix --ignore ,$(HOSTS))
 
 # What most changes would break, of what is fast: no processes, no compiler, no libraries of others.
@@ -36,7 +36,7 @@ QUICK := $(addprefix tests/,$(addsuffix .py,$(addprefix test_,\
 	architecture cli config duration microbatcher) \
 	$(addprefix memory/test_,budget oom) policy/test_policy batch/test_rows loss/test_weighting \
 	$(addprefix transaction/test_,transaction gradients) checkpoints/test_checkpoints \
-	events/test_events loggers/test_loggers $(addprefix trainer/test_,trainer loop evaluate progress)))
+	events/test_events loggers/test_loggers $(addprefix trainer/test_,trainer loop evaluation progress)))
 
 test-quick: $(INSTALLED)  ## run the core of the tests, in less than a minute
 	@echo "the core of the tests, in less than a minute on two idle cores"

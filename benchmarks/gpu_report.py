@@ -83,12 +83,6 @@ def again(name: str, setting: str, *, seconds: float) -> list[Part]:
 
 PARTS = [
     Part(
-        name="first",
-        asks="what a driver says, what calls cost, how fast copies are",
-        seconds=60,
-        tests="test_first_gpu.py",
-    ),
-    Part(
         name="transfer",
         asks="copies that overlap change no bit and wait for nothing",
         seconds=40,
@@ -135,12 +129,6 @@ PARTS = [
         asks="how often a settled batch waits for the device",
         seconds=60,
         tests="test_waits_gpu.py",
-    ),
-    Part(
-        name="settled",
-        asks="traces of settled steps: what waits, what is taken of the device, how long it idles",
-        seconds=90,
-        tests="test_settled_gpu.py",
     ),
     Part(
         name="training",

@@ -208,6 +208,7 @@ def test_verify_of_one_row_cannot_tell(capsys: pytest.CaptureFixture[str]) -> No
     assert "cannot be verified" in capsys.readouterr().out
 
 
+@pytest.mark.sweep
 def test_plan_tells_the_largest_microbatch_that_fits_whatever_data_print(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

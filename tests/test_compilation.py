@@ -164,6 +164,7 @@ def test_row_dims_leave_out_what_has_no_rows_or_lies_in_single_rows() -> None:
 
 @between_graphs
 @pytest.mark.parametrize("breaks", [False, True])
+@pytest.mark.sweep
 def test_compiled_gradients_equal_those_of_the_whole_batch(breaks: bool) -> None:
     model = Net(breaks=breaks).double()
     expected = copy.deepcopy(model)
@@ -177,6 +178,7 @@ def test_compiled_gradients_equal_those_of_the_whole_batch(breaks: bool) -> None
         torch.testing.assert_close(one.grad, other.grad, rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.sweep
 def test_a_retry_draws_the_same_dropout_as_a_run_at_the_final_size() -> None:
     gradients = []
     for policy in ("auto", Fixed(8)):

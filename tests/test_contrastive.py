@@ -12,9 +12,9 @@ from torch import Tensor, nn
 
 from automicro import MemoryBudget, Microbatcher, Trainer
 from automicro.contrastive import Contrastive, InfoNCE
-from automicro.errors import BatchError, LossError, UnsplittableModelError
 from automicro.features import WhenTooLarge
 from automicro.savers.recompute import find_blocks
+from tests.sweeps import mostly_in_sweeps
 from tests.torture.engine.subject import begin_at_level
 
 ROWS, FEATURES, WORDS = 13, 6, 50
@@ -179,15 +179,6 @@ def test_microbatcher_and_trainer_have_the_gradient_of_the_whole_batch() -> None
         torch.testing.assert_close(moved, wanted[name], rtol=1e-7, atol=1e-10)
 
 
-@pytest.mark.parametrize("argument", ["microbatch_size", "eval_microbatch_size"])
-@pytest.mark.parametrize("size", ["auto", 4])
-def test_a_batch_that_would_be_cut_is_refused(argument: str, size: Any) -> None:
-    sizes: Any = {"microbatch_size": None, "eval_microbatch_size": None, argument: size}
-    message = rf"{argument}={size!r}, but Contrastive compares all rows .*give {argument}=None"
-    with pytest.raises(ValueError, match=message):
-        Microbatcher(contrastive(), loss_average="samples", **sizes)
-
-
 def peak(rows: int, size: Any) -> int:
     torch.manual_seed(0)
     tower = nn.Sequential(nn.Linear(32, 2048), nn.GELU(), nn.Linear(2048, 8))
@@ -239,28 +230,6 @@ def test_memory_that_runs_out_shrinks_the_encoder_alone() -> None:
         torch.testing.assert_close(found[name], each, rtol=1e-3, atol=1e-6)
 
 
-def test_wrong_uses_are_refused_with_their_remedy() -> None:
-    model = contrastive(4)
-    batch = batch_of()
-    with pytest.raises(ValueError, match="encoders is empty"):
-        Contrastive({})
-    with pytest.raises(TypeError, match=r"the encoder 'x' is .*, not a module"):
-        Contrastive({"x": len})  # type: ignore[dict-item]
-    with pytest.raises(ValueError, match="temperature=0 is not positive"):
-        InfoNCE(0)
-    with pytest.raises(BatchError, match="the batch has text, but the encoders are image, text"):
-        model(text=batch["text"])
-    batch["image"] = batch["image"][:5]
-    with pytest.raises(BatchError, match=r"'text': 13, 'image': 5. rows"):
-        model(**batch)
-    bad = Contrastive(towers(), lambda one, other: one.sum(1))
-    with pytest.raises(LossError, match=r"the loss has the shape \(13,\)\. Return one number"):
-        bad(**batch_of())
-    flat = Contrastive({"one": nn.Flatten(0)}, lambda one: one.sum(), microbatch_size=None)
-    with pytest.raises(UnsplittableModelError, match=r"a tensor of shape \(6,\) for 3 rows"):
-        flat(one=torch.ones(3, 2))
-
-
 WHOLE: Any = {
     "microbatch_size": None,
     "eval_microbatch_size": None,
@@ -285,6 +254,7 @@ def compiled_towers(how: str) -> dict[str, nn.Module]:
 
 
 @pytest.mark.parametrize("how", ["wrapped", "in place"])
+@pytest.mark.sweep
 def test_encoders_may_be_compiled(how: str) -> None:
     loss = InfoNCE(microbatch_size=4, trains_temperature=False).double()
     model = Contrastive(compiled_towers(how), loss, microbatch_size=4)
@@ -316,7 +286,7 @@ def layered(size: Any, dropout: float) -> Contrastive:
     return Contrastive(encoders, InfoNCE(microbatch_size=size), microbatch_size=size).double()
 
 
-@pytest.mark.parametrize("level", [1, 2])
+@pytest.mark.parametrize("level", mostly_in_sweeps([1, 2], quick=[2]))
 @pytest.mark.parametrize("size", [4, None, "auto"])
 def test_levels_change_no_bit(size: Any, level: int) -> None:
     torch.manual_seed(1)

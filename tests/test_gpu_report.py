@@ -15,7 +15,6 @@ import pytest
 from benchmarks import gpu_page, gpu_report
 from benchmarks.gpu_report import NOT_STARTED, PARTS, Part, Report
 from tests.gpu.journal import read_journal
-from tests.gpu.traces import idle_share
 
 pytestmark = pytest.mark.sweep
 
@@ -224,7 +223,6 @@ def test_the_page_has_what_was_found(
 def test_every_file_of_tests_for_a_gpu_is_run_and_every_part_is_there() -> None:
     files = {path.name for path in (ROOT / "tests" / "gpu").glob("test_*.py")}
     assert {part.tests for part in PARTS if part.tests} == files
-    assert PARTS[0].tests == "test_first_gpu.py"
     assert PARTS[-1].tests == "test_thousand_failures_gpu.py"
     names = [part.name for part in PARTS]
     assert len(set(names)) == len(names)
@@ -247,8 +245,3 @@ def test_a_journal_that_was_cut_in_a_line_is_read_until_there(tmp_path: pathlib.
     path.write_text('{"name": "a", "outcome": "passed"}\n{"name": "b", "outc')
     assert [test["name"] for test in read_journal(path)] == ["a"]
     assert read_journal(tmp_path / "none") == []
-
-
-def test_time_without_a_kernel_is_idle() -> None:
-    assert idle_share([(0.0, 1.0), (0.5, 2.0), (3.0, 4.0)]) == 0.25
-    assert idle_share([]) is None

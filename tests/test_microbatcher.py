@@ -26,6 +26,7 @@ from automicro.loss.averages import BatchWeights
 from tests.callbacks.runs import Scripted
 from tests.cases import difference, gradients
 from tests.models import CLASSES, ROWS, Memory, Mlp, numbers, pair
+from tests.sweeps import mostly_in_sweeps
 
 
 def on(model: nn.Module, **options: Any) -> Microbatcher:
@@ -296,7 +297,7 @@ def test_an_error_of_a_whole_batch_gets_no_note() -> None:
 
 
 @pytest.mark.parametrize("limit", [None, "1MiB"])
-@pytest.mark.parametrize("row", [0, 40, 63])
+@pytest.mark.parametrize("row", mostly_in_sweeps([0, 40, 63], quick=[40]))
 def test_a_class_too_many_is_told_as_that_and_as_nothing_else(limit: str | None, row: int) -> None:
     model = nn.Linear(8, 10)
     optimizer = torch.optim.Adam(model.parameters())

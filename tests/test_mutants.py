@@ -192,6 +192,7 @@ def test_the_same_seed_picks_the_same_mistakes(tree: Path) -> None:
     assert pick(tree, seed=1, count=2) == pick(tree, seed=1, count=2)
 
 
+@pytest.mark.sweep
 def test_each_area_of_this_tree_has_mistakes_and_large_ones_have_more() -> None:
     drawn = pick(mutants.ROOT, seed=34, count=150)
     assert len(set(drawn)) == 150

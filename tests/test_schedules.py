@@ -1,4 +1,4 @@
-"""Schedules that warm up: rates computed by hand, and the message for steps that are none."""
+"""Schedules that warm up: rates computed by hand."""
 
 import functools
 import math
@@ -21,8 +21,6 @@ from automicro.schedules import (
 from tests.trainer.runs import assert_same, make_loader, make_model, make_trainer, train_by_hand
 
 Schedule = Callable[[Optimizer], LambdaLR]
-
-FORM = "Give a whole number of at least {}, or text such as '50ba' (batches)"
 
 
 def make_optimizer(*rates: float) -> Optimizer:
@@ -125,75 +123,3 @@ def test_the_trainer_steps_it_once_per_optimizer_step() -> None:
     trainer.fit()
     assert trainer.state.batch == 8
     assert_same(ours, theirs)
-
-
-CALLS: dict[str, tuple[Any, dict[str, Any], str]] = {
-    "epochs": (
-        linear_with_warmup,
-        {"warmup": 1, "total": "40ep"},
-        "total='40ep' counts epochs, which cannot be converted to optimizer steps here. "
-        + FORM.format(1),
-    ),
-    "tokens": (
-        constant_with_warmup,
-        {"warmup": "1e6tok"},
-        "warmup='1e6tok' counts tokens, which cannot be converted to optimizer steps here. "
-        + FORM.format(0),
-    ),
-    "a number as text": (
-        constant_with_warmup,
-        {"warmup": "50"},
-        "warmup='50' has no unit: write '50ep' (epochs), '50ba' (batches), '50sp' (samples) or "
-        "'50tok' (tokens)",
-    ),
-    "a share of no total": (
-        constant_with_warmup,
-        {"warmup": 0.1},
-        "warmup is 0.1, not a whole number; pass an int such as 0",
-    ),
-    "a share of more than all": (
-        cosine_with_warmup,
-        {"warmup": 50.0, "total": 100},
-        "warmup=50.0 is not a share of the total: give a number from 0 to below 1, or whole "
-        "optimizer steps as an int or text such as '50ba'",
-    ),
-    "no steps at all": (
-        linear_with_warmup,
-        {"warmup": 0, "total": 0},
-        "total=0 must be at least 1; pass an int such as 1",
-    ),
-    "no warm-up to take the root of": (
-        inverse_sqrt_with_warmup,
-        {"warmup": 0},
-        "warmup=0 must be at least 1; pass an int such as 1",
-    ),
-    "a warm-up longer than all": (
-        linear_with_warmup,
-        {"warmup": "50ba", "total": 40},
-        "the warm-up of 50 steps is longer than the total of 40: lower warmup, or raise total",
-    ),
-    "a final rate of more than all": (
-        linear_with_warmup,
-        {"warmup": 0, "total": 5, "final": 1.5},
-        "final=1.5 is not a fraction of the base rate: give a number from 0 to 1",
-    ),
-    "a final rate that is no number": (
-        linear_with_warmup,
-        {"warmup": 0, "total": 5, "final": math.nan},
-        "final=nan is not a fraction of the base rate: give a number from 0 to 1",
-    ),
-    "a final rate as text": (
-        cosine_with_warmup,
-        {"warmup": 0, "total": 5, "final": "0.1"},
-        "final='0.1' is not a fraction of the base rate: give a number from 0 to 1",
-    ),
-}
-
-
-@pytest.mark.parametrize(("schedule", "options", "message"), CALLS.values(), ids=CALLS)
-def test_steps_that_are_none_are_refused(
-    schedule: Any, options: dict[str, Any], message: str
-) -> None:
-    with pytest.raises((TypeError, ValueError)) as caught:
-        schedule(make_optimizer(), **options)
-    assert str(caught.value) == message

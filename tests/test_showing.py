@@ -150,10 +150,8 @@ def batches():
 """
 
 
-@pytest.mark.parametrize(
-    ("terminal", "is_erased"),
-    [("xterm", True), pytest.param("dumb", False, marks=pytest.mark.sweep)],
-)
+@pytest.mark.sweep
+@pytest.mark.parametrize(("terminal", "is_erased"), [("xterm", True), ("dumb", False)])
 def test_the_command_shows_what_takes_long(tmp_path: Any, terminal: str, is_erased: bool) -> None:
     (tmp_path / "job.yaml").write_text(JOB)
     (tmp_path / "make.py").write_text(MAKE)

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from automicro import Microbatcher, SampleTooLargeError, Trainer
 from automicro.features import Nested, WhenTooLarge, with_features
 from tests.outside import Unreached
+from tests.sweeps import mostly_in_sweeps
 
 WIDTH, BLOCKS, LENGTH = 32, 16, 512
 
@@ -80,7 +81,12 @@ def same(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
     return all(torch.equal(one[name], other[name]) for name in one)
 
 
-@pytest.mark.parametrize("when", ["recompute", "offload", ["recompute", "offload"], "auto"])
+@pytest.mark.parametrize(
+    "when",
+    mostly_in_sweeps(
+        ["recompute", "offload", ["recompute", "offload"], "auto"], quick=["offload", "auto"]
+    ),
+)
 def test_a_row_that_needs_more_than_the_limit_trains_to_the_same_bits(when: Any) -> None:
     wanted, _ = trained()
     found, results = trained(memory_limit=too_small(), when_too_large=when)

@@ -460,8 +460,3 @@ def test_float32_sums_take_no_third_set_of_narrow_gradients(sums: str, most: flo
         microbatcher.backward((torch.randn(4, 128).bfloat16(), torch.randn(4, 128).bfloat16()))
         assert budget.peak_bytes - before < most * size
         assert sum(p.grad.nbytes for p in model.parameters() if p.grad is not None) == size
-
-
-def test_a_sum_that_is_not_known_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"gradient_sums='fp64' is not known"):
-        Microbatcher(Mlp(), forward=loss_of, features=[GradientSums("fp64")])

@@ -20,6 +20,7 @@ from automicro.events.callback import Callback
 from automicro.events.run import LoopState, Run
 from automicro.step.results import StepResult
 from tests.callbacks.runs import Scripted, Sizes, assert_equal, copy_of, trainer_with
+from tests.sweeps import mostly_in_sweeps
 from tests.trainer.runs import CLASSES, FEATURES, make_loader, make_model
 
 VOCABULARY, LENGTH = 11, 32
@@ -166,7 +167,7 @@ GROWTH: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("is_plain", [True, False])
+@pytest.mark.parametrize("is_plain", mostly_in_sweeps([True, False], quick=[True]))
 @pytest.mark.parametrize("kind", GROWTH)
 def test_rows_grow_until_memory_runs_out_and_training_goes_on(kind: str, is_plain: bool) -> None:
     make, loader, limit, options = GROWTH[kind]

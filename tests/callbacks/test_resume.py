@@ -75,7 +75,7 @@ def hide(batch: Any, size: int) -> Any:
     return inputs, batch[1]
 
 
-@pytest.mark.parametrize("dies_after", mostly_in_sweeps([4, 6, 9], quick=[6]))
+@pytest.mark.parametrize("dies_after", mostly_in_sweeps([4, 6, 9]))
 def test_a_resumed_run_ends_as_the_undisturbed_one(tmp_path: Path, dies_after: int) -> None:
     undisturbed = Job(tmp_path / "undisturbed")
     summary = undisturbed.trainer.fit()

@@ -37,6 +37,7 @@ from tests.models import (
     x,
     y,
 )
+from tests.sweeps import mostly_in_sweeps
 
 
 def on(model: nn.Module, loss_fn: Callable[..., Any], **options: Any) -> Microbatcher:
@@ -91,6 +92,7 @@ class SaysItShifts(Unshifted):
     ("model", "remedy"),
     [(Unshifted(), "'tokens'"), (SaysItShifts(), "lambda batch: (batch['labels'] != -100).sum()")],
 )
+@pytest.mark.sweep
 def test_labels_that_are_not_shifted_are_never_taken_for_shifted(
     model: nn.Module, remedy: str
 ) -> None:
@@ -132,7 +134,9 @@ FOLLOWED: dict[str, Callable[[Any, Any], Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", FOLLOWED)
+@pytest.mark.parametrize(
+    "name", mostly_in_sweeps(FOLLOWED, quick=["a mean over other targets than -100"])
+)
 def test_a_remedy_to_copy_is_right_for_these_rows_and_for_others(name: str) -> None:
     forward, model = FOLLOWED[name], nn.Linear(6, 3).double()
 

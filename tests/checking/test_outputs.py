@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from automicro import MetricWarning, Microbatcher, is_extra_pass
 from tests.acceptance.checks import TABLE, judge, worse_and_better
+from tests.sweeps import mostly_in_sweeps
 
 ROWS, SIZE = 12, 4
 
@@ -47,7 +48,10 @@ def told(run: Callable[..., Any], *batches: Any, **options: Any) -> list[str]:
     return [str(each.message) for each in caught if each.category is MetricWarning]
 
 
-@pytest.mark.parametrize("row", [name for name in TABLE if name.startswith("outputs: ")])
+OUTPUTS = [name for name in TABLE if name.startswith("outputs: ")]
+
+
+@pytest.mark.parametrize("row", mostly_in_sweeps(OUTPUTS, quick=OUTPUTS[::3]))
 def test_outputs_that_cannot_be_joined_are_named_and_no_others(row: str) -> None:
     assert worse_and_better([judge(row, "float32")])[0] == []
 

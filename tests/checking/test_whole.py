@@ -23,6 +23,7 @@ from automicro import (
 from automicro.checking.check import Occasions
 from tests.checking.told import warnings_of
 from tests.outside import Outside
+from tests.sweeps import mostly_in_sweeps
 from tests.torture.engine.faults import Fault, FaultMode
 
 ROWS = 64
@@ -116,6 +117,7 @@ def test_a_microbatch_without_a_finite_loss_is_named(call: str) -> None:
     assert result.loss.isnan()
 
 
+@pytest.mark.sweep
 def test_what_begins_late_is_named_at_the_next_power_of_ten() -> None:
     begins = False
 
@@ -255,7 +257,9 @@ def test_a_cut_that_no_batch_gets_names_nothing_for_want_of_rows() -> None:
 
 
 @pytest.mark.parametrize("most", [ROWS, 16])
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    "dtype", mostly_in_sweeps([torch.float64, torch.float32, torch.bfloat16], quick=[torch.float32])
+)
 def test_numbers_beside_a_loss_that_are_means_are_not_named(dtype: torch.dtype, most: int) -> None:
     def forward(model: Any, batch: Any) -> Any:
         if len(batch[0]) > most:

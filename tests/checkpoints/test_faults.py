@@ -95,7 +95,9 @@ def error_of(store: CheckpointStore) -> CheckpointError | None:
     return None
 
 
-@pytest.mark.parametrize("lasts", [False, True], ids=["once", "from then on"])
+@pytest.mark.parametrize(
+    "lasts", [False, pytest.param(True, marks=pytest.mark.sweep)], ids=["once", "from then on"]
+)
 def test_no_space_left_at_any_point_costs_no_checkpoint(
     scene: Scene, faults: Faults, lasts: bool
 ) -> None:
@@ -128,6 +130,7 @@ def test_no_space_left_at_any_point_costs_no_checkpoint(
     assert outcomes == [False] * (len(outcomes) - 2) + [True] * 2
 
 
+@pytest.mark.sweep
 def test_the_end_of_the_process_at_any_point_costs_no_checkpoint(
     scene: Scene, faults: Faults
 ) -> None:

@@ -16,6 +16,7 @@ from automicro.data import LengthBatchSampler, read_lengths
 from automicro.features import MicrobatchUnit
 from automicro.trainer.report import FitSummary
 from tests.config_jobs import build_trainer, load_config
+from tests.sweeps import mostly_in_sweeps
 from tests.trainer.runs import assert_same
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
@@ -96,6 +97,7 @@ def test_a_job_that_is_taken_up_in_an_epoch_ends_with_the_bits_of_an_undisturbed
     )
 
 
+@pytest.mark.sweep
 def test_batches_and_slices_leave_little_padding() -> None:
     """Beside batches of as many rows as they come."""
     for name, lengths, most in (("speech", "seconds", 0.15), ("instructions", "input_ids", 0.35)):
@@ -149,7 +151,7 @@ def test_sounds_have_the_gradient_of_the_whole_batch(unit: str, size: int) -> No
     assert (gradient(model) - expected).abs().max() < 1e-9
 
 
-@pytest.mark.parametrize("size", [100, 400])
+@pytest.mark.parametrize("size", mostly_in_sweeps([100, 400], quick=[100]))
 def test_instructions_have_the_gradient_of_the_whole_batch(size: int) -> None:
     torch.manual_seed(0)
     config = LlamaConfig(

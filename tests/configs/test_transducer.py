@@ -137,7 +137,7 @@ def gradient(model: torch.nn.Module) -> Tensor:
     ("nested", "unit"),
     [
         (None, "seconds"),
-        ({"joint": 2}, "seconds"),
+        pytest.param({"joint": 2}, "seconds", marks=pytest.mark.sweep),
         pytest.param({"joint": {"batch_split_factor": 3}}, "rows", marks=pytest.mark.sweep),
         pytest.param(None, "rows", marks=pytest.mark.slow),
         pytest.param({"joint": 2}, "rows", marks=pytest.mark.slow),

@@ -123,19 +123,6 @@ def test_the_order_is_the_loaders_own_and_new_in_each_epoch() -> None:
     assert ordered == rows(loader("eval", batch_size=8, seed=2))
 
 
-def test_wrong_arguments_are_refused_with_their_remedy() -> None:
-    with pytest.raises(ValueError, match="split='test' is not a part of the topics: use 'train'"):
-        loader("test", batch_size=8)
-    with pytest.raises(ValueError, match=r"max_length=1 leaves no room for a byte .* at least 2$"):
-        loader("eval", batch_size=8, max_length=1)
-    with pytest.raises(ValueError, match="max_bytes=0 leaves no room for a byte: give at least 1"):
-        pieces("eval", max_bytes=0)
-    for name in ("max_length", "vocabulary"):
-        options: dict[str, Any] = {name: 1}
-        with pytest.raises(ValueError, match=r"=1 .*leave no room for a word"):
-            word_loader("eval", batch_size=8, **options)
-
-
 # The same text by words
 
 
@@ -268,10 +255,8 @@ def difference(one: Tensor, other: Tensor) -> float:
     return float((one - other).norm() / other.norm())
 
 
-@pytest.mark.parametrize(
-    "size",
-    [7, pytest.param(16, marks=pytest.mark.sweep), pytest.param(48, marks=pytest.mark.sweep)],
-)
+@pytest.mark.sweep
+@pytest.mark.parametrize("size", [7, 16, 48])
 def test_the_first_gradient_is_that_of_the_whole_batch(
     size: int, first_batch: Any, whole_gradient: Tensor
 ) -> None:
@@ -281,6 +266,7 @@ def test_the_first_gradient_is_that_of_the_whole_batch(
     assert difference(gradient(model), whole_gradient) < 1e-9
 
 
+@pytest.mark.sweep
 def test_a_mean_of_the_microbatches_means_is_another_gradient(
     first_batch: Any, whole_gradient: Tensor
 ) -> None:

@@ -2,7 +2,8 @@
 
 import contextlib
 import gc
-from collections.abc import Iterator, Mapping
+import warnings
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import pytest
@@ -110,6 +111,27 @@ def differences(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> list[
         for name in {**one, **other}
         if name not in one or name not in other or not torch.equal(one[name], other[name])
     ]
+
+
+def waits(work: Callable[[], Any]) -> int:
+    """Return how often the host waits for the device during some work."""
+    if DEVICE.type != "cuda":
+        before = torch.ops.standin.num_waits()
+        work()
+        return int(torch.ops.standin.num_waits() - before)
+    accelerator.set_sync_debug_mode("warn")
+    try:
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            work()
+    finally:
+        accelerator.set_sync_debug_mode("default")
+    return sum("synchroniz" in str(each.message) for each in said)
+
+
+def num_segments() -> int:
+    """Return how many segments the allocator has taken so far; some do not count them."""
+    return int(accelerator.memory_stats(DEVICE).get("segment.all.allocated", 0))
 
 
 def to_device(batch: Any) -> Any:

@@ -150,39 +150,6 @@ def test_a_retry_begins_without_the_blocks_of_what_failed(
     assert cached_bytes[0] < 64 * MIB
 
 
-def test_what_a_convolution_near_the_limit_does_to_the_bits(record_property: Record) -> None:
-    """A library without memory for its workspace may silently use another kernel.
-
-    So nothing is promised, and the result is only recorded.
-    """
-    torch.manual_seed(1)
-    rows, side = (32, 128) if DEVICE.type == "cuda" else (4, 16)
-    layers = [nn.Conv2d(16, 64, 5, padding=2), nn.ReLU(), nn.Conv2d(64, 16, 5, padding=2)]
-    net = nn.Sequential(*layers).to(DEVICE)
-    x = torch.randn(rows, 16, side, side, device=DEVICE)
-
-    def step() -> list[torch.Tensor]:
-        net.zero_grad()
-        net(x).square().mean().backward()
-        return [each.grad.clone() for each in net.parameters() if each.grad is not None]
-
-    step()
-    accelerator.reset_peak_memory_stats(DEVICE)
-    held_bytes = allocated_bytes()
-    plenty = step()
-    again = step()
-    most_bytes = int(accelerator.max_memory_allocated(DEVICE)) - held_bytes
-    found = {"twice with room": all(map(torch.equal, plenty, again))}
-    for percent in (150, 110, 100, 90, 80):
-        with room(most_bytes * percent // 100):
-            try:
-                found[f"with {percent} % of the peak"] = all(map(torch.equal, plenty, step()))
-            except torch.OutOfMemoryError:
-                found[f"with {percent} % of the peak"] = "out of memory"  # type: ignore[assignment]
-    record_property("same_bits", found)
-    assert len(found) == 6
-
-
 class _Fails(torch.autograd.Function):
     @staticmethod
     def forward(ctx: object, x: torch.Tensor) -> torch.Tensor:

@@ -16,10 +16,9 @@ from automicro.ranks.coordinated import CoordinatedRanks
 from automicro.ranks.exchange import Ballot, Exchange, failed, fold
 from automicro.ranks.interface import Status
 from tests.gpu.conftest import Record
-from tests.gpu.device import GPU, accelerator, differences, room, to_device
+from tests.gpu.device import GPU, accelerator, differences, room, to_device, waits
 from tests.gpu.subjects import ROWS, Hungry, batch, microbatcher
 from tests.gpu.test_oom_gpu import PHASES, ROOM
-from tests.gpu.traces import traced
 from tests.gpu.wrappers import (
     HALF,
     KINDS,
@@ -128,10 +127,10 @@ def test_a_trace_of_a_settled_step_shows_no_more_waiting_than_the_wrapper_has(
             loss_fn(plain(inputs[part]), targets[part]).backward()
 
     by_hand()
-    ours = traced(lambda: step.backward((inputs, targets)))
-    theirs = traced(by_hand)
-    record_property("waits", {f"{kind}, automicro": ours.waits, f"{kind}, wrapper": theirs.waits})
-    assert ours.waits <= theirs.waits
+    ours = waits(lambda: step.backward((inputs, targets)))
+    theirs = waits(by_hand)
+    record_property("waits", {f"{kind}, automicro": ours, f"{kind}, wrapper": theirs})
+    assert ours <= theirs
 
 
 @pytest.mark.usefixtures("deterministic")

@@ -5,7 +5,6 @@ mode warns of each one, but for copies to and from memory that is not pinned.
 """
 
 import functools
-import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -19,29 +18,22 @@ from torch.utils.data import DataLoader, TensorDataset
 from automicro import Callback, Microbatcher, StepResult, Trainer
 from automicro.events.run import Run
 from automicro.features import NonFinite, with_features
-from tests.gpu.device import DEVICE, GPU, accelerator, pinned, to_device
+from tests.gpu import subjects
+from tests.gpu.device import (
+    DEVICE,
+    GPU,
+    accelerator,
+    num_segments,
+    pinned,
+    to_device,
+    waits,
+)
 
 pytestmark = GPU
 
 ROWS = 12
 CUTS = (1, 3, 6)  # microbatches
 Batch = Any
-
-
-def waits(work: Callable[[], Any]) -> int:
-    """How often the host waits for the device in it."""
-    if DEVICE.type != "cuda":
-        before = torch.ops.standin.num_waits()
-        work()
-        return int(torch.ops.standin.num_waits() - before)
-    accelerator.set_sync_debug_mode("warn")
-    try:
-        with warnings.catch_warnings(record=True) as said:
-            warnings.simplefilter("always")
-            work()
-    finally:
-        accelerator.set_sync_debug_mode("default")
-    return sum("synchroniz" in str(each.message) for each in said)
 
 
 class Net(nn.Module):
@@ -191,6 +183,30 @@ def test_a_settled_batch_waits_as_often_as_is_said(
         found[cut] = waits(functools.partial(getattr(step, call), batches[3]))
     record_property("waits", found)
     assert tuple(found.values()) == expected
+
+
+def test_a_step_that_reads_a_value_is_seen_to_wait() -> None:
+    value = torch.ones((), device=DEVICE)
+    accelerator.synchronize(DEVICE)
+    assert waits(lambda: value.add(1).item()) >= 1
+
+
+@pytest.mark.parametrize("size", [4, "auto"])
+@pytest.mark.parametrize("place", [to_device, pinned, pageable])
+def test_a_settled_step_takes_no_memory_of_the_device(
+    place: Callable[[Batch], Batch], size: Any
+) -> None:
+    net = subjects.model()
+    step = subjects.microbatcher(net, size)
+    for seed in range(6):  # sizes are found, and checks are due
+        step.backward(place(subjects.batch(seed=seed)))
+        net.zero_grad()
+    last = place(subjects.batch(seed=6))
+    accelerator.synchronize(DEVICE)
+    before = num_segments()
+    waited = waits(lambda: step.backward(last))
+    assert num_segments() == before
+    assert place is pageable or waited == 0
 
 
 class Watch(Callback):

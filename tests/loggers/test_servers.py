@@ -274,6 +274,7 @@ def test_a_file_that_names_no_run_is_left_as_it_is(content: str, tmp_path: Path)
     assert path.read_text(encoding="utf-8") == content
 
 
+@pytest.mark.sweep
 def test_loggers_import_none_of_the_packages_until_they_begin(tmp_path: Path) -> None:
     code = """\
 import sys

@@ -36,6 +36,7 @@ from tests.models import (
     x,
     y,
 )
+from tests.sweeps import mostly_in_sweeps
 
 
 def second(batch: Any) -> Any:
@@ -334,7 +335,9 @@ ADDED: dict[str, Callable[[WithScalars, Tensor], Any]] = {
 
 
 @pytest.mark.parametrize("added", ADDED)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    "dtype", mostly_in_sweeps([torch.float32, torch.bfloat16], quick=[torch.bfloat16])
+)
 def test_backwards_that_begin_with_the_weight_have_the_bits_of_losses_times_it(
     added: str, dtype: torch.dtype
 ) -> None:

@@ -2,8 +2,10 @@
 
 import copy
 import io
+from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -11,7 +13,7 @@ from torch import Tensor
 from automicro import Microbatcher
 from automicro.errors import UnsplittableModelError
 from automicro.features import Nested
-from automicro.nested.parts import LanguageTail, MissingLogits
+from automicro.nested.parts import LanguageTail, MissingLogits, MissingLogitsError
 from tests.savers.families import SMALL
 
 transformers = pytest.importorskip("transformers")
@@ -108,6 +110,17 @@ def test_whoever_asks_for_logits_that_are_not_there_is_told() -> None:
     assert not hasattr(logits, "shape")
     with torch.no_grad():
         assert model(**given).logits.shape == (5, 9, SMALL["vocab_size"])
+
+
+def test_logits_that_are_missing_refuse_every_use() -> None:
+    uses: list[Callable[[Any], Any]] = [
+        *(lambda logits: logits == 1, lambda logits: logits != logits, lambda logits: 1 - logits),
+        *(float, bool, np.asarray, lambda logits: np.ones(1) == logits),
+        *(lambda logits: torch.ones(1) == logits, lambda logits: logits.shape),
+    ]
+    for use in uses:
+        with pytest.raises(MissingLogitsError, match="Compute what needs them in evaluation"):
+            use(MissingLogits())
 
 
 def test_evaluation_and_removal_leave_the_model_as_it_was() -> None:

@@ -26,6 +26,7 @@ from automicro.features import Nested, WhenTooLarge
 from automicro.savers.levels import make_levels
 from automicro.torch_private import in_backward
 from tests.nested.parts_in_slices import ROWS, gradients, made, same, twin
+from tests.sweeps import mostly_in_sweeps
 from tests.torture.engine.faults import Fault, FaultMode
 from tests.torture.engine.subject import begin_at_level
 
@@ -45,7 +46,12 @@ def repeated(nested: NestedSplit, attempt: Callable[[], Any]) -> Any:
         assert not told or f"memory ran out in {nested.name} (a part with its own size)" in told
 
 
-@pytest.mark.parametrize("name", ["mlp", "mlp tail", "sum tail", "joint tail", "tied tail"])
+@pytest.mark.parametrize(
+    "name",
+    mostly_in_sweeps(
+        ["mlp", "mlp tail", "sum tail", "joint tail", "tied tail"], quick=["mlp tail"]
+    ),
+)
 def test_a_shortage_at_any_operation_of_a_part_leaves_no_trace(name: str) -> None:
     """What comes of it is bit for bit what the sizes give that it ended with."""
     part, given = made(name, p=0.3)

@@ -434,16 +434,6 @@ def test_targets_that_a_tail_changes_are_not_those_of_the_batch() -> None:
         part(hidden, targets)
 
 
-def test_what_has_no_forward_is_refused() -> None:
-    with pytest.raises(TypeError, match=r"ModuleList .* has no forward that could be cut"):
-        split(nn.ModuleList([nn.Linear(2, 2)]))
-
-
-def test_a_unit_of_slices_that_parts_no_longer_have_is_answered_by_what_to_do() -> None:
-    with pytest.raises(TypeError, match=r"not to other parts.*x\.flatten\(0, 1\)"):
-        split(nn.Linear(2, 2), microbatch_unit="tokens")
-
-
 def test_numbers_that_slices_do_not_share_are_refused_in_any_slice() -> None:
     class Longest(nn.Module):
         def forward(self, hidden: Tensor, lengths: Tensor) -> Any:
@@ -549,9 +539,3 @@ def test_a_part_that_no_step_calls_is_named() -> None:
     with pytest.warns(AutomicroWarning, match=r"sizes to 'head', but 8 steps have not called it"):
         microbatcher.backward(batch)
     microbatcher.backward(batch)
-
-
-def test_a_dotted_name_that_was_taken_apart_is_told_as_one_key() -> None:
-    model = nn.Sequential(nn.Sequential(nn.Linear(2, 2)))
-    with pytest.raises(ValueError, match=r"for a module, use one key: '0\.0'"):
-        Microbatcher(model, loss_fn=nn.MSELoss(), features=[Nested({"0": {"0": "auto"}})])

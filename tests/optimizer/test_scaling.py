@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from automicro import MemoryBudget, Microbatcher, OptimizerStepError
 from automicro.optimizer.reservation import OptimizerReservation
 from automicro.optimizer.step import GradientScaler, clip_gradients, step_optimizer
+from tests.sweeps import mostly_in_sweeps
 from tests.torture.engine.faults import Fault, FaultMode
 from tests.torture.engine.subject import freeze
 
@@ -110,7 +111,7 @@ def with_gradients(*, steps: int = 0) -> tuple[nn.Module, torch.optim.Optimizer,
 
 
 @pytest.mark.parametrize("overflowing", [0, 2])
-@pytest.mark.parametrize("max_norm", [None, 0.1])
+@pytest.mark.parametrize("max_norm", mostly_in_sweeps([None, 0.1], quick=[0.1]))
 @pytest.mark.parametrize(("name", "options"), OPTIMIZERS)
 def test_steps_are_those_of_a_loop_with_the_scaler_of_torch(
     name: str, options: dict[str, Any], max_norm: float | None, overflowing: int

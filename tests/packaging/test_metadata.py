@@ -33,6 +33,7 @@ def files_of_the_tree(*folders: str) -> set[str]:
     }
 
 
+@pytest.mark.sweep
 def test_the_version_has_one_source(wheel: Path) -> None:
     assert metadata(wheel)["Version"] == automicro.__version__
     written = [
@@ -43,12 +44,14 @@ def test_the_version_has_one_source(wheel: Path) -> None:
     assert written == ["automicro/version.py"]
 
 
+@pytest.mark.sweep
 def test_a_wheel_has_the_package_and_nothing_else(wheel: Path) -> None:
     names = {each for each in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in each}
     assert names == files_of_the_tree("automicro")
     assert "automicro/py.typed" in names
 
 
+@pytest.mark.sweep
 def test_an_sdist_has_all_that_tests_read(unpacked: Path) -> None:
     expected = files_of_the_tree(*FOLDERS) | {
         *("README.md", "CHANGELOG.md", "CONTRIBUTING.md", "LICENSE", "Makefile", "conftest.py"),
@@ -57,6 +60,7 @@ def test_an_sdist_has_all_that_tests_read(unpacked: Path) -> None:
     assert [each for each in sorted(expected) if not (unpacked / each).is_file()] == []
 
 
+@pytest.mark.sweep
 def test_a_readme_without_a_repository_has_no_link_that_leads_nowhere(wheel: Path) -> None:
     shown = metadata(wheel).get_payload()
     assert isinstance(shown, str)

@@ -34,7 +34,7 @@ def test_every_test_is_found_in_an_sdist(unpacked: Path) -> None:
     listed = run([sys.executable, "-m", "pytest", "--collect-only", "-q", "-n0"], unpacked)
     number = re.search(r"^(\d+)/\d+ tests collected", listed, re.MULTILINE)
     assert number is not None, listed[-2000:]
-    assert int(number[1]) > 4000
+    assert int(number[1]) > 3000
 
 
 def test_the_quick_tests_pass_in_an_sdist(unpacked: Path) -> None:
@@ -43,5 +43,5 @@ def test_the_quick_tests_pass_in_an_sdist(unpacked: Path) -> None:
     said = run(["make", "test-quick", *there], unpacked)
     number = re.search(r"(\d+) passed", said)
     assert number is not None, said[-2000:]
-    assert int(number[1]) > 1000
+    assert int(number[1]) > 500
     assert " failed" not in said

@@ -61,6 +61,7 @@ def test_a_level_is_tried_again_when_the_device_can_give_what_it_lacked() -> Non
     assert found == (0, 16)
 
 
+@pytest.mark.sweep
 def test_where_nothing_explains_it_a_level_is_tried_again_after_many_batches() -> None:
     job = Job(ladder(levels=LEVELS[:2]), [10, 1], capacity=8, has_clock=False, is_measured=False)
     tried = []

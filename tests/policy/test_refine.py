@@ -85,6 +85,7 @@ def test_sizes_grow_after_many_batches_where_nothing_is_measured() -> None:
 @given(
     seed=st.randoms(use_true_random=False), batches=st.integers(100, 600), stay=st.integers(1, 40)
 )
+@pytest.mark.sweep
 def test_a_neighbour_that_comes_and_goes_makes_logarithmically_many_failures(
     seed: Any, batches: int, stay: int
 ) -> None:

@@ -100,6 +100,7 @@ def test_rows_of_all_ranks_come_with_the_gradients_of_all() -> None:
 
 
 @on_ranks()
+@pytest.mark.sweep
 def test_memory_that_runs_out_on_one_rank_shrinks_its_slices_alone() -> None:
     model, rank = make_model("auto", width=1024), dist.get_rank()
     microbatcher = microbatcher_of(wrapped("ddp", model))

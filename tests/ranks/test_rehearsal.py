@@ -93,7 +93,7 @@ def test_ranks_train_with_the_same_bits_after_a_rehearsal(world2: World, paralle
 @pytest.mark.parametrize(
     ("limits", "duration", "parallel"),
     [
-        (["1GiB", "68KiB"], "1ep", "ddp"),
+        pytest.param(["1GiB", "68KiB"], "1ep", "ddp", marks=pytest.mark.sweep),
         pytest.param(["1GiB", "68KiB"], "1ep", "fsdp", marks=pytest.mark.sweep),
         pytest.param(["68KiB"] * 2, "2ep", "ddp", marks=pytest.mark.sweep),
         pytest.param(["68KiB"] * 2, "2ep", "fsdp", marks=pytest.mark.sweep),

@@ -159,6 +159,7 @@ def require_survived(world: World, kind: str, what: str, seeds: range) -> None:
 
 
 @pytest.mark.parametrize("kind", mostly_in_sweeps(KINDS, quick=["fsdp"]))
+@pytest.mark.sweep
 def test_a_part_that_runs_out_of_memory_on_one_rank_is_smaller_there_alone(
     world2: World, kind: str
 ) -> None:

@@ -131,6 +131,7 @@ def test_freezing_in_the_course_of_training_is_refused() -> None:
         jobs.train(parallel="ddp", callbacks=[freezes])
 
 
+@pytest.mark.sweep
 def test_a_run_goes_on_in_the_middle_of_an_epoch(world2: World, tmp_path: Path) -> None:
     late: dict[str, Any] = {"parallel": "fsdp", "features": [RankReduction("auto")]}
     results = world2.run(jobs.save_and_resume, str(tmp_path), microbatch_size=2, **late)

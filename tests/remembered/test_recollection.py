@@ -17,6 +17,7 @@ from automicro.remembered.cache import RememberedSize, SizeCache
 from automicro.step.results import StepResult
 from automicro.trainer.report import FitSummary
 from tests.callbacks.runs import Sizes, trainer_with
+from tests.sweeps import mostly_in_sweeps
 from tests.trainer.runs import make_loader, make_model
 
 LIMIT = "320KiB"
@@ -97,7 +98,7 @@ def test_a_second_microbatcher_starts_at_the_size_of_the_first() -> None:
     assert steps()[0].ooms > 0  # nobody remembers unless told to
 
 
-@pytest.mark.parametrize("wrong", [ROWS // 2, 8])
+@pytest.mark.parametrize("wrong", mostly_in_sweeps([ROWS // 2, 8], quick=[8]))
 def test_a_wrong_size_is_recovered_from_and_put_right(wrong: int) -> None:
     sizes, _, _ = run()
     remember_instead(wrong)
@@ -108,6 +109,7 @@ def test_a_wrong_size_is_recovered_from_and_put_right(wrong: int) -> None:
     assert entry.microbatch_size == sizes[-1]
 
 
+@pytest.mark.sweep
 def test_what_a_checkpoint_says_comes_before_what_is_remembered(tmp_path: Path) -> None:
     checkpoint = CheckpointConfig(folder=tmp_path / "checkpoints", interval="1ba")
     sizes, _, _ = run(checkpoint=checkpoint)
@@ -120,10 +122,10 @@ def test_what_a_checkpoint_says_comes_before_what_is_remembered(tmp_path: Path) 
 @pytest.mark.parametrize(
     "options",
     [
-        {"microbatch_size": Halving()},
+        pytest.param({"microbatch_size": Halving()}, marks=pytest.mark.sweep),
         {"microbatch_size": 64},
-        {"deterministic": True},
-        {"features": [RememberSizes(False)]},
+        pytest.param({"deterministic": True}, marks=pytest.mark.sweep),
+        pytest.param({"features": [RememberSizes(False)]}, marks=pytest.mark.sweep),
     ],
     ids=["a policy", "a fixed size", "deterministic", "not wanted"],
 )
@@ -143,6 +145,7 @@ def test_other_runs_neither_read_nor_write(options: dict[str, Any]) -> None:
     assert entry.microbatch_size == 2 != sizes[-1]
 
 
+@pytest.mark.sweep
 def test_each_named_evaluation_remembers_its_own_size() -> None:
     loaders = {
         "small": make_loader(rows=ROWS, batch_size=ROWS // 2),
@@ -177,7 +180,7 @@ def texts(lengths: list[int]) -> list[dict[str, Tensor]]:
     return [{"input_ids": torch.full((16, length), length % 11)} for length in lengths]
 
 
-@pytest.mark.parametrize("first", [8, 32])
+@pytest.mark.parametrize("first", mostly_in_sweeps([8, 32], quick=[8]))
 def test_where_lengths_vary_a_second_run_has_no_failure(first: int) -> None:
     def train(lengths: list[int], limit: str = "300KiB") -> list[int]:
         return run(

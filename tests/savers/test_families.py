@@ -20,6 +20,7 @@ from automicro.savers import offload
 from automicro.savers.levels import Level
 from automicro.savers.recompute import Recompute
 from tests.savers.families import LANGUAGE, OF_TORCHVISION, OTHERS, Family
+from tests.sweeps import mostly_in_sweeps
 from tests.torture.engine.subject import begin_at_level
 
 pytest.importorskip("transformers")
@@ -252,7 +253,7 @@ def checkpointed(model: Any) -> Any:
 
 
 @pytest.mark.filterwarnings("ignore:.*gradient_checkpointing_enable")
-@pytest.mark.parametrize("name", ["bart", "gpt2", "mistral"])
+@pytest.mark.parametrize("name", mostly_in_sweeps(["bart", "gpt2", "mistral"], quick=["gpt2"]))
 def test_gradient_checkpointing_that_is_on_is_named(name: str) -> None:
     family = then(name, checkpointed)
     with pytest.raises(
@@ -264,6 +265,7 @@ def test_gradient_checkpointing_that_is_on_is_named(name: str) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing")
+@pytest.mark.sweep
 def test_a_prefix_in_the_cache_is_computed_again() -> None:
     pytest.importorskip("peft")
     family = then("mistral", with_prefix)

@@ -20,6 +20,7 @@ from torch.overrides import TorchFunctionMode
 from automicro.state.capture import capture
 from tests.state.undone import Box, count, picture, undone
 from tests.state.values import PLACES, USERS, VALUES, add
+from tests.sweeps import mostly_in_sweeps
 
 
 @pytest.mark.filterwarnings("ignore:.*quantize")
@@ -40,7 +41,7 @@ def nothing_imported():
 
 
 @pytest.mark.parametrize("place", PLACES)
-@pytest.mark.parametrize("kind", ["list", "tensor"])
+@pytest.mark.parametrize("kind", mostly_in_sweeps(["list", "tensor"], quick=["tensor"]))
 def test_what_lies_in_a_place_comes_back(kind, place):
     make, change, *_ = VALUES[kind]
     root, owner, *name = PLACES[place](kept := make())
@@ -59,7 +60,7 @@ OTHERS = {
 
 
 @pytest.mark.parametrize("place", [each for each in PLACES if "default" not in each])
-@pytest.mark.parametrize("kind", OTHERS)
+@pytest.mark.parametrize("kind", mostly_in_sweeps(OTHERS, quick=["tensor"]))
 def test_what_a_place_holds_instead_goes_again(kind, place):
     number = itertools.count()
     root, owner, *name = PLACES[place](OTHERS[kind](next(number)))
@@ -215,7 +216,7 @@ BETWEEN: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("settled", [0, 2])
+@pytest.mark.parametrize("settled", mostly_in_sweeps([0, 2], quick=[2]))
 @pytest.mark.parametrize("kind", BETWEEN)
 def test_what_lies_between_two_captures_stays(kind, settled):
     model = Layers()

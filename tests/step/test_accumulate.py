@@ -11,6 +11,7 @@ from torchmetrics import MeanMetric
 from automicro import MemoryBudget, Microbatcher
 from automicro.features import with_features
 from tests.models import Memory
+from tests.sweeps import mostly_in_sweeps
 
 ROWS = (7, 4, 1)
 
@@ -26,7 +27,7 @@ def model() -> nn.Module:
     return nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 3)).double()
 
 
-@pytest.mark.parametrize("size", [1, 2, 3, 5, 20])
+@pytest.mark.parametrize("size", mostly_in_sweeps([1, 2, 3, 5, 20], quick=[3, 20]))
 @pytest.mark.parametrize(
     "loss_fn",
     [

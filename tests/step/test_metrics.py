@@ -32,6 +32,7 @@ from automicro.torch_private import function_modes
 from automicro.transaction.rng import RandomState
 from tests.acceptance.torchmetrics_families import INPUTS, NAMED, N, numbers
 from tests.outside import Unreached
+from tests.sweeps import mostly_in_sweeps
 
 ROWS = 12
 
@@ -158,7 +159,7 @@ def first_row_tells_nothing() -> tuple[Tensor, Tensor]:
 
 
 @pytest.mark.parametrize("call", ["evaluate", "backward"])
-@pytest.mark.parametrize("size", [1, 3])
+@pytest.mark.parametrize("size", mostly_in_sweeps([1, 3], quick=[1]))
 @pytest.mark.parametrize(
     "wrap",
     [
@@ -365,7 +366,10 @@ OF_AN_UPDATE: dict[str, Callable[[Tensor], Any]] = {
 }
 
 
-@pytest.mark.parametrize("kind", [MeanMetric, SumMetric, MaxMetric, MinMetric])
+@pytest.mark.parametrize(
+    "kind",
+    mostly_in_sweeps([MeanMetric, SumMetric, MaxMetric, MinMetric], quick=[SumMetric, MaxMetric]),
+)
 @pytest.mark.parametrize("what", OF_AN_UPDATE)
 def test_what_a_function_of_the_callers_counts_is_named_where_the_cut_changes_it(
     what: str, kind: Any

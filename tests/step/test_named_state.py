@@ -26,6 +26,7 @@ from automicro import (
 from automicro.modules import ModuleIndex
 from automicro.reach import Reach
 from tests.outside import Outside
+from tests.sweeps import mostly_in_sweeps
 
 
 def data(seed: int = 1) -> tuple[Tensor, Tensor]:
@@ -81,7 +82,7 @@ KEPT: dict[str, tuple[str, Callable[[Any, Tensor], object]]] = {
 }
 
 
-@pytest.mark.parametrize("size", [3, "auto"])
+@pytest.mark.parametrize("size", mostly_in_sweeps([3, "auto"], quick=[3]))
 @pytest.mark.parametrize("kind", KEPT)
 def test_state_that_depends_on_the_number_of_calls_is_named_where_a_batch_is_split(
     kind: str, size: Any

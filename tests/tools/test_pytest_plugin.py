@@ -95,6 +95,7 @@ def test_a_test_fails_where_its_model_does_not_fit(tmp_path: Path) -> None:
     assert "Call assert_fits(model, batch, '80GiB') in the test" in done.stdout
 
 
+@pytest.mark.sweep
 def test_assert_fits_returns_the_plan_or_tells_it() -> None:
     options = {"loss_fn": LOSS, "optimizer": adam}
     assert assert_fits(Blocks(), batch(), "64MiB", **options).microbatch_size == len(batch()[0])

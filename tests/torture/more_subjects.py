@@ -7,12 +7,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.utils.parametrizations import spectral_norm
 from torch.utils.checkpoint import checkpoint
-from torchmetrics import CatMetric, MetricCollection
-from torchmetrics.classification import MulticlassF1Score
+from torchmetrics import CatMetric
 
 from automicro.optimizer.step import GradientScaler
+from tests.oracle.contents import Content
+from tests.oracle.drawing import SIMPLE, makes_sense
+from tests.oracle.jobs import Job
 from tests.step.texts import Reader, texts
 from tests.torture import smaller_subjects
 from tests.torture.engine.subject import MakeSubject, Subject
@@ -31,33 +32,20 @@ from tests.torture.subjects import (
 VOCABULARY = 8
 
 
-class Recurrent(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.gru = nn.GRU(3, 4, batch_first=True)
-        self.head = nn.Linear(4, 3)
-
-    def forward(self, sequences: Tensor) -> Tensor:
-        out: Tensor = self.head(self.gru(sequences)[0][:, -1])
-        return out
-
-
-class Checkpointed(nn.Module):
+class Reentrant(nn.Module):
     """A model whose recomputation draws dropout again."""
 
-    def __init__(self, use_reentrant: bool) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.use_reentrant = use_reentrant
         self.first = nn.Linear(4, 4)
         self.block = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Dropout(0.2))
         self.head = nn.Linear(4, 3)
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.first(x)
-        if torch.is_grad_enabled():
-            x = x + checkpoint(self.block, x, use_reentrant=self.use_reentrant)
-        else:
-            x = x + self.block(x)
+        # Without a gradient torch warns of a checkpoint.
+        needs_gradient = torch.is_grad_enabled()
+        x = x + (checkpoint(self.block, x, use_reentrant=True) if needs_gradient else self.block(x))
         out: Tensor = self.head(x)
         return out
 
@@ -74,43 +62,6 @@ def penalized_forward(model: nn.Module, microbatch: tuple[Tensor, Tensor]) -> tu
     return loss + 0.1 * slopes.square().sum(1).mean(), outputs
 
 
-class TwoHeads(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.body = nn.Linear(4, 4)
-        self.classes = nn.Linear(4, 3)
-        self.values = nn.Linear(4, 1)
-
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        x = torch.relu(self.body(x))
-        return self.classes(x), self.values(x).squeeze(1)
-
-
-def named_losses(model: nn.Module, microbatch: tuple[Tensor, Tensor]) -> dict[str, Tensor]:
-    inputs, targets = microbatch
-    classes, numbers = model(inputs)
-    return {
-        "classes": nn.functional.cross_entropy(classes, targets),
-        "values": nn.functional.mse_loss(numbers, targets.float()),
-    }
-
-
-class InPlace(nn.Module):
-    """A model that writes into its input and its activations."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Linear(4, 4)
-        self.head = nn.Linear(4, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x.mul_(0.5).sub_(0.1)
-        hidden = self.first(x)
-        hidden[:, 0] = 1.0
-        out: Tensor = self.head(nn.functional.relu(hidden, inplace=True))
-        return out
-
-
 def perceptron(act: type[nn.Module] = nn.Tanh, width: int = 5) -> nn.Sequential:
     return nn.Sequential(nn.Linear(4, width), act(), nn.Linear(width, 3))
 
@@ -123,16 +74,34 @@ def of(make: Callable[[], nn.Module], *shape: int) -> MakeSubject:
 mlp = of(functools.partial(perceptron, nn.ReLU, 6), 4)
 
 
-def groupnorm_cnn() -> nn.Module:
-    return nn.Sequential(
-        nn.Conv2d(1, 4, 3), nn.GroupNorm(2, 4), nn.ReLU(), nn.Flatten(), nn.Linear(16, 3)
+def similar(content: Content, index: int) -> Content:
+    """Return other numbers with the same classes and lengths, so that checks see nothing new."""
+    rows = {
+        name: value + index / 8 if name in "xt" and value.is_floating_point() else value.clone()
+        for name, value in content.rows.items()
+    }
+    return dataclasses.replace(content, rows=rows)
+
+
+def of_search(**ingredients: Any) -> MakeSubject:
+    """A subject made of ingredients of the search."""
+    one = dataclasses.replace(
+        SIMPLE, declares=True, optimizer="adam", num_rows=(ROWS,) * BATCHES, **ingredients
     )
+    assert makes_sense(one), one
 
+    def make() -> Subject:
+        job = Job(one)
+        return Subject(
+            model=job.model,
+            optimizer=job.optimizer,
+            batches=[job.make_batch(similar(job.contents[0], at), at) for at in range(BATCHES)],
+            options={"batchnorm": "ignore", **job.options},
+            metrics=job.metric,
+            keeps_gradient=one.twist != "none",
+        )
 
-def spectral() -> nn.Module:
-    model = perceptron(nn.ReLU)
-    spectral_norm(model[0])
-    return model
+    return make
 
 
 def double_backward() -> Subject:
@@ -147,47 +116,12 @@ def double_backward() -> Subject:
     )
 
 
-def several_losses() -> Subject:
-    model = TwoHeads()
-    batches = [(torch.randn(ROWS, 4), torch.tensor([0, 1, 2, i % 3])) for i in range(BATCHES)]
-    return Subject(
-        model=model,
-        optimizer=adamw(model.parameters()),
-        batches=batches,
-        options={
-            "forward": named_losses,
-            "loss_average": {"classes": "samples", "values": "samples"},
-        },
-    )
-
-
 def half_precision() -> Subject:
     # The first step overflows and is skipped.
     scaler = GradientScaler(torch.device("cpu"), init_scale=2.0**18)
     subject = mlp()
     options = {**subject.options, "precision": "fp16", "backward": scaler.backward}
     return dataclasses.replace(subject, options=options, scaler=scaler)
-
-
-def frozen_part() -> nn.Module:
-    model = perceptron(nn.ReLU)
-    model[0].requires_grad_(False)
-    return model
-
-
-def hooks() -> Subject:
-    """Hooks of every kind, which receive the gradient of the whole batch, once."""
-    subject = classify(perceptron(), 4)
-    first, *others = subject.model.parameters()
-    first.register_hook(lambda gradient: gradient.clamp(-0.01, 0.01))
-    for parameter in others:
-        parameter.register_post_accumulate_grad_hook(_halve)
-    return dataclasses.replace(subject, keeps_gradient=True)
-
-
-def _halve(parameter: Tensor) -> None:
-    assert parameter.grad is not None
-    parameter.grad.mul_(0.5)
 
 
 def attack() -> Subject:
@@ -220,13 +154,6 @@ def outside_leaf() -> Subject:
     return dataclasses.replace(subject, options=options, leaves=[scale])
 
 
-def bf16() -> Subject:
-    """Parameters in bf16, whose gradients add up in float32."""
-    subject = classify(perceptron().bfloat16(), 4)
-    batches = [(inputs.bfloat16(), targets) for inputs, targets in subject.batches]
-    return dataclasses.replace(subject, batches=batches, keeps_gradient=True)
-
-
 def gpt2() -> Subject:
     from transformers import GPT2Config, GPT2LMHeadModel  # imports slowly
 
@@ -235,16 +162,6 @@ def gpt2() -> Subject:
         eos_token_id=0,
     )  # fmt: skip
     return _language_model(GPT2LMHeadModel(config))
-
-
-def bert() -> Subject:
-    from transformers import BertConfig, BertForMaskedLM  # imports slowly
-
-    config = BertConfig(
-        vocab_size=VOCABULARY, hidden_size=8, num_hidden_layers=1, num_attention_heads=2,
-        intermediate_size=8, max_position_embeddings=4, type_vocab_size=1,
-    )  # fmt: skip
-    return _language_model(BertForMaskedLM(config))
 
 
 def _language_model(model: Any) -> Subject:
@@ -268,11 +185,6 @@ def _language_model(model: Any) -> Subject:
 
 def _count_rows(metric: RowCounter, outputs: Any, microbatch: Any) -> None:
     metric.update(outputs["logits"], microbatch["labels"])
-
-
-def compute_groups() -> Subject:
-    metrics = MetricCollection([accuracy(), MulticlassF1Score(3, validate_args=False)])
-    return dataclasses.replace(classify(nn.Linear(4, 3), 4), metrics=metrics)
 
 
 def by_cost() -> Subject:
@@ -302,26 +214,27 @@ def by_cost() -> Subject:
 
 SUBJECTS: dict[str, MakeSubject] = {
     "MLP": mlp,
-    "CNN with GroupNorm": of(groupnorm_cnn, 1, 4, 4),
+    "CNN with GroupNorm": of_search(model="conv with GroupNorm"),
     "BatchNorm and dropout": batchnorm_and_dropout,
-    "GRU": of(Recurrent, 3, 3),
+    "GRU": of_search(model="gru with dropout"),
     "GPT-2": gpt2,
-    "BERT": bert,
+    "BERT": of_search(model="BERT", loss="tokens, flat"),
     "tied weights": tied_weights,
     "state of every kind": state_of_every_kind,
-    "spectral norm": of(spectral, 4),
-    "checkpointing": of(functools.partial(Checkpointed, False), 4),
-    "reentrant checkpointing": of(functools.partial(Checkpointed, True), 4),
+    "spectral norm": of_search(model="spectral norm"),
+    "checkpointing": of_search(model="dropout, checkpointed"),
+    "reentrant checkpointing": of(Reentrant, 4),
     "double backward": double_backward,
-    "several losses": several_losses,
+    "several losses": of_search(loss="several named"),
     "fp16": half_precision,
-    "frozen part": of(frozen_part, 4),
-    "in-place forward": of(InPlace, 4),
-    "hooks": hooks,
+    "frozen part": of_search(model="frozen but the head"),
+    "in-place forward": of_search(model="inplace ReLU", form="halved in place"),
+    "hooks before accumulation": of_search(twist="hooks that clamp"),
+    "hooks after accumulation": of_search(twist="hooks after accumulation"),
     "attack": attack,
     "leaf outside of the model": outside_leaf,
-    "bf16": bf16,
+    "bf16": of_search(dtype="bfloat16", twist="gradients are kept"),
     "slices by cost": by_cost,
-    "compute groups": compute_groups,
+    "compute groups": of_search(metric="a collection"),
     **smaller_subjects.SUBJECTS,
 }

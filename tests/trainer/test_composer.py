@@ -14,6 +14,7 @@ from torchmetrics.classification import MulticlassAccuracy, MulticlassF1Score
 from automicro import LossError, Microbatcher, Trainer
 from automicro.trainer.metrics import MetricSet, model_metrics
 from benchmarks.beside_composer import CASES, is_exact, table
+from tests.sweeps import mostly_in_sweeps
 from tests.trainer.runs import CLASSES, FEATURES, adam, assert_same, make_loader
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "integrations" / "composer.md"
@@ -109,7 +110,7 @@ FORMS: dict[str, tuple[Any, Any]] = {
 }
 
 
-@pytest.mark.parametrize("size", [None, 5])
+@pytest.mark.parametrize("size", mostly_in_sweeps([None, 5], quick=[5]))
 @pytest.mark.parametrize("form", FORMS)
 def test_losses_are_read_as_composer_reads_them(form: str, size: int | None) -> None:
     given, meant = FORMS[form]

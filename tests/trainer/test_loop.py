@@ -20,6 +20,7 @@ from automicro.events.run import Run
 from automicro.features import UpdateMetric
 from automicro.loggers import JSONLinesLogger
 from tests.loggers.logged import read_json_lines
+from tests.sweeps import mostly_in_sweeps
 from tests.trainer.runs import assert_same, make_data, make_loader, make_model, make_trainer
 
 # Four batches an epoch: 16, 16, 16 and 2 rows.
@@ -259,7 +260,7 @@ def test_fit_inside_of_a_callback_of_the_same_trainer_is_refused(event: str) -> 
     assert trainer.state.batch == 1
 
 
-@pytest.mark.parametrize("every", ["1ba", "3ba", None])
+@pytest.mark.parametrize("every", mostly_in_sweeps(["1ba", "3ba", None], quick=["3ba"]))
 def test_training_is_the_same_however_often_it_evaluates(every: str | None) -> None:
     models = []
     for interval in (every, "1ep"):

@@ -21,6 +21,7 @@ from automicro import (
 )
 from automicro.callbacks import OutOfMemoryReport
 from automicro.memory.oom import once_more
+from tests.sweeps import mostly_in_sweeps
 
 STEP = ["attempt_start", "microbatch_start", "forward_start", "forward_end", "loss_end"]
 STEP += ["backward_start", "backward_end", "microbatch_end", "attempt_end"]
@@ -59,7 +60,7 @@ class Greedy(Callback):
 
 
 @pytest.mark.parametrize("event", STEP)
-@pytest.mark.parametrize("microbatch_size", ["auto", 4])
+@pytest.mark.parametrize("microbatch_size", mostly_in_sweeps(["auto", 4], quick=["auto"]))
 def test_a_callback_inside_a_step_is_named_and_not_the_rows(
     event: str, microbatch_size: Any
 ) -> None:

@@ -106,6 +106,7 @@ def test_an_evaluation_and_a_prediction_inside_of_fit_see_the_weights_to_be_used
     assert abs(at_training - used[0]) > 1e-6
 
 
+@pytest.mark.sweep
 def test_a_checkpoint_has_the_weights_to_be_used_and_goes_on_to_the_bit(tmp_path: Path) -> None:
     class Fails(Callback):
         def batch_start(self, run: Run, batch: Any) -> None:

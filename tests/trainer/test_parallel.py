@@ -32,6 +32,7 @@ from automicro.trainer.processes import (
     process_in_environment,
 )
 from tests.config_jobs import load_config
+from tests.sweeps import mostly_in_sweeps
 
 ROWS = TensorDataset(torch.arange(11))
 TWO = Process(rank=0, world_size=2)
@@ -48,7 +49,7 @@ def rows_of(loader: Any) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
-@pytest.mark.parametrize("epoch", [0, 1])
+@pytest.mark.parametrize("epoch", mostly_in_sweeps([0, 1], quick=[1]))
 def test_ranks_together_get_the_batches_of_one_process(world_size: int, epoch: int) -> None:
     def loader(batch_size: int) -> DataLoader[Any]:
         return DataLoader(ROWS, batch_size=batch_size, shuffle=True)
@@ -145,7 +146,7 @@ def test_orders_differ_from_epoch_to_epoch() -> None:
         {"batch_size": None, "sampler": RandomSampler(ROWS)},
     ],
 )
-@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("world_size", mostly_in_sweeps([2, 3], quick=[3]))
 def test_every_row_comes_exactly_once(options: dict[str, Any], world_size: int) -> None:
     seen: Counter[int] = Counter()
     for rank in range(world_size):

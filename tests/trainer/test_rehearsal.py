@@ -141,6 +141,7 @@ def test_a_run_whose_longest_batch_comes_last_and_never_fits_fails_before_the_fi
     assert "the costliest of all 10 batches" in where
 
 
+@pytest.mark.sweep
 def test_a_run_that_is_resumed_does_not_rehearse_again_and_has_the_same_bits(
     tmp_path: Path,
 ) -> None:
@@ -349,6 +350,7 @@ def named(rows: list[Tensor]) -> dict[str, Tensor]:
     }
 
 
+@pytest.mark.sweep
 def test_slices_by_tokens_are_rehearsed_in_tokens_and_leave_no_trace() -> None:
     lengths = [30, 28] * 44 + [60] * 8
     loader = DataLoader(Texts(lengths), batch_size=8, collate_fn=named)
@@ -380,7 +382,6 @@ def not_rehearsed(seeds: range) -> tuple[int, list[int]]:
 @pytest.mark.parametrize(
     "seeds",
     [
-        range(4, 6),
         pytest.param(range(40, 80), marks=pytest.mark.sweep),
         pytest.param(range(200), marks=pytest.mark.slow),
     ],

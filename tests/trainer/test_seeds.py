@@ -78,6 +78,7 @@ def script(
     return notes, trainer.fit()
 
 
+@pytest.mark.sweep
 def test_sizes_are_remembered_with_a_seed_where_that_is_asked_for() -> None:
     first, _ = script(features=[RememberSizes()], max_duration="3ep")
     again, _ = script(features=[RememberSizes()], max_duration="3ep")
@@ -85,6 +86,7 @@ def test_sizes_are_remembered_with_a_seed_where_that_is_asked_for() -> None:
     assert again.losses != first.losses  # what remembering costs, and why it is asked for
 
 
+@pytest.mark.sweep
 def test_sizes_are_remembered_without_a_seed() -> None:
     script(seed=None, max_duration="3ep")
     assert len(SizeCache().entries()) == 1

@@ -19,6 +19,7 @@ from automicro.tools.plan import kernels
 from automicro.tools.plan.kernels import KINDS
 from automicro.torch_private import EFFICIENT_ATTENTION_BACKWARD, FLASH_ATTENTION_BACKWARD
 from tests.gpu.test_plan_gpu import planned
+from tests.sweeps import mostly_in_sweeps
 from tests.tools.plan.conftest import adam, real_peak
 
 ROWS = 64
@@ -73,7 +74,7 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Any]] = {
 }
 
 
-@pytest.mark.parametrize("size", [ROWS, 16])
+@pytest.mark.parametrize("size", mostly_in_sweeps([ROWS, 16], quick=[16]))
 @pytest.mark.parametrize("case", CASES)
 def test_a_planned_peak_is_that_of_a_microbatcher(
     case: str, size: int, without_workspaces: None

@@ -98,7 +98,7 @@ CASES: dict[str, tuple[type[Model], Any, dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("size", mostly_in_sweeps([ROWS, 16], quick=[16]))
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", mostly_in_sweeps(CASES, quick=["a tail and recompute", "offload"]))
 def test_the_planned_peak_of_a_level_is_that_of_a_microbatcher(
     case: str, size: int, without_workspaces: None
 ) -> None:
@@ -110,6 +110,7 @@ def test_the_planned_peak_of_a_level_is_that_of_a_microbatcher(
     assert found.needed_bytes >= real
 
 
+@pytest.mark.sweep
 def test_each_level_has_its_largest_microbatch_and_the_report_is_of_the_first_that_fits() -> None:
     limit = plan(Model(), batch(512)).needed_bytes * 3 // 4
     report = plan(Model(), batch(512), memory=limit, when_too_large=["recompute", "offload"])

@@ -366,13 +366,14 @@ def _count_reservation(run: TortureRun, mode: FaultMode) -> None:
 HALF_APPLIED = "half applied"
 
 # Functions of automicro that may go on without what failed in them.
-PROBE, DRY_RUN = "probe", "dry run of the optimizer"
+PROBE, DRY_RUN, OF_A_METRIC = "probe", "dry run of the optimizer", "check of a metric"
 ABSORBED = {
     "predict_step_memory": DRY_RUN,
     "few_rows": PROBE,
     "whole": PROBE,
     "outputs": PROBE,
     "_look_at_padding": PROBE,
+    "differing": OF_A_METRIC,
     "once_more": "retrying once",
     "_copy_totals": "copy to earlier gradients",
     "_finish_backward": "clean-up",
@@ -548,9 +549,10 @@ def _is_experiment(mode: FaultMode) -> bool:
     """Whether the last fault hit a trial of automicro's own, on stand-ins or in another mode.
 
     If the optimizer fails on stand-ins, nothing is reserved; if the model fails on two rows in
-    evaluation mode, they are tried in training mode. Neither may end a training that works.
+    evaluation mode, they are tried in training mode; a metric may fail on so few rows. None of it
+    may end a training that works.
     """
-    return _absorbed_by(mode) in (DRY_RUN, PROBE)
+    return _absorbed_by(mode) in (DRY_RUN, PROBE, OF_A_METRIC)
 
 
 def _absorbed_by(mode: FaultMode) -> str:
