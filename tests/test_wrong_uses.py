@@ -37,6 +37,7 @@ from automicro import (
 )
 from automicro.contrastive import InfoNCE
 from automicro.demo.topics import loader, pieces, word_loader
+from automicro.durations import Duration, Unit, parse_time, read_duration
 from automicro.events.run import Run
 from automicro.features import (
     Carry,
@@ -54,7 +55,6 @@ from automicro.schedules import (
     linear_with_warmup,
 )
 from automicro.tools.pictures import speed_and_memory
-from automicro.units import Duration, Unit, parse_time, read_duration
 from tests.config_jobs import build_trainer, job
 
 TABLE = Path(__file__).with_name("messages.md")
