@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from automicro.errors import about
-from automicro.memory.budget import active_budget
+from automicro.memory.device import active_budget
 from automicro.torch_private import (
     compile_in_place,
     compile_modes,

@@ -214,7 +214,7 @@ def blame(error: BaseException, culprit: Bystander, doing: str) -> None:
 
     >>> error = MemoryError()
     >>> blame(error, Bystander(kind="metric", name="'f1'"), "while updating the metric 'f1'")
-    >>> error.__notes__, bystander(error)
+    >>> error.__notes__, str(facts_of(error).bystander)
     (["automicro: while updating the metric 'f1'"], "the metric 'f1'")
     """
     add_note(error, f"automicro: {doing}")
@@ -222,22 +222,11 @@ def blame(error: BaseException, culprit: Bystander, doing: str) -> None:
         remember(error, bystander=culprit)
 
 
-def bystander(error: BaseException) -> str | None:
-    """Return a description of the bystander that raised an exception, or None."""
-    found = facts_of(error).bystander
-    return None if found is None else str(found)
-
-
 def facts_of(error: BaseException) -> _Facts:
     """Return the facts stored with an exception."""
     # Bypass __getattr__, which may be user code.
     found = vars(error).get(_FACTS)
     return found if isinstance(found, _Facts) else _Facts()
-
-
-def keys_of(error: BaseException) -> tuple[str, ...]:
-    """Return the arguments, or dotted config keys, that an error is about."""
-    return facts_of(error).keys
 
 
 @contextlib.contextmanager
@@ -248,13 +237,13 @@ def about(*keys: object) -> Iterator[None]:
     ...     with about("model"), about("model.args"):
     ...         raise ConfigError("no such argument")
     ... except ConfigError as error:
-    ...     keys_of(error)
+    ...     facts_of(error).keys
     ('model.args',)
     """
     try:
         yield
     except Exception as error:
-        if not keys_of(error):
+        if not facts_of(error).keys:
             remember(error, keys=tuple(map(str, keys)))
         raise
 

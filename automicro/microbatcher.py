@@ -29,7 +29,6 @@ from automicro.options import (
     check_choice,
     check_model,
     check_modules,
-    check_optimizer,
     check_precision,
     check_probe,
     check_state,
@@ -176,7 +175,11 @@ class Microbatcher:
         # Before anything is attached, so that a refused construction leaves the model as it was.
         _refuse_to_cut(everything, **sizes)
         refuse_lazy(everything)
-        innermost = check_optimizer(optimizer, everything)
+        innermost = None
+        if optimizer is not None:
+            from automicro.accepted_optimizers import check_optimizer
+
+            innermost = check_optimizer(optimizer, everything)
         ranks = find_ranks(everything)  # before anything that can fail on a single rank
         setup = Setup(
             model=unwrapped(model),

@@ -29,6 +29,7 @@ from tests.tree import (
 # Imports within a folder are free unless they form a cycle.
 LAYERS = (
     (
+        "accepted_optimizers",
         "durations",
         "errors",
         "files",

@@ -21,8 +21,7 @@ from torch import Tensor
 
 from automicro.batch.tensors import Contents, map_tensors, tensor_leaves
 from automicro.errors import RollbackError
-from automicro.memory.budget import active_budget
-from automicro.memory.device import copies_overlap
+from automicro.memory.device import active_budget, copies_overlap
 from automicro.torch_private import all_versions
 from automicro.values import same_content
 

@@ -12,7 +12,7 @@ from automicro.durations import Duration, read_duration
 from automicro.errors import removed
 from automicro.events.callback import Callback
 from automicro.events.run import Run
-from automicro.memory.budget import active_budget
+from automicro.memory.device import active_budget
 from automicro.sharding import is_sharded, local
 from automicro.showing import short
 

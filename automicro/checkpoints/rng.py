@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from automicro.errors import CheckpointError, CheckpointWarning, warn
-from automicro.memory.budget import active_budget
+from automicro.memory.device import active_budget
 
 
 def rng_state() -> dict[str, Any]:

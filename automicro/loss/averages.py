@@ -248,7 +248,12 @@ def read_average(
     def read_off() -> Average | None:
         if loss_fn is not None:
             return _read_loss(loss_fn, targets)
-        return _read_transformers(model, targets) if reads_model else None
+        return read_declared() if reads_model else None
+
+    def read_declared() -> Average | None:
+        from automicro.loss.libraries import read_transformers
+
+        return read_transformers(model, targets)
 
     def average_of(declared: Any) -> Average:
         match declared:
@@ -257,8 +262,7 @@ def read_average(
             case "none":
                 return Sum()
             case "model":
-                read = _read_transformers(model, targets)
-                if read is not None:
+                if (read := read_declared()) is not None:
                     return read
                 raise ValueError(
                     f"loss_average='model' was given, but {type(model).__name__} declares no "
@@ -332,38 +336,6 @@ def _read_loss(loss_fn: Callable[..., Any], targets: Callable[[Any], Any]) -> Av
         class_weight=options.get("weight"),
         reads=not has_zeros,
     )
-
-
-_OVER_TARGETS = {
-    *(f"For{what}Classification" for what in ("Token", "Sequence", "Image", "Video", "Audio")),
-    "ForMaskedLM",
-}
-
-
-def _read_transformers(model: nn.Module, targets: Callable[[Any], Any]) -> Average | None:
-    """Infer the average from the loss type that a Hugging Face model declares."""
-    # A language model without a loss type has the default, a causal loss, as transformers documents
-    # it. Causal models shift their labels by one; encoder-decoder models and token classifiers do
-    # not. Checks find models whose loss differs.
-    # Check the class first, because a model without a loss type logs when the instance is accessed.
-    if not (hasattr(type(model), "loss_function") or hasattr(model, "loss_function")):
-        return None
-    # Only Hugging Face models have these attributes.
-    config = getattr(model, "config", None)
-    loss_type = getattr(model, "loss_type", None)
-    get_head: Any = getattr(model, "get_output_embeddings", None)
-    if loss_type is None and isinstance(get_head and get_head(), nn.Module):
-        loss_type = "ForConditionalGeneration"
-    match loss_type:
-        case "ForCausalLM" | "ForConditionalGeneration":
-            stays = loss_type != "ForCausalLM" and getattr(config, "is_encoder_decoder", False)
-            return Tokens(targets, shift=0 if stays else 1, is_claimed=True)
-        case "ForSemanticSegmentation":
-            return Tokens(targets, ignore_index=255)
-        case "ForCTC":
-            reduction = getattr(config, "ctc_loss_reduction", None)
-            return Sum() if reduction == "sum" else Samples() if reduction == "mean" else None
-    return Tokens(targets) if loss_type in _OVER_TARGETS else None
 
 
 def _shares(

@@ -143,7 +143,7 @@ def choose_convention(
     # The forward of Composer models takes the batch as its only argument, so they must be
     # recognized before keyword models.
     if all(callable(getattr(model, name, None)) for name in ("loss", "eval_forward")):
-        from automicro.loss.composer import ComposerModel
+        from automicro.loss.libraries import ComposerModel
 
         return ComposerModel(model)
     return _KeywordModel()

@@ -1,8 +1,6 @@
 """Simulated device of any size on the CPU."""
 
-import collections
 import contextlib
-import threading
 from collections.abc import Iterable, Iterator, Mapping
 from types import TracebackType
 from typing import Any, Self, TypeVar, cast
@@ -10,6 +8,7 @@ from typing import Any, Self, TypeVar, cast
 import torch
 from torch import nn
 
+from automicro.memory.device import entered, tensors_in
 from automicro.torch_private import is_compiled
 from automicro.units import format_bytes, parse_bytes
 
@@ -36,21 +35,6 @@ def refuse_compiled(module: nn.Module) -> None:
 
 
 T = TypeVar("T")
-
-
-class _Entered(threading.local):
-    """The budget that this thread has entered, and how many times."""
-
-    budget: "MemoryBudget | None" = None
-    depth: int = 0
-
-
-_entered = _Entered()
-
-
-def active_budget() -> "MemoryBudget | None":
-    """Return the budget that this thread has entered, or None."""
-    return _entered.budget
 
 
 class MemoryBudget:
@@ -138,16 +122,16 @@ class MemoryBudget:
         Raises:
             ValueError: this thread has entered another budget.
         """
-        if _entered.budget is None:
+        if entered.budget is None:
             self._mode.__enter__()  # type: ignore[no-untyped-call]
-            _entered.budget = self
+            entered.budget = self
         # A second mode on the same thread would count each operation twice.
-        elif _entered.budget is not self:
+        elif entered.budget is not self:
             raise ValueError(
-                f"cannot enter {self!r} inside {_entered.budget!r}: one thread simulates one "
+                f"cannot enter {self!r} inside {entered.budget!r}: one thread simulates one "
                 f"device, so leave the outer budget first, or enter that one in both places"
             )
-        _entered.depth += 1
+        entered.depth += 1
         return self
 
     def __exit__(
@@ -157,10 +141,10 @@ class MemoryBudget:
         trace: TracebackType | None,
     ) -> None:
         """Stop counting when the outermost entry ends."""
-        assert _entered.budget is self
-        _entered.depth -= 1
-        if _entered.depth == 0:
-            _entered.budget = None
+        assert entered.budget is self
+        entered.depth -= 1
+        if entered.depth == 0:
+            entered.budget = None
             self._mode.__exit__(kind, error, trace)  # type: ignore[no-untyped-call]
 
     def track(self, *residents: object) -> Self:
@@ -274,14 +258,3 @@ def tensors_of(residents: Iterable[object]) -> Iterator[torch.Tensor]:
                 f"a budget cannot track {resident!r} of type {type(resident).__name__}: give "
                 f"modules, optimizers or tensors"
             )
-
-
-def tensors_in(value: object) -> Iterator[torch.Tensor]:
-    """Yield the tensors in nested mappings and sequences, such as the state of an optimizer."""
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, Mapping):
-        yield from tensors_in([*value.values()])
-    elif isinstance(value, list | tuple | set | collections.deque):
-        for each in value:
-            yield from tensors_in(each)

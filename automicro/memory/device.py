@@ -2,29 +2,42 @@
 
 A CPU counts only inside a `MemoryBudget`. Abilities of an accelerator are looked up in its torch
 module (``torch.cuda``, ``torch.xpu``, ``torch.mps`` …), not derived from its name.
-
-cuBLAS and cuDNN allocate device memory outside torch's allocator when a thread first uses them: in
-the forward on the caller's thread, and in the backward on a thread of autograd. If the first
-attempt has filled the device, their failures are hard to distinguish from a broken device.
 """
 
+import collections
 import contextlib
 import logging
 import math
 import re
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
 
 from automicro.errors import add_note, text_of
-from automicro.memory.budget import MemoryBudget, active_budget
-from automicro.torch_private import without_modes
 from automicro.units import format_bytes, parse_bytes, parse_share
+
+if TYPE_CHECKING:
+    from automicro.memory.budget import MemoryBudget
+
+
+class Entered(threading.local):
+    """The budget that this thread has entered, and how many times."""
+
+    budget: "MemoryBudget | None" = None
+    depth: int = 0
+
+
+entered = Entered()
+
+
+def active_budget() -> "MemoryBudget | None":
+    """Return the budget that this thread has entered, or None."""
+    return entered.budget
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,6 +115,7 @@ _earlier_laps: dict[torch.device, int] = {}
 def peak_bytes(device: torch.device | str) -> int | None:
     """Return the peak memory of live tensors since `reset_peak`, or None if not counted.
 
+    >>> from automicro import MemoryBudget
     >>> with MemoryBudget(None):
     ...     x = torch.zeros(1024)
     ...     peak_bytes("cpu")
@@ -132,6 +146,7 @@ def begin_lap(device: torch.device | str) -> AllocatorCounts:
 
     On an accelerator this resets torch's own peak statistics.
 
+    >>> from automicro import MemoryBudget
     >>> with MemoryBudget(None):
     ...     x = torch.zeros(1024)
     ...     del x
@@ -196,7 +211,7 @@ def synchronize(device: torch.device | str) -> None:
 
 def limit_memory(
     limit: str | int | float, device: torch.device | str
-) -> contextlib.AbstractContextManager[MemoryBudget | None]:
+) -> "contextlib.AbstractContextManager[MemoryBudget | None]":
     """Return a context in which a device has at most a limit of memory.
 
     >>> with limit_memory("1MiB", "cpu") as budget:
@@ -208,6 +223,8 @@ def limit_memory(
     device = torch.device(device)
     num_bytes = limit_bytes(limit, device)
     if device.type == "cpu":
+        from automicro.memory.budget import MemoryBudget
+
         return MemoryBudget(num_bytes)
     total = total_bytes(device)
     if total is None or _ability(device, "set_per_process_memory_fraction") is None:
@@ -282,7 +299,18 @@ def _reset_counter(device: torch.device) -> None:
 _NOTHING: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
 
 
-def track_residents(budget: MemoryBudget, residents: Iterable[object]) -> None:
+def tensors_in(value: object) -> Iterator[torch.Tensor]:
+    """Yield the tensors in nested mappings and sequences, such as the state of an optimizer."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, Mapping):
+        yield from tensors_in([*value.values()])
+    elif isinstance(value, list | tuple | set | collections.deque):
+        for each in value:
+            yield from tensors_in(each)
+
+
+def track_residents(budget: "MemoryBudget", residents: Iterable[object]) -> None:
     """Count residents in a budget, with a note to the error if they alone exceed it."""
     try:
         budget.track(*(each for each in residents if each is not None))
@@ -318,11 +346,11 @@ class OccupiedDevice:
         self.optimizer = optimizer
         self.memory_limit = memory_limit
         self.sums_in_float32 = sums_in_float32
-        self._budget: MemoryBudget | None = None
+        self._limit: contextlib.AbstractContextManager[MemoryBudget | None] | None = None
         if memory_limit is not None:
             limit = limit_memory(memory_limit, device)
             # A simulated device and its counts persist from step to step.
-            self._budget = limit if isinstance(limit, MemoryBudget) else None
+            self._limit = limit if device.type == "cpu" else None
 
     def limited(self) -> contextlib.AbstractContextManager[None]:
         """Return a context with the limit, in which everything on the device is counted."""
@@ -337,7 +365,7 @@ class OccupiedDevice:
             if self.memory_limit is not None:
                 # An accelerator is limited only during a step, because other code uses it in
                 # between.
-                stack.enter_context(self._budget or limit_memory(self.memory_limit, self.device))
+                stack.enter_context(self._limit or limit_memory(self.memory_limit, self.device))
             budget = active_budget()
             if budget is not None:
                 track_residents(budget, [*self.modules, self.optimizer])
@@ -511,50 +539,3 @@ def _requested_bytes(failure: BaseException) -> int:
         return parse_bytes(found[1])
     except ValueError:
         return 0
-
-
-# Layers that cuDNN, or MIOpen on ROCm, might compute.
-_CONVOLVING = (
-    nn.Conv1d, nn.Conv2d, nn.Conv3d,
-    nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d,
-    nn.RNNBase, nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d,
-)  # fmt: skip
-_used: set[tuple[torch.device, str]] = set()
-
-
-def use_libraries(devices: Iterable[torch.device], modules: Sequence[nn.Module]) -> None:
-    """Use the libraries that modules will need, forward and backward, once on each accelerator."""
-    # Errors are ignored here, because the step reports them with more context.
-    for device in devices:
-        if device.type == "cpu":
-            continue
-        _use(device, "products")
-        if any(isinstance(each, _CONVOLVING) for root in modules for each in root.modules()):
-            _use(device, "convolutions")
-
-
-def _use(device: torch.device, library: str) -> None:
-    if (device, library) in _used:
-        return
-    # Marked before the attempt, because a failure would otherwise be repeated in every step.
-    _used.add((device, library))
-    try:
-        # The caller might be in inference mode or without gradients. The backward loads the
-        # libraries on autograd's thread.
-        with without_modes(), torch.inference_mode(False), torch.enable_grad():
-            _WORK[library](device).sum().backward()  # type: ignore[no-untyped-call]
-    except (RuntimeError, MemoryError) as error:
-        logger.debug("%s were not tried on %s: %s", library, device, error)
-
-
-def _multiply(device: torch.device) -> Tensor:
-    one = torch.ones(16, 16, device=device, requires_grad=True)
-    return one @ one
-
-
-def _convolve(device: torch.device) -> Tensor:
-    weight = torch.ones(1, 1, 3, 3, device=device, requires_grad=True)
-    return F.conv2d(torch.ones(1, 1, 8, 8, device=device), weight)
-
-
-_WORK = {"products": _multiply, "convolutions": _convolve}

@@ -33,7 +33,7 @@ from automicro.batch.device import on_host
 from automicro.batch.tensors import tensor_leaves
 from automicro.batchnorm import sees_the_batch
 from automicro.errors import UnsplittableModelError, text_of
-from automicro.memory.budget import active_budget
+from automicro.memory.device import active_budget
 from automicro.memory.oom import Failure, classify
 from automicro.nested.slices import (
     Call,

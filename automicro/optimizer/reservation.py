@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from automicro.errors import describe_error
-from automicro.memory.budget import active_budget, tensors_in
+from automicro.memory.device import active_budget, tensors_in
 from automicro.memory.ledger import CountingMode
 from automicro.sharding import local
 from automicro.state.capture import capture

@@ -6,7 +6,7 @@ from typing import Any, Protocol, TypeAlias
 
 from torch import Tensor
 
-from automicro.errors import Bystander, blame, bystander
+from automicro.errors import Bystander, blame, facts_of
 from automicro.step.feature import Attempt, Feature, MicrobatchRun
 
 
@@ -107,7 +107,7 @@ class Observing(Feature):
         try:
             self._observer(event, subject)
         except BaseException as error:
-            if bystander(error) is None:  # otherwise the error already names the callback
+            if facts_of(error).bystander is None:  # otherwise the error already names the callback
                 named = getattr(self._observer, "__qualname__", type(self._observer).__qualname__)
                 where = f"{named} (the observer), at {event}"
                 blame(error, Bystander(kind="callback", name=where), f"in the callback {where}")

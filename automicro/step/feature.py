@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from automicro.errors import Bystander, blame, bystander
+from automicro.errors import Bystander, blame, facts_of
 from automicro.loss.conventions import Carried, Output
 from automicro.state.part import PART
 from automicro.step.plan import Cut, Plan
@@ -246,7 +246,7 @@ def _named(hook: Callable[..., Any], *args: Any) -> Any:
     try:
         return hook(*args)
     except BaseException as error:
-        if bystander(error) is None:  # otherwise an inner call has already named it
+        if facts_of(error).bystander is None:  # otherwise an inner call has already named it
             feature: Any = hook.__self__  # type: ignore[attr-defined]
             culprit = Bystander(kind="feature", name=type(feature).__name__)
             blame(error, culprit, f"in {hook.__name__} of {culprit}")

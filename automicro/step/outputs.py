@@ -13,7 +13,7 @@ from automicro.batch.layout import BatchLayout
 from automicro.batch.tensors import map_tensors, tensor_leaves
 from automicro.errors import BatchError, Bystander, LossError, MetricWarning, blame, warn
 from automicro.loss.conventions import outputs_with_rows
-from automicro.memory.budget import active_budget
+from automicro.memory.device import active_budget
 from automicro.step.feature import Attempt, Feature, MicrobatchRun
 from automicro.step.plan import Cut
 from automicro.transaction.transaction import Part

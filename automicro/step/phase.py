@@ -6,7 +6,7 @@ from typing import Any
 
 from automicro.batch.device import InputGuard, InputWatch
 from automicro.batch.tensors import Contents
-from automicro.memory.device import Meter, use_libraries
+from automicro.memory.device import Meter
 from automicro.modules import comparing_rows
 from automicro.policy.policy import Policy, make_policy, with_levels
 from automicro.ranks.interface import Ranks, Sync
@@ -230,9 +230,11 @@ class Phase:
             self._nested_ooms += nested.ooms
         if not self._has_run:
             self._has_run = True
-            # cuBLAS and similar libraries allocate memory on first use, which would fail in the
-            # middle of an attempt on a full device.
-            use_libraries(self._setup.devices, self._setup.modules)
+            if any(each.type != "cpu" for each in self._setup.devices):
+                from automicro.memory.libraries import use_libraries
+
+                # They allocate memory on first use, which would fail in the middle of an attempt.
+                use_libraries(self._setup.devices, self._setup.modules)
         self._is_new = False
         if not self.is_rehearsing:  # `reach` counts the batches of the run
             self.reach.step()

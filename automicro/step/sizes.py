@@ -4,7 +4,7 @@ import logging
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
-from automicro.errors import SampleTooLargeError, bystander
+from automicro.errors import SampleTooLargeError, facts_of
 from automicro.memory.device import Measured
 from automicro.memory.oom import empty_cache, first_line
 from automicro.policy.policy import Outcome, Policy
@@ -180,7 +180,7 @@ class Sizes:
                 phase.rule.min_rows,
                 residents,
                 phase.device,
-                who=bystander(failure),
+                who=facts_of(failure).bystander,
                 levels=policy.levels,
                 helps=what_helps(policy.levels[plan.level] if phase.is_training else None),
             )

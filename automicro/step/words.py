@@ -8,10 +8,10 @@ import torch
 
 from automicro.batchnorm import needs_two_rows
 from automicro.errors import (
+    Bystander,
     PeerStoppedError,
     SampleTooLargeError,
     add_note,
-    bystander,
     facts_of,
     text_of,
 )
@@ -53,7 +53,7 @@ def give_up_fixed(
             f"the microbatch size is fixed, and {_of(size, plan)} do not fit on {who}; "
             f"{smaller}. The state is as before the step.{reports_of(failure)}"
         ) from failure
-    beside = bystander(failure)
+    beside = facts_of(failure).bystander
     # Fewer rows would not help a callback that keeps its inputs.
     if beside is not None:
         add_note(
@@ -97,7 +97,7 @@ def why_nothing_fits(
     residents: ResidentMemory | None,
     device: torch.device,
     *,
-    who: str | None = None,
+    who: Bystander | None = None,
     levels: Sequence[str] = ("plain",),
     helps: Sequence[str] = (),
 ) -> str:
@@ -181,7 +181,8 @@ _SHAPES = re.compile(r"\b(sizes?|shapes?|dims?|dimensions?|dimensional|D)\b|\dD\
 
 def explain(error: BaseException, plan: Plan) -> None:
     """Add notes to an error about how microbatches may have contributed to it."""
-    if bystander(error) is None:  # otherwise it comes from a metric or callback, not the forward
+    # Otherwise it comes from a metric or callback, not the forward.
+    if facts_of(error).bystander is None:
         for note in _contributions(error, plan):
             add_note(error, f"automicro: {note}")
 

@@ -11,9 +11,10 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from automicro.accepted_optimizers import check_optimizer, innermost_optimizer
 from automicro.errors import suggestion, warn
 from automicro.optimizer.step import GradientScaler, clip_gradients, step_optimizer
-from automicro.options import check_modules, check_optimizer, innermost_optimizer
+from automicro.options import check_modules
 from automicro.ranks.interface import Ranks
 from automicro.showing import as_text
 from automicro.values import comes_from, read_scalars

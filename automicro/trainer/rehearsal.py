@@ -348,20 +348,18 @@ class Rehearsal:
 
     def _train(self, report: RehearsalReport) -> None:
         context = self.step.context
-        most, size = context.run.max_duration, self.feed.group_size
+        most, size, loader = context.run.max_duration, self.feed.group_size, self.feed.loader
         most_batches = most.value * size if most.unit is Unit.BATCHES else None
         # From the second batch on, the gradients of earlier ones take memory next to it.
-        copies = min(2, self.feed.group_size)
+        copies = min(2, size)
 
         def run(batch: Any) -> StepResult:
             batches = [] if batch is None else [batch] * copies
             return self.step.microbatcher.accumulate(batches, self.step.metrics.metrics)
 
-        with undisturbed(self.feed.loader, *context.callbacks.transforming):
+        with undisturbed(loader, *context.callbacks.transforming):
             epoch, name = context.state.epoch, "train_dataloader"
-            scan = self._scan(
-                self.feed.loader, name, report, epoch=epoch, most_batches=most_batches
-            )
+            scan = self._scan(loader, name, report, epoch=epoch, most_batches=most_batches)
             report.batches.extend(self._twice(scan, run, self.step.microbatcher))
 
     def _evaluate(self, evaluation: Evaluation, report: RehearsalReport) -> None:

@@ -10,8 +10,7 @@ from rich.console import Console
 from torch import nn
 
 from automicro.errors import DeterminismWarning, add_note, warn
-from automicro.memory.budget import active_budget
-from automicro.memory.device import limit_memory, track_residents
+from automicro.memory.device import active_budget, limit_memory, track_residents
 from automicro.options import read_flag
 from automicro.torch_private import (
     inductor_is_deterministic,

@@ -10,7 +10,7 @@ from automicro import MemoryBudget
 from automicro.callbacks import ExponentialMovingAverage
 from automicro.events.callback import Callback
 from automicro.events.run import LoopState, Run
-from automicro.memory.budget import active_budget
+from automicro.memory.device import active_budget
 from automicro.step.results import StepResult
 from tests.callbacks.runs import Weights, assert_equal, copy_of, trainer_with
 from tests.trainer.runs import CLASSES, FEATURES, make_loader, make_model

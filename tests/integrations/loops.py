@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from automicro.batch.device import on_host
 from automicro.integrations.accelerate import microbatcher as in_accelerate
 from automicro.integrations.lightning import microbatcher as in_fabric
-from automicro.memory.budget import active_budget
+from automicro.memory.device import active_budget
 from tests.ranks.wrapping import whole
 
 

@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from automicro.memory.budget import MemoryBudget, active_budget, refuse_compiled
+from automicro.memory.budget import MemoryBudget, refuse_compiled
+from automicro.memory.device import active_budget
 from automicro.memory.oom import release
 
 KIB = 1024

@@ -22,9 +22,9 @@ from torch.optim.optimizer import (
 from torch.utils.data import DataLoader, TensorDataset
 
 from automicro import Microbatcher, Trainer
+from automicro.accepted_optimizers import check_optimizer, innermost_optimizer
 from automicro.features import Optimization
 from automicro.optimizer.reservation import OptimizerReservation, predict_step_memory
-from automicro.options import check_optimizer, innermost_optimizer
 
 Make = Callable[[nn.Module], Any]
 QUIET: dict[str, Any] = {"loss_fn": nn.MSELoss(), "progress": False, "device": "cpu"}

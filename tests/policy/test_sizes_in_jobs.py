@@ -12,7 +12,6 @@ from torch import Tensor, nn
 
 from automicro import Halving, MemoryBudget, Microbatcher
 from automicro.memory import device as memory_device
-from automicro.memory import meter
 from automicro.memory.device import AllocatorCounts
 from automicro.step.results import StepResult
 from tests.callbacks.runs import Scripted, Sizes, assert_equal, copy_of, trainer_with
@@ -201,10 +200,9 @@ class Allocator:
         self.retries = 0
         self.now = 0.0
         self._seconds = seconds
-        for module in (meter, memory_device):
-            monkeypatch.setattr(
-                module, "read_counts", lambda _: AllocatorCounts(alloc_retries=self.retries)
-            )
+        monkeypatch.setattr(
+            memory_device, "read_counts", lambda _: AllocatorCounts(alloc_retries=self.retries)
+        )
         monkeypatch.setattr("automicro.memory.device.time.perf_counter", lambda: self.now)
 
     def forward(self, model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from automicro.memory import device as libraries
+from automicro.memory import libraries
 from tests.gpu.device import MIB, SECOND, room
 from tests.gpu.subjects import Hungry, OnTwoDevices, batch, microbatcher
 from tests.standin import device as standin

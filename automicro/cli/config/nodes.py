@@ -15,7 +15,7 @@ from automicro.errors import (
     ConfigError,
     about,
     add_note,
-    keys_of,
+    facts_of,
     remember,
     suggestion,
 )
@@ -196,7 +196,7 @@ def _make(
             return target(*first, **args)
     except Exception as error:
         # If the error names the wrong arguments, it is attributed to their lines of the config.
-        wrong = [f"{key}.args.{name}" for name in keys_of(error) if name in args]
+        wrong = [f"{key}.args.{name}" for name in facts_of(error).keys if name in args]
         remember(error, keys=tuple(wrong or [key]))
         raise
 

@@ -17,7 +17,7 @@ from omegaconf.errors import OmegaConfBaseException
 from automicro.cli.arguments import no_such_file
 from automicro.cli.config.nodes import leaves
 from automicro.cli.errors import summarize_error
-from automicro.errors import ConfigError, keys_of
+from automicro.errors import ConfigError, facts_of
 from automicro.memory.oom import first_line
 
 Tree = dict[str, Any]
@@ -56,7 +56,7 @@ class Sources:
             yield
         except Exception as error:
             text = str(error) if isinstance(error, ConfigError) else summarize_error(error)
-            raise ConfigError(f"{self.origin(keys_of(error))}: {text}") from error
+            raise ConfigError(f"{self.origin(facts_of(error).keys)}: {text}") from error
 
     def origin(self, keys: Collection[str]) -> str:
         """Return the lines of files, and the overrides, from which keys have their values."""

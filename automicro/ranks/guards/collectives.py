@@ -16,7 +16,7 @@ from typing import Any, Protocol
 import torch.distributed as dist
 from torch import Tensor
 
-from automicro.memory.budget import tensors_in
+from automicro.memory.device import tensors_in
 from automicro.torch_private import without_modes
 from automicro.torch_private_distributed import before_collectives, group_of, is_in_backward
 

@@ -17,7 +17,7 @@ from automicro.checkpoints.reading import FoundCheckpoint, refuse_differences
 from automicro.checkpoints.rng import derived_seed
 from automicro.checkpoints.state import tensors_of
 from automicro.errors import CheckpointError, CheckpointWarning, describe_error, warn
-from automicro.memory.budget import active_budget
+from automicro.memory.device import active_budget
 from automicro.options import unwrapped
 from automicro.reach import Reach
 from automicro.sharding import is_sharded

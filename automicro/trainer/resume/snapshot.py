@@ -25,7 +25,7 @@ from automicro.checkpoints.state import put_together, take_apart, tensors_of
 from automicro.errors import CheckpointError, CheckpointWarning, describe_error, warn
 from automicro.events.callback import Callback
 from automicro.events.run import LoopState, PhaseState, Sizes
-from automicro.memory.budget import active_budget
+from automicro.memory.device import active_budget
 from automicro.microbatcher import Microbatcher
 from automicro.options import unwrapped
 from automicro.sharding import is_sharded

@@ -1,12 +1,13 @@
-"""Models with Composer's interface, which compute their own losses and metrics."""
+"""Models of other libraries: Composer's interface, and what Hugging Face's say of their loss."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch import Tensor, nn
 
 from automicro.batch.tensors import map_tensors
 from automicro.errors import LossError
+from automicro.loss.averages import Average, Samples, Sum, Tokens
 from automicro.loss.conventions import Convention, Output, named, summed
 
 
@@ -68,3 +69,35 @@ class ComposerModel(Convention):
             self._model.update_metric(microbatch, outputs, metric)
         else:
             super().update_metric(metric, outputs, microbatch)
+
+
+_OVER_TARGETS = {
+    *(f"For{what}Classification" for what in ("Token", "Sequence", "Image", "Video", "Audio")),
+    "ForMaskedLM",
+}
+
+
+def read_transformers(model: nn.Module, targets: Callable[[Any], Any]) -> Average | None:
+    """Infer the average from the loss type that a Hugging Face model declares."""
+    # A language model without a loss type has the default, a causal loss, as transformers documents
+    # it. Causal models shift their labels by one; encoder-decoder models and token classifiers do
+    # not. Checks find models whose loss differs.
+    # Check the class first, because a model without a loss type logs when the instance is accessed.
+    if not (hasattr(type(model), "loss_function") or hasattr(model, "loss_function")):
+        return None
+    # Only Hugging Face models have these attributes.
+    config = getattr(model, "config", None)
+    loss_type = getattr(model, "loss_type", None)
+    get_head: Any = getattr(model, "get_output_embeddings", None)
+    if loss_type is None and isinstance(get_head and get_head(), nn.Module):
+        loss_type = "ForConditionalGeneration"
+    match loss_type:
+        case "ForCausalLM" | "ForConditionalGeneration":
+            stays = loss_type != "ForCausalLM" and getattr(config, "is_encoder_decoder", False)
+            return Tokens(targets, shift=0 if stays else 1, is_claimed=True)
+        case "ForSemanticSegmentation":
+            return Tokens(targets, ignore_index=255)
+        case "ForCTC":
+            reduction = getattr(config, "ctc_loss_reduction", None)
+            return Sum() if reduction == "sum" else Samples() if reduction == "mean" else None
+    return Tokens(targets) if loss_type in _OVER_TARGETS else None
