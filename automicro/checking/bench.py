@@ -135,10 +135,10 @@ class Bench:
         with self._stack as stack:
             # Captured first, because everything after it might change captured objects.
             self._captured = captured = capture(self.computation.roots)
-            stack.callback(_put_back, captured, self.computation.left)
-            stack.callback(self._random.roll_back)
+            stack.callback(_restore, lambda: _put_back(captured, self.computation.left))
+            stack.callback(_restore, self._random.roll_back)
             self._random.begin()
-            stack.callback(self.draws.put_back)
+            stack.callback(_restore, self.draws.put_back)
             stack.callback(self._put_gradients_back)
             self._set_aside(self._trained.values())
             stack.enter_context(warnings.catch_warnings())
@@ -456,7 +456,7 @@ class Bench:
             yield
         finally:
             if shaken:
-                surely(put_back)
+                _restore(put_back)
 
     @contextlib.contextmanager
     def _seam(self) -> Iterator[list[tuple[str, Tensor]]]:
@@ -688,6 +688,19 @@ def tried(
         return Failed(kind=kind, error=type(failure), why=why)
     finally:
         del failure  # break the reference cycle with this frame
+
+
+def _restore(work: Callable[[], object]) -> None:
+    """Restore what a check changed, or refuse to go on: a check that fails is passed over."""
+    try:
+        surely(work)
+    except Exception as error:
+        if classify(error) is not Failure.RETRYABLE:
+            raise
+        raise RollbackError(
+            f"a check could not restore the state before it ({describe_error(error)}). Resume "
+            "from a checkpoint"
+        ) from error
 
 
 def _put_back(captured: Captured, known: set[str]) -> None:

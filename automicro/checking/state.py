@@ -68,12 +68,11 @@ def changed_places(roots: Mapping[str, Any], captured: Captured) -> list[Place]:
         # A table of hooks, or the object whose method is one, such as a recorder of activations.
         last = path.rpartition(".")[2]
         is_hooked = last.partition("[")[0] in _HOOKS
-        if not (is_function or is_module or is_hooked or path in roots):
+        is_start = is_hooked or path in roots
+        if not (is_function or is_module or is_start):
             continue
         start = "" if is_function else path
-        shown = type(value).__name__
-        if is_module or not (is_hooked or path in roots):
-            shown = "" if path in roots else start
+        shown = start if not is_start else "" if is_module else type(value).__name__
         for key, part in _parts_of(value):
             if is_function or key[:1] in (".", "["):
                 name = key if is_function else f"{shown}{key}".lstrip(".")

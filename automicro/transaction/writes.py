@@ -128,7 +128,8 @@ class GradientWrites(OperationMode):
     def __init__(self, leaves: Sequence[Tensor]) -> None:
         super().__init__()
         self._leaves = leaves
-        self._last = {id(leaf): leaf.grad for leaf in leaves}  # after its last addition
+        # After the last addition. A caller may also compute and add gradients without autograd.
+        self._last: dict[int, Tensor | None] = {}
         self._written = set[int]()  # memory that was written to since
 
     def __enter__(self) -> Self:
@@ -156,10 +157,11 @@ class GradientWrites(OperationMode):
         return func(*args, **kwargs)
 
     def touched(self) -> list[Tensor]:
-        """Return the leaves whose gradient was replaced or written to."""
+        """Return the leaves whose gradient was replaced or written to after an addition."""
+        added = [leaf for leaf in self._leaves if id(leaf) in self._last]
         return [
             leaf
-            for leaf in self._leaves
+            for leaf in added
             if leaf.grad is not self._last[id(leaf)] or self._written & _memory_of(leaf.grad)
         ]
 

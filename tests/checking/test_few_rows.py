@@ -28,6 +28,7 @@ from automicro import (
     verify,
 )
 from automicro.checking.draws import CollectiveError, HeldDraws
+from automicro.transaction.rng import RandomState
 from tests.checking.told import warnings_of
 from tests.outside import Outside
 
@@ -390,6 +391,30 @@ def test_hooks_and_optimizers_in_hooks_see_no_look() -> None:
     Microbatcher(model, loss_fn=nn.MSELoss(), microbatch_size="auto").backward((rows(), rows()))
     assert sorted(calls) == [1, 1, 2, 2]
     assert model[0].weight.grad is before
+
+
+@pytest.mark.parametrize("times", [1, 2])
+def test_a_check_that_cannot_restore_the_state_is_not_passed_over(
+    times: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    failures = [torch.OutOfMemoryError("CUDA out of memory.") for _ in range(times)]
+    restore = RandomState.roll_back
+
+    def failing(state: RandomState) -> None:
+        if failures:
+            raise failures.pop()
+        restore(state)
+
+    monkeypatch.setattr(RandomState, "roll_back", failing)
+    microbatcher = Microbatcher(net(6, 6), loss_fn=nn.MSELoss(), microbatch_size="auto")
+    batch = rows(), rows()
+    before = torch.get_rng_state()
+    if times == 1:
+        microbatcher.backward(batch)
+        assert torch.equal(torch.get_rng_state(), before)
+        return
+    with pytest.raises(RollbackError, match="a check could not restore the state before it"):
+        microbatcher.backward(batch)
 
 
 def own_seed(model: Any, batch: Any) -> Tensor:
