@@ -35,6 +35,20 @@ def is_pending(tensor: Tensor) -> bool:
     return any(each.is_partial() for each in placements)
 
 
+def added_up(tensor: Any, part: Tensor) -> Tensor:
+    """Return a pending tensor with its value, summed in ``part``. All ranks must call this."""
+    from torch.distributed.tensor import DTensor, Replicate
+
+    mesh, placements = tensor.device_mesh, list(tensor.placements)
+    for dim, each in enumerate(placements):
+        if each.is_partial():
+            op = getattr(dist.ReduceOp, each.reduce_op.upper())
+            dist.all_reduce(part, op=op, group=mesh.get_group(dim))
+            placements[dim] = Replicate()
+    form = {"shape": tensor.shape, "stride": tensor.stride()}
+    return DTensor.from_local(part, mesh, placements, run_check=False, **form)
+
+
 def has_shards(tensors: Iterable[Tensor]) -> bool:
     """Return whether any tensor is distributed over ranks."""
     return any(is_sharded(tensor) for tensor in tensors)

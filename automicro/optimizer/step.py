@@ -15,7 +15,14 @@ from torch import Tensor, nn
 from automicro.errors import OptimizerStepError, text_of
 from automicro.memory.oom import Failure, caught, classify, release
 from automicro.ranks.interface import OneRank, Ranks
-from automicro.sharding import has_shards, local, norm_of_all, squares_by_layout
+from automicro.sharding import (
+    added_up,
+    has_shards,
+    is_pending,
+    local,
+    norm_of_all,
+    squares_by_layout,
+)
 from automicro.torch_private import overflows
 from automicro.values import read_scalars
 
@@ -256,9 +263,9 @@ def _clip_shards(
     parameters: list[nn.Parameter], max_norm: float, device: torch.device, ranks: Ranks
 ) -> Tensor:
     # Not with torch's clipping, which runs collectives without a preceding vote.
-    gradients = [p.grad for p in parameters if p.grad is not None]
-
     def clip() -> Tensor:
+        _add_up_gradients(parameters, ranks)
+        gradients = [p.grad for p in parameters if p.grad is not None]
         # Before the vote, because a rank that runs out of memory here can still notify the others.
         own = squares_by_layout(gradients)
         ranks.ready("clipping the gradient")
@@ -271,6 +278,17 @@ def _clip_shards(
         return norm
 
     return write_in_place(clip, device, _HALF_APPLIED)
+
+
+def _add_up_gradients(parameters: list[nn.Parameter], ranks: Ranks) -> None:
+    """Sum gradients whose sum over ranks is pending; the squares of their parts do not add up."""
+    pending = [(p, p.grad) for p in parameters if p.grad is not None and is_pending(p.grad)]
+    if pending:
+        parts = [local(gradient).clone() for _, gradient in pending]
+        ranks.ready("summing gradients")
+        with ranks.voted():
+            for (parameter, gradient), part in zip(pending, parts, strict=True):
+                parameter.grad = added_up(gradient, part)
 
 
 def step_optimizer(

@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Partial, distribute_module
 
 from automicro import Explore, Microbatcher
 from automicro.features import RememberSizes, WhenTooLarge
@@ -26,6 +26,7 @@ from tests.ranks.test_uneven import Sum
 from tests.ranks.world import World, on_ranks
 from tests.ranks.wrapping import (
     furthest,
+    mesh_of,
     raised,
     require_alike,
     require_told,
@@ -257,6 +258,20 @@ def test_the_norm_that_is_clipped_is_that_of_the_whole_gradient(world2: World, k
     expected = clip(None, [11])
     for found in world2.run(clip, kind, [7, 4]):
         assert furthest(found, expected) <= 1e-9
+
+
+@on_ranks()
+def test_gradients_whose_sum_over_ranks_is_pending_are_summed_before_they_are_clipped() -> None:
+    mesh = mesh_of("fsdp")
+    model = distribute_module(nn.Linear(4, 2), mesh)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for parameter in model.parameters():
+        part = torch.full(parameter.shape, 1.0 + dist.get_rank())
+        parameter.grad = DTensor.from_local(part, mesh, [Partial()])
+    norm = clip_gradients(optimizer, 1.0, CPU)
+    assert float(norm) == pytest.approx(3 * 10**0.5)
+    clipped = [torch.full(parameter.shape, 0.1**0.5) for parameter in model.parameters()]
+    assert furthest(whole_gradients(model), clipped) < 1e-6
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -364,3 +364,21 @@ def test_any_number_of_equal_messages_may_be_under_way() -> None:
             assert votes.has_messages_under_way is is_first
 
     world.run(on_rank)
+
+
+def test_a_failure_between_sending_and_receiving_ends_all_ranks() -> None:
+    def work(ranks: CoordinatedRanks) -> Any:
+        ranks.agree(proposal(0))
+        sent = message((ranks.rank + 1) % 3, "3", sends=True)
+        ranks._votes.collective(sent, where="in the forward")
+        if ranks.rank == 1:
+            error = MemoryError()
+            assert ranks.stop(error, Status.OUT_OF_MEMORY) is Status.FATAL
+            return error.__notes__[0]
+        with pytest.raises(PeerStoppedError) as stopped:
+            ranks.vote()
+        with pytest.raises(PeerFailedError, match="rank 1: MemoryError") as failed:
+            ranks.stop(stopped.value, Status.FATAL)
+        return str(failed.value)
+
+    assert "a second attempt would mistake them" in run(3, work)[1]
