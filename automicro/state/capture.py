@@ -183,8 +183,6 @@ class _Tables:
     def refresh(self) -> bool:
         """Capture the current contents; return False if containers or objects come or go."""
         try:
-            if all(map(operator.is_, self._now(), self.held)):
-                return True
             now = list(self._now())
         except KeyError:  # a key was removed
             return False
@@ -217,6 +215,9 @@ class _Containers:
     def __init__(self) -> None:
         self._entries: list[_Entry] = []
         self.places: set[int] = set()  # indices of entries that hold tensors that are not trained
+        self._lists: dict[int, list[Any]] = {}  # those without such tensors, by index
+        self._lengths: list[int] | None = None  # of these lists
+        self._elements: list[Any] = []
 
     def add(self, value: Any, kind: Kind, held: Any) -> None:
         """Add a value with its captured contents."""
@@ -226,7 +227,14 @@ class _Containers:
 
     def refresh(self) -> bool:
         """Capture the current contents; return False if containers or objects come or go."""
+        # Optimizers with a group for each parameter have many lists, which are read in C.
+        lists = self._lists.values()
+        is_same = list(map(len, lists)) == self._lengths
+        is_same = is_same and same_objects(self._elements, list(chain.from_iterable(lists)))
+        unchanged = self._lists if is_same else {}
         for place, (value, kind, held) in enumerate(self._entries):
+            if place in unchanged:
+                continue
             now = kind.read(value)
             if not (kind.is_leaf or _same_parts(now, held)):
                 pairs = zip_longest(_parts(now), _parts(held))
@@ -236,6 +244,14 @@ class _Containers:
                 if any(map(_is_content, _parts(now))):
                     self.places.add(place)
             self._entries[place] = value, kind, now
+        if not is_same:
+            self._lists = {
+                place: value
+                for place, (value, kind, _) in enumerate(self._entries)
+                if type(value) is list and kind is LIST and place not in self.places
+            }
+            self._lengths = list(map(len, self._lists.values()))
+            self._elements = list(chain.from_iterable(self._lists.values()))
         return True
 
     def content(self) -> Iterator[Tensor]:
@@ -295,12 +311,10 @@ class _Context:
         self.values = contextvars.copy_context()
         self.num_modules = len(sys.modules)
 
-    def __eq__(self, other: object) -> bool:
+    def __eq__(self, other: Any) -> bool:
         # By identity, because values may have no truth value when they are compared.
-        return isinstance(other, _Context) and self._ids() == other._ids()
-
-    def _ids(self) -> dict[Any, int]:
-        return {variable: id(value) for variable, value in self.values.items()}
+        one, two = ({e: id(held) for e, held in each.values.items()} for each in (self, other))
+        return one == two
 
 
 def _put_context(context: _Context) -> None:
@@ -599,11 +613,9 @@ class Captured:
         content = {id(each): each for each in chain(self._inner, self._in_places())}
         # Placeholders replace tensors with a graph, so that graphs do not live longer than usual.
         stands = {key: _Standing(each) for key, each in content.items() if each.grad_fn is not None}
-        if stands:
-            if self._large is None:
-                self._change_content(lambda value: stands.get(id(value), value))
-            content = {key: each for key, each in content.items() if key not in stands}
-        tensors = [*content.values(), *self._leaves.small]
+        if stands and self._large is None:
+            self._change_content(lambda value: stands.get(id(value), value))
+        tensors = [*(e for key, e in content.items() if key not in stands), *self._leaves.small]
         self._copies = Copies(tensors, self._copied, watches_others=self._large is not None)
         self._global = _read_settings()
 

@@ -242,7 +242,7 @@ class Phase:
 
     def end(self, finished: Finished[Any]) -> None:
         """Learn from a finished step."""
-        self.size = finished.microbatch_size
+        self.size = finished.plan.size
         if self.is_rehearsing:
             return
         if finished.measured is not None and self.fits_overhead:
