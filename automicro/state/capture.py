@@ -98,10 +98,9 @@ _NEW = vars(nn.Module())
 _TABLES = [name for name, value in _NEW.items() if hasattr(value, "clear") or "hook" in name]
 # A forward does not use the hooks of state dicts.
 _LOOKED_INTO = [e for e in _TABLES if hasattr(_NEW[e], "clear") and "state_dict" not in e]
-# Compared by content; the tables of parameters, buffers and children by identity.
-_HOOKS = [name for name in _TABLES if name not in REGISTERED]
-_APART = frozenset(_HOOKS)
-_hooks_of, _looked_into = operator.itemgetter(*_HOOKS), operator.itemgetter(*_LOOKED_INTO)
+# Hooks, compared by content; the tables of parameters, buffers and children by identity.
+_APART = frozenset(_TABLES).difference(REGISTERED)
+_hooks_of, _looked_into = operator.itemgetter(*_APART), operator.itemgetter(*_LOOKED_INTO)
 
 
 @functools.lru_cache(5_000)
@@ -215,9 +214,6 @@ class _Containers:
     def __init__(self) -> None:
         self._entries: list[_Entry] = []
         self.places: set[int] = set()  # indices of entries that hold tensors that are not trained
-        self._lists: dict[int, list[Any]] = {}  # those without such tensors, by index
-        self._lengths: list[int] | None = None  # of these lists
-        self._elements: list[Any] = []
 
     def add(self, value: Any, kind: Kind, held: Any) -> None:
         """Add a value with its captured contents."""
@@ -227,13 +223,9 @@ class _Containers:
 
     def refresh(self) -> bool:
         """Capture the current contents; return False if containers or objects come or go."""
-        # Optimizers with a group for each parameter have many lists, which are read in C.
-        lists = self._lists.values()
-        is_same = list(map(len, lists)) == self._lengths
-        is_same = is_same and same_objects(self._elements, list(chain.from_iterable(lists)))
-        unchanged = self._lists if is_same else {}
         for place, (value, kind, held) in enumerate(self._entries):
-            if place in unchanged:
+            # Lists may be many, such as those of an optimizer with a group for each parameter.
+            if kind is LIST and type(value) is list and same_objects(value, held):
                 continue
             now = kind.read(value)
             if not (kind.is_leaf or _same_parts(now, held)):
@@ -244,14 +236,6 @@ class _Containers:
                 if any(map(_is_content, _parts(now))):
                     self.places.add(place)
             self._entries[place] = value, kind, now
-        if not is_same:
-            self._lists = {
-                place: value
-                for place, (value, kind, _) in enumerate(self._entries)
-                if type(value) is list and kind is LIST and place not in self.places
-            }
-            self._lengths = list(map(len, self._lists.values()))
-            self._elements = list(chain.from_iterable(self._lists.values()))
         return True
 
     def content(self) -> Iterator[Tensor]:
@@ -676,7 +660,7 @@ class Captured:
         for value, its_class in self._of_other_classes():
             object.__setattr__(value, "__class__", its_class)
         for table, hooks in zip(self._modules, self._hooks, strict=True):
-            table.update(zip(_HOOKS, hooks, strict=True))
+            table.update(zip(_APART, hooks, strict=True))
         for table in filter(None, self._empty):
             table.clear()
         failures: list[tuple[Any, Exception | str]] = []
