@@ -738,7 +738,7 @@ class Microbatcher:
                 compares_outputs=compares_outputs,
             )
             finished = fit(step, work, self._eval)
-        self._evaluated = finished.cuts
+        self._evaluated = finished.plan.cuts
         if finished.result is None:
             return EvalResult(loss=None, **finished.counts)
         loss, losses, denominators = finished.result

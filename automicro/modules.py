@@ -16,12 +16,14 @@ from torch.nn.parallel import DistributedDataParallel
 
 from automicro.sharding import is_sharded
 from automicro.torch_private import (
+    REGISTERED,
     AnyBatchNorm,
-    are_tables_of,
     buffer_table,
     is_uninitialized,
     module_tables,
 )
+
+_registered_in = operator.itemgetter(*REGISTERED)
 
 
 def comparing_rows(modules: Iterable[nn.Module]) -> nn.Module | None:
@@ -117,10 +119,7 @@ class ModuleIndex:
             for name, module in self.owners
             if isinstance(module, AnyBatchNorm)
         ]
-        self._compare_from_now()
-
-    def _compare_from_now(self) -> None:
-        """Record the tables that `_still_holds` compares."""
+        # The tables that `_still_holds` compares.
         found = [module_tables(module) for _, module in self.owners]
         usual = [tables for tables in found if tables is not None]
         self._is_usual = len(usual) == len(found)
@@ -134,6 +133,7 @@ class ModuleIndex:
 
     def _still_holds(self, reached: Mapping[str, nn.Module]) -> bool:
         """Whether a walk would return the same as the last one."""
+        tables = chain.from_iterable(map(_registered_in, self._spaces))
         values = chain.from_iterable(map(dict.values, self._full))
         return (
             self._is_usual
@@ -141,7 +141,7 @@ class ModuleIndex:
             and not any(self._empty)
             and list(chain.from_iterable(self._full)) == self._keys
             and all(map(operator.is_, values, self._values))
-            and are_tables_of(self._spaces, self._tables)
+            and all(map(operator.is_, tables, self._tables))
         )
 
 

@@ -5,7 +5,6 @@ A new version of torch can therefore break only this file and its counterpart fo
 
 import contextlib
 import functools
-import itertools
 import operator
 import sys
 import threading
@@ -100,7 +99,6 @@ _HOOKS_AFTER = operator.attrgetter("_post_accumulate_grad_hooks")
 BUFFERS = "_buffers"
 REGISTERED = ("_parameters", BUFFERS, "_modules")
 """Names of the tables that hold a module's parameters, buffers and children."""
-_EACH_TABLE = operator.itemgetter(*REGISTERED)
 _WALKS = ("named_modules", "modules", "named_parameters", "parameters", "_named_members")
 
 
@@ -112,18 +110,6 @@ def module_tables(module: nn.Module) -> tuple[dict[str, Any], ...] | None:
     found = map(space.get, REGISTERED)  # a traced module has none of its own
     tables = tuple(table for table in found if isinstance(table, dict))
     return tables if len(tables) == len(REGISTERED) else None
-
-
-def are_tables_of(spaces: Sequence[dict[str, Any]], tables: Sequence[dict[str, Any]]) -> bool:
-    """Return whether modules, given by their ``vars``, still have these tables.
-
-    >>> linear, other = nn.Linear(2, 2), nn.Linear(2, 2)
-    >>> tables = [*module_tables(linear), *module_tables(other)]
-    >>> are_tables_of([vars(linear), vars(other)], tables)
-    True
-    """
-    now = itertools.chain.from_iterable(map(_EACH_TABLE, spaces))
-    return all(map(operator.is_, now, tables))
 
 
 def is_uninitialized(tensor: Tensor) -> bool:
@@ -217,9 +203,7 @@ def all_hooks(leaves: Sequence[Tensor]) -> list[Hooks | None]:
 
 def with_hooks(leaves: Iterable[Tensor]) -> list[Tensor]:
     """Return the tensors that have a hook on their gradient."""
-    found = list(leaves)
-    # Most models have none, which a pass in C finds out.
-    return [leaf for leaf in found if any(gradient_hooks(leaf))] if any(all_hooks(found)) else []
+    return [leaf for leaf in leaves if leaf._backward_hooks or leaf._post_accumulate_grad_hooks]
 
 
 def set_gradient_hooks(leaf: Tensor, before: Hooks | None, after: Hooks | None) -> None:

@@ -309,14 +309,14 @@ class _PackingRule(CutRule):
         # Without waiting for the device, the measured time is only that of submitting work.
         if measured is None or not measured.has_waited:
             return
-        if finished.attempts > 1 or not finished.cuts:
+        if finished.attempts > 1 or not finished.plan.cuts:
             return  # memory released after a failure must be allocated again, which takes time
         self.overhead.record(
             seconds=measured.seconds,
             slices=finished.plan.num_microbatches,
             padded=sum(
                 cut.packing.padded(cut.sizes)
-                for cut in finished.cuts
+                for cut in finished.plan.cuts
                 if isinstance(cut.packing, _SortedRows)
             ),
         )

@@ -105,9 +105,9 @@ class Recollection:
     def take_down(self, finished: Finished[Any]) -> None:
         """Remember the size of a step if it is new information."""
         plan, measured = finished.plan, finished.measured
-        if self._cache is None or not finished.is_committed or not finished.cuts:
+        if self._cache is None or not finished.is_committed or not finished.plan.cuts:
             return
-        widest = max(finished.cuts, key=lambda cut: cut.largest * (cut.row_cost or 1))
+        widest = max(finished.plan.cuts, key=lambda cut: cut.largest * (cut.row_cost or 1))
         # Batches of another number of rows, such as the last one of an epoch, have another key.
         if plan.is_measuring or plan.unit != ROWS or widest.num_rows != self._key["rows"]:
             return

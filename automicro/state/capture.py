@@ -98,10 +98,9 @@ _NEW = vars(nn.Module())
 _TABLES = [name for name, value in _NEW.items() if hasattr(value, "clear") or "hook" in name]
 # A forward does not use the hooks of state dicts.
 _LOOKED_INTO = [e for e in _TABLES if hasattr(_NEW[e], "clear") and "state_dict" not in e]
-# Compared by content; the tables of parameters, buffers and children by identity.
-_HOOKS = [name for name in _TABLES if name not in REGISTERED]
-_APART = frozenset(_HOOKS)
-_hooks_of, _looked_into = operator.itemgetter(*_HOOKS), operator.itemgetter(*_LOOKED_INTO)
+# Hooks, compared by content; the tables of parameters, buffers and children by identity.
+_APART = frozenset(_TABLES).difference(REGISTERED)
+_hooks_of, _looked_into = operator.itemgetter(*_APART), operator.itemgetter(*_LOOKED_INTO)
 
 
 @functools.lru_cache(5_000)
@@ -183,8 +182,6 @@ class _Tables:
     def refresh(self) -> bool:
         """Capture the current contents; return False if containers or objects come or go."""
         try:
-            if all(map(operator.is_, self._now(), self.held)):
-                return True
             now = list(self._now())
         except KeyError:  # a key was removed
             return False
@@ -227,6 +224,9 @@ class _Containers:
     def refresh(self) -> bool:
         """Capture the current contents; return False if containers or objects come or go."""
         for place, (value, kind, held) in enumerate(self._entries):
+            # Lists may be many, such as those of an optimizer with a group for each parameter.
+            if kind is LIST and type(value) is list and same_objects(value, held):
+                continue
             now = kind.read(value)
             if not (kind.is_leaf or _same_parts(now, held)):
                 pairs = zip_longest(_parts(now), _parts(held))
@@ -295,12 +295,10 @@ class _Context:
         self.values = contextvars.copy_context()
         self.num_modules = len(sys.modules)
 
-    def __eq__(self, other: object) -> bool:
+    def __eq__(self, other: Any) -> bool:
         # By identity, because values may have no truth value when they are compared.
-        return isinstance(other, _Context) and self._ids() == other._ids()
-
-    def _ids(self) -> dict[Any, int]:
-        return {variable: id(value) for variable, value in self.values.items()}
+        one, two = ({e: id(held) for e, held in each.values.items()} for each in (self, other))
+        return one == two
 
 
 def _put_context(context: _Context) -> None:
@@ -599,11 +597,9 @@ class Captured:
         content = {id(each): each for each in chain(self._inner, self._in_places())}
         # Placeholders replace tensors with a graph, so that graphs do not live longer than usual.
         stands = {key: _Standing(each) for key, each in content.items() if each.grad_fn is not None}
-        if stands:
-            if self._large is None:
-                self._change_content(lambda value: stands.get(id(value), value))
-            content = {key: each for key, each in content.items() if key not in stands}
-        tensors = [*content.values(), *self._leaves.small]
+        if stands and self._large is None:
+            self._change_content(lambda value: stands.get(id(value), value))
+        tensors = [*(e for key, e in content.items() if key not in stands), *self._leaves.small]
         self._copies = Copies(tensors, self._copied, watches_others=self._large is not None)
         self._global = _read_settings()
 
@@ -664,7 +660,7 @@ class Captured:
         for value, its_class in self._of_other_classes():
             object.__setattr__(value, "__class__", its_class)
         for table, hooks in zip(self._modules, self._hooks, strict=True):
-            table.update(zip(_HOOKS, hooks, strict=True))
+            table.update(zip(_APART, hooks, strict=True))
         for table in filter(None, self._empty):
             table.clear()
         failures: list[tuple[Any, Exception | str]] = []

@@ -60,9 +60,7 @@ class State:
         """Capture the state."""
         roots, held = self._roots(), self._replay.roots
         # Compare roots by name and identity, because another metric is another root.
-        is_same = roots is held or (
-            roots.keys() == held.keys() and same_objects(roots.values(), held.values())
-        )
+        is_same = roots.keys() == held.keys() and same_objects(roots.values(), held.values())
         if not (self._is_held and is_same):
             self._replay = Replay(roots, skip=self._skip())
         self.captured = self._replay.take()

@@ -102,9 +102,7 @@ class Phase:
         self.is_rehearsing = False
         # Shared, because a closure over the phase would be a reference cycle.
         self._updated = updated = dict[str, Any]()
-        self._state = State(
-            lambda: {**setup.roots, **updated} if updated else setup.roots, declared=_DECLARED
-        )
+        self._state = State(lambda: {**setup.roots, **updated}, declared=_DECLARED)
         # Separate, because `_state` holds the capture of the attempt while a filler is rolled back.
         self._beside = State(lambda: setup.roots)
         # Shared by all steps: whether a model writes into its input is learned once.
@@ -242,7 +240,7 @@ class Phase:
 
     def end(self, finished: Finished[Any]) -> None:
         """Learn from a finished step."""
-        self.size = finished.microbatch_size
+        self.size = finished.plan.size
         if self.is_rehearsing:
             return
         if finished.measured is not None and self.fits_overhead:

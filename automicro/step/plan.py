@@ -257,21 +257,6 @@ class Finished(NamedTuple, Generic[T]):
     nested_ooms: int = 0
 
     @property
-    def cuts(self) -> list[Cut]:
-        """The cut of each batch."""
-        return self.plan.cuts
-
-    @property
-    def microbatch_size(self) -> int:
-        """The size of the largest slice, in the unit of sizes."""
-        return self.plan.size
-
-    @property
-    def level(self) -> int:
-        """The level at which it ran, of the policy's levels."""
-        return self.plan.level
-
-    @property
     def counts(self) -> dict[str, Any]:
         """Counts of rows, slices and attempts for results, by the names of their fields."""
         plan = self.plan

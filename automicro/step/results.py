@@ -12,7 +12,8 @@ Where: TypeAlias = bool | Literal["host", "device"]
 """Whether outputs are kept, and where: True keeps them on the device of their batch."""
 
 
-@dataclass(frozen=True, kw_only=True, repr=False)
+# Not frozen, which would make each assignment of a field a call, and so take longer than a plan.
+@dataclass(kw_only=True, repr=False)
 class _Result:
     """The fields that both results share, documented in `StepResult`."""
 
@@ -65,7 +66,7 @@ class _Result:
         return f"{type(self).__name__}({', '.join(words)})"
 
 
-@dataclass(frozen=True, kw_only=True, repr=False)
+@dataclass(kw_only=True, repr=False)
 class StepResult(_Result):
     """The result of training on one optimization batch; its exact gradient is in ``.grad``.
 
@@ -117,7 +118,7 @@ class StepResult(_Result):
     loss_average_is: str = "unchecked"
 
 
-@dataclass(frozen=True, kw_only=True, repr=False)
+@dataclass(kw_only=True, repr=False)
 class EvalResult(_Result):
     """The result of evaluating one batch, in which metrics counted every row once.
 

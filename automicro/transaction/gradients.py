@@ -12,7 +12,6 @@ On several ranks, wrappers have hooks and accumulation of their own, so all of t
 """
 
 import contextlib
-import itertools
 import logging
 import operator
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
@@ -73,7 +72,6 @@ class GradientHistory:
         self._modules = modules
         self._can_look = can_look
         self._outside: list[TensorWeakRef] = []
-        self._known: list[int] = []
         self._last: Mapping[int, Tensor] = {}
         self._num_batches = 0
         self._has_split = self._has_looked_at_nodes = False
@@ -82,14 +80,11 @@ class GradientHistory:
     def next_batch(self, parameters: Mapping[int, Tensor]) -> None:
         """Start a new batch for these parameters, by id."""
         self._num_batches += 1
-        if parameters is self._last:  # the index returned the same mapping: nothing has changed
-            return
-        self._last = parameters
-        ids = list(parameters)
-        if ids != self._known:  # layers were added, or replaced
-            self._known = ids
-            self._num_batches = 1
+        # The index returns the same mapping unless something has changed.
+        if parameters is not self._last and parameters.keys() != self._last.keys():
+            self._num_batches = 1  # layers were added, or replaced
             self._has_looked_at_nodes = False
+        self._last = parameters
 
     def num_looks(self, *, is_retry: bool, splits: bool) -> int:
         """Return how many microbatches to check for the leaves that their losses reach."""
@@ -192,17 +187,13 @@ class Gradients:
     # which `zero_grad(set_to_none=True)` before the step avoids.
     def __init__(
         self,
-        parameters: Iterable[Tensor] | dict[int, Tensor],
+        parameters: Mapping[int, Tensor],
         memory: GradientHistory | None = None,
         *,
         inputs: Sequence[Tensor] = (),
     ) -> None:
         self._memory = memory or GradientHistory()
-        self._parameters: Mapping[int, Tensor] = (
-            parameters
-            if isinstance(parameters, dict)  # a check for any mapping would be slow
-            else {id(each): each for each in parameters}
-        )
+        self._parameters = parameters  # by id
         self._inputs: dict[int, Tensor] = {}
         if inputs:
             self._inputs = {id(e): e for e in inputs if id(e) not in self._parameters}
@@ -247,7 +238,7 @@ class Gradients:
                 gradient.clone() if _shares_storage(gradient) else None,
                 version_of(gradient),
             )
-            for leaf in _with_gradients(self._leaves)
+            for leaf in self._leaves
             if (gradient := leaf.grad) is not None
         ]
         # Remove gradients only after all copies exist: if memory runs out for one, `roll_back` has
@@ -414,7 +405,7 @@ class Gradients:
 
     def _end_of_showing(self) -> None:
         """Remove them again; with a whole batch the forward may clear them, but not change them."""
-        touched = _with_gradients(self._leaves)
+        touched = [leaf for leaf in self._leaves if leaf.grad is not None]
         if self._earlier:
             shown = {id(each.leaf) for each in self._earlier}
             touched = [leaf for leaf in touched if id(leaf) not in shown]
@@ -455,7 +446,7 @@ class Gradients:
         self._narrow_again()
 
     def _bring_back(self) -> None:
-        touched = _with_gradients(self._leaves)
+        touched = [leaf for leaf in self._leaves if leaf.grad is not None]
         if touched:
             self._memory.refuse_touching(touched)
         # Torch refuses a gradient of another dtype than the leaf's, unless `grad_dtype` allows it.
@@ -668,14 +659,6 @@ def _cannot_undo() -> RollbackError:
         "this batch cannot be retried. Clear gradients with zero_grad(set_to_none=True) after the "
         "optimizer's step"
     )
-
-
-_GRADIENT = operator.attrgetter("grad")
-
-
-def _with_gradients(leaves: Sequence[Tensor]) -> list[Tensor]:
-    have_one = map(operator.is_not, map(_GRADIENT, leaves), itertools.repeat(None))
-    return list(itertools.compress(leaves, have_one))
 
 
 def _shares_storage(gradient: Tensor) -> bool:

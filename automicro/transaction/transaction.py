@@ -31,7 +31,7 @@ class Transaction:
         >>> import torch
         >>> from automicro.transaction.gradients import Gradients
         >>> weight = torch.nn.Parameter(torch.ones(2))
-        >>> transaction = Transaction([Gradients([weight])])
+        >>> transaction = Transaction([Gradients({id(weight): weight})])
         >>> transaction.begin()
         >>> weight.sum().backward()
         >>> transaction.roll_back()

@@ -179,11 +179,6 @@ def replace_in_order(model):
     model._modules["drop"] = model._modules.pop("drop")
 
 
-def replace_tables(model):
-    weights = {"weight": nn.Parameter(torch.ones(2, 2)), "bias": nn.Parameter(torch.ones(2))}
-    vars(model.one).update(_parameters=weights, _forward_hooks=collections.OrderedDict({0: print}))
-
-
 # Changes between two captures stay, and later changes by an attempt are undone; those of one value
 # and of its place are in tests/state/test_programs.py.
 BETWEEN: dict[str, Any] = {
@@ -210,8 +205,8 @@ BETWEEN: dict[str, Any] = {
     "hook beside another": lambda m: [m.register_forward_hook(lambda *_: None) for _ in range(2)],
     "hook after a gradient": lambda m: m.one.bias.register_post_accumulate_grad_hook(len),
     "hooks beside others": lambda m: m.norm.weight.register_hook(max),
-    "table of modules": lambda m: setattr(m, "_modules", dict(m._modules)),
-    "tables of parameters and hooks": replace_tables,
+    "table of parameters": lambda m: vars(m.one).update(_parameters=nn.Linear(2, 2)._parameters),
+    "table of hooks": lambda m: vars(m.one).update(_forward_hooks={0: lambda *_: None}),
     "dtype": lambda m: m.double(),
 }
 

@@ -168,19 +168,19 @@ def test_where_not_even_one_row_fits_the_next_level_is_tried(
     with caplog.at_level(logging.WARNING, "automicro.attempts"):
         finished = run(climbing(policy, [0, 4], tried), 8, policy)
     assert tried == [(0, 8), (0, 4), (0, 2), (0, 1), (1, 8), (1, 4)]
-    assert (finished.level, finished.attempts, finished.microbatch_size) == (1, 6, 4)
+    assert (finished.plan.level, finished.attempts, finished.plan.size) == (1, 6, 4)
     said = [record.getMessage().split(" (")[0] for record in caplog.records]
     assert said[2] == "automicro: out of memory at microbatch size 2: retrying with 1"
     assert said[3] == "automicro: out of memory at microbatch size 1: retrying with 8 and recompute"
     del tried[:]
-    assert run(climbing(policy, [0, 4], tried), 8, policy).level == 1
+    assert run(climbing(policy, [0, 4], tried), 8, policy).plan.level == 1
     assert tried == [(1, 4)]
 
 
 def test_a_fixed_size_has_levels_too_and_says_how_it_ends() -> None:
     policy = Ladder(Fixed(4), ["plain", "recompute"])
     tried: list[tuple[int, int]] = []
-    assert run(climbing(policy, [3, 4], tried), 8, policy).level == 1
+    assert run(climbing(policy, [3, 4], tried), 8, policy).plan.level == 1
     assert tried == [(0, 4), (1, 4)]
     with pytest.raises(torch.OutOfMemoryError) as caught:
         run(climbing(policy, [3, 3], tried), 8, policy)
@@ -207,7 +207,7 @@ def test_batches_of_one_step_run_at_the_level_that_the_neediest_has() -> None:
     for batches in (rows, rows[1:]):
         step = Step(batches=batches, policy=policy)
         phase = phase_of(policy)
-        levels.append(run_step(step, Attempt(lambda _: "done"), phase).level)
+        levels.append(run_step(step, Attempt(lambda _: "done"), phase).plan.level)
     assert levels == [1, 0]
 
 
@@ -380,8 +380,8 @@ def test_batches_of_one_step_are_cut_one_by_one_at_one_size() -> None:
     policy = Halving()
     finished = run(fits(5, tried), [10, 9, 4], policy)
     assert tried == [[10, 9, 4], [5, 5, 5, 4, 4]]
-    assert [cut.sizes for cut in finished.cuts] == [[5, 5], [5, 4], [4]]
-    assert (finished.microbatch_size, finished.counts["num_microbatches"]) == (5, 5)
+    assert [cut.sizes for cut in finished.plan.cuts] == [[5, 5], [5, 4], [4]]
+    assert (finished.plan.size, finished.counts["num_microbatches"]) == (5, 5)
     assert finished.failed_sizes == (10,)
 
 
@@ -398,7 +398,7 @@ def test_the_batch_with_the_largest_slice_speaks_for_the_step() -> None:
 
 
 def test_no_batch_of_a_step_leaves_one_row_alone_where_batchnorm_needs_two() -> None:
-    cuts = run(normalized(2), [4, 2, 6], Halving()).cuts
+    cuts = run(normalized(2), [4, 2, 6], Halving()).plan.cuts
     assert [cut.sizes for cut in cuts] == [[2, 2], [2], [2, 2, 2]]
 
 

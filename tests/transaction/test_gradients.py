@@ -36,7 +36,7 @@ def begun(
 ) -> tuple[nn.Parameter, Tensor | None, Transaction]:
     weight = nn.Parameter(torch.tensor([1.0, 2.0, 3.0]))
     weight.grad = given = earlier(weight)
-    transaction = Transaction([Gradients([weight])])
+    transaction = Transaction([Gradients({id(weight): weight})])
     transaction.begin()
     assert weight.grad is None
     return weight, given, transaction
@@ -88,7 +88,7 @@ def test_sparse_gradients_are_added_too() -> None:
     embedding = nn.Embedding(4, 2, sparse=True)
     embedding(torch.tensor([1])).sum().backward()
     given = embedding.weight.grad
-    transaction = Transaction([Gradients([embedding.weight])])
+    transaction = Transaction([Gradients({id(embedding.weight): embedding.weight})])
     transaction.begin()
     embedding(torch.tensor([1, 3])).sum().backward()
     transaction.commit()
@@ -102,7 +102,7 @@ def commit_with_faults(plan: Sequence[Fault]) -> tuple[nn.Parameter, Tensor, Bas
     other = nn.Parameter(torch.ones(3))
     weight.grad = given = torch.full((3,), 0.5)
     other.grad = torch.ones(3)
-    transaction = Transaction([Gradients([weight, other])])
+    transaction = Transaction([Gradients({id(each): each for each in (weight, other)})])
     transaction.begin()
     (weight.square().sum() + other.sum()).backward()
     try:
