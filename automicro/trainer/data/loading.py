@@ -38,11 +38,6 @@ def find_generators(loader: object) -> dict[str, Generator]:
     return generators_in({"": loader}, kinds_of_loading)
 
 
-def order_generators(loader: object) -> dict[str, Generator]:
-    """Find the generators that decide the order of a loader's rows."""
-    return generators_in({"": loader}, kinds_of_orders)
-
-
 class Standing:
     """All state that decides the batches of the next pass, but the process's random numbers.
 
