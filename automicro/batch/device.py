@@ -46,7 +46,7 @@ def on_device(microbatches: Sequence[Any], device: torch.device, *, isolate: boo
         if budget is not None:
             return budget.transfer(tensor)
         if tensor.device == device:
-            return tensor.clone()
+            return _copied(tensor)
         if late is not None and late.takes(tensor):
             return late.copy(tensor)
         return tensor.to(device, non_blocking=True)
@@ -92,6 +92,26 @@ def on_device(microbatches: Sequence[Any], device: torch.device, *, isolate: boo
             del current
     finally:
         late.join()  # before its memory is reused, even if the copy is no longer needed
+
+
+_ALIGNMENT = 64  # bytes, of each allocation of torch
+
+
+def _copied(tensor: Tensor) -> Tensor:
+    """Copy a tensor, to memory that is aligned as its own."""
+    # Kernels round in another order if rows begin elsewhere. Only the first batches are copied, so
+    # later ones, or those of a resumed run, would have other bits.
+    is_plain = (
+        type(tensor) is Tensor and tensor.layout is torch.strided and not tensor.requires_grad
+    )
+    if not is_plain or tensor.is_conj() or tensor.is_neg() or tensor.is_quantized:
+        return tensor.clone()
+    start = tensor.data_ptr() % _ALIGNMENT // tensor.itemsize
+    if start == 0:
+        return tensor.clone()
+    strides = torch.empty_like(tensor, device="meta").stride()
+    memory = tensor.new_empty(start + tensor.numel())
+    return memory.as_strided(tensor.shape, strides, start).copy_(tensor)
 
 
 def _is_pinned(microbatches: Sequence[Any], device: torch.device) -> bool:

@@ -4,7 +4,7 @@ from automicro.callbacks.average import ExponentialMovingAverage
 from automicro.callbacks.early_stopping import EarlyStopping
 from automicro.callbacks.freezing import FreezeSchedule
 from automicro.callbacks.growth import GrowthSchedule, ImageSizeSchedule, SequenceLengthSchedule
-from automicro.callbacks.monitors import LearningRateMonitor, MemoryMonitor, SpeedMonitor
+from automicro.callbacks.monitors import MemoryMonitor, SpeedMonitor
 from automicro.callbacks.oom_report import OutOfMemoryReport
 
 __all__ = [
@@ -13,7 +13,6 @@ __all__ = [
     "FreezeSchedule",
     "GrowthSchedule",
     "ImageSizeSchedule",
-    "LearningRateMonitor",
     "MemoryMonitor",
     "OutOfMemoryReport",
     "SequenceLengthSchedule",

@@ -1,4 +1,4 @@
-"""Monitors that log the learning rate, memory and speed."""
+"""Monitors that log memory and speed."""
 
 import time
 from collections.abc import Callable, Mapping
@@ -11,55 +11,6 @@ from automicro.events.callback import Callback
 from automicro.events.run import LoopState, Run, Window
 from automicro.memory.device import peak_bytes, read_counts
 from automicro.step.results import StepResult
-
-
-class LearningRateMonitor(Callback):
-    """Logs the learning rate of every batch, and optionally the momentum.
-
-    One parameter group is logged as ``train/lr`` and ``train/momentum``; several are logged as
-    ``train/lr/0``, ``train/lr/1``, …, in the order of the optimizer. For Adam and its variants, the
-    momentum is the first beta.
-
-    Args:
-        momentum: whether to log the momentum as well.
-
-    Example:
-        >>> monitor = LearningRateMonitor(momentum=True)
-        >>> monitor.values([{"lr": 0.5, "betas": (0.9, 0.999)}])
-        {'train/lr': 0.5, 'train/momentum': 0.9}
-        >>> monitor.values([{"lr": 0.5}, {"lr": 0.1}])
-        {'train/lr/0': 0.5, 'train/lr/1': 0.1}
-    """
-
-    def __init__(self, *, momentum: bool = False) -> None:
-        self._momentum = momentum
-        self._values: dict[str, float] = {}
-
-    def batch_start(self, run: Run, batch: Any) -> None:
-        """Read the values for this batch, because a scheduler changes them right after the step."""
-        if run.optimizer is not None:
-            self._values = self.values(run.optimizer.param_groups)
-
-    def batch_end(self, run: Run, result: StepResult) -> None:
-        """Log the values."""
-        run.log(self._values)
-
-    def values(self, groups: list[dict[str, Any]]) -> dict[str, float]:
-        """Return the values to log for an optimizer's parameter groups.
-
-        Args:
-            groups: the optimizer's ``param_groups``.
-        """
-        logged: dict[str, float] = {}
-        for index, group in enumerate(groups):
-            suffix = f"/{index}" if len(groups) > 1 else ""
-            if "lr" in group:
-                logged[f"train/lr{suffix}"] = float(group["lr"])
-            # Adam and its variants have their momentum as the first beta.
-            momentum = group.get("momentum", next(iter(group.get("betas", ())), None))
-            if self._momentum and momentum is not None:
-                logged[f"train/momentum{suffix}"] = float(momentum)
-        return logged
 
 
 class MemoryMonitor(Callback):

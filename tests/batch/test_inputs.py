@@ -201,3 +201,20 @@ def test_a_model_that_was_seen_not_to_write_gets_the_batchs_own_memory() -> None
     inside.clear()
     microbatcher.backward((inputs, y()))
     assert inside == [True] * 3
+
+
+@pytest.mark.parametrize("width", [6, 7])
+def test_the_first_call_has_the_bits_of_later_ones_though_it_gets_copies(width: int) -> None:
+    """Three rows of six numbers end within a cache line, where kernels round otherwise."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(width, 40), nn.Tanh(), nn.Linear(40, 3))
+    batch = torch.randn(16, width), torch.randint(3, (16,))
+    microbatcher = Microbatcher(
+        model, loss_fn=nn.CrossEntropyLoss(), microbatch_size=3, probe=False, device="cpu"
+    )
+    found = []
+    for _ in range(2):
+        model.zero_grad()
+        microbatcher.backward(batch)
+        found.append([each.grad.clone() for each in model.parameters() if each.grad is not None])
+    assert all(map(torch.equal, *found))

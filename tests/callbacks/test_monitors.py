@@ -7,7 +7,7 @@ import pytest
 import torch
 from torchmetrics.classification import MulticlassAccuracy
 
-from automicro.callbacks import EarlyStopping, LearningRateMonitor, MemoryMonitor, SpeedMonitor
+from automicro.callbacks import EarlyStopping, MemoryMonitor, SpeedMonitor
 from automicro.events.callback import Callback
 from automicro.events.run import ExpectedValues, Run
 from automicro.features import CountData
@@ -159,7 +159,7 @@ def test_counting_goes_on_from_its_state() -> None:
 
 def test_the_learning_rate_of_a_batch_is_the_one_that_its_step_took() -> None:
     logged = Logged()
-    trainer_with(LearningRateMonitor(), logged, scheduler=schedule).fit()
+    trainer_with(logged, scheduler=schedule).fit()
     assert [values["train/lr"] for values in logged.values] == [0.01, 0.01, 0.01, 0.005]
 
 
@@ -168,15 +168,14 @@ def test_several_groups_have_a_learning_rate_each() -> None:
     optimizer = torch.optim.SGD(
         [
             {"params": model[0].parameters(), "lr": 0.5},
-            {"params": [*model[3].parameters(), *model[5].parameters()], "momentum": 0.9},
+            {"params": [*model[3].parameters(), *model[5].parameters()]},
         ],
         lr=0.25,
     )
     logged = Logged()
-    trainer_with(LearningRateMonitor(momentum=True), logged, model=model, optimizer=optimizer).fit()
+    trainer_with(logged, model=model, optimizer=optimizer).fit()
     values = logged.values[-1]
     assert (values["train/lr/0"], values["train/lr/1"]) == (0.5, 0.25)
-    assert (values["train/momentum/0"], values["train/momentum/1"]) == (0.0, 0.9)
 
 
 class Clock:
@@ -252,7 +251,7 @@ def test_memory_is_logged_where_it_is_counted() -> None:
     assert 0 < last["memory/allocated_bytes"] < last["memory/peak_bytes"] <= 200 * 1024
     assert last["memory/peak_bytes"] == summary.peak_memory_bytes
     uncounted, watched, plain = Logged(), make_model(), make_model()
-    monitors = [LearningRateMonitor(), SpeedMonitor(), MemoryMonitor()]
+    monitors = [SpeedMonitor(), MemoryMonitor()]
     trainer_with(*monitors, uncounted, model=watched).fit()
     assert not any(name.startswith("memory/") for name in uncounted.values[-1])
     trainer_with(model=plain).fit()

@@ -45,11 +45,6 @@ def find_generators(loader: object) -> dict[str, Generator]:
     return generators_in({"": loader}, kinds_of_loading)
 
 
-def order_generators(loader: object) -> dict[str, Generator]:
-    """Find the generators that decide the order of a loader's rows."""
-    return generators_in({"": loader}, kinds_of_orders)
-
-
 class Standing:
     """All state that decides the batches of the next pass, but the process's random numbers.
 
@@ -67,31 +62,32 @@ class Standing:
     def __init__(self, loader: Any, name: str) -> None:
         self._loader, self._name = loader, name
         self._keeps_state = has_own_state(loader)
-        self._first = self._attributes()
-        self._iterators = self._read_iterators()
+        owners = self._owners()
+        self._first, self._iterators = _attributes(owners), _unsaved_iterators(owners)
 
     def begin(self, *, is_whole: bool = False) -> dict[str, Any]:
         """Return the state at the start of a pass."""
-        here, self._iterators = self.read(is_whole=is_whole), self._read_iterators()
+        here = self.read(is_whole=is_whole)
+        self._iterators = _unsaved_iterators(self._owners())
         return here
 
     def read(self, *, is_whole: bool = False) -> dict[str, Any]:
         """Return the state; of attributes, by default only those that have changed."""
-        since = {} if is_whole else self._first
+        since, owners = {} if is_whole else self._first, self._owners()
         attributes = {
             place: {
                 name: value
                 for name, value in held.items()
                 if name not in since.get(place, ()) or not same_values(since[place][name], value)
             }
-            for place, held in self._attributes().items()
+            for place, held in _attributes(owners).items()
         }
         # An iterator that outlives a pass has a position, which only its owner may know.
-        now, before = self._read_iterators(), self._iterators
+        now, before = _unsaved_iterators(owners), self._iterators
         return {
             "generators": read_generators(find_generators(self._loader)),
             "attributes": {place: held for place, held in attributes.items() if held},
-            "own": {place: each.state_dict() for place, each in self._keepers().items()},
+            "own": {place: each.state_dict() for place, each in _keepers(owners).items()},
             "iterators": [place for place in now if now[place] is before.get(place)],
         }
 
@@ -101,7 +97,7 @@ class Standing:
         owners = self._owners()
         for place in owners.keys() & state["attributes"].keys():
             _write(_table(owners[place]), state["attributes"][place])
-        keepers = self._keepers()
+        keepers = _keepers(owners)
         for place in keepers.keys() & state["own"].keys():
             keepers[place].load_state_dict(state["own"][place])
 
@@ -142,30 +138,32 @@ class Standing:
             and not (is_library(type(each)) or (each is self._loader and self._keeps_state))
         }
 
-    def _attributes(self) -> dict[str, dict[Any, Any]]:
-        """Read the values that can decide the rows of a pass; of data sets, only plain ones."""
-        return {
-            place: {
-                name: _copied(value)
-                for name, value in _table(owner).items()
-                if isinstance(value, _PLAIN) or (not _is_dataset(place, owner) and _is_data(value))
-            }
-            for place, owner in self._owners().items()
-        }
 
-    def _keepers(self) -> dict[str, Any]:
-        """Collect the owners of iterators that save and restore their state themselves."""
-        owners = self._owners()
-        return {place: e for place, e in owners.items() if _iterators(e) and has_own_state(e)}
-
-    def _read_iterators(self) -> dict[str, Any]:
-        """Read the iterators whose position no owner saves."""
-        return {
-            f"{place}.{name}".lstrip("."): value
-            for place, owner in self._owners().items()
-            if not has_own_state(owner)
-            for name, value in _iterators(owner).items()
+def _attributes(owners: Mapping[str, Any]) -> dict[str, dict[Any, Any]]:
+    """Read the values that can decide the rows of a pass; of data sets, only plain ones."""
+    return {
+        place: {
+            name: _copied(value)
+            for name, value in _table(owner).items()
+            if isinstance(value, _PLAIN) or (not _is_dataset(place, owner) and _is_data(value))
         }
+        for place, owner in owners.items()
+    }
+
+
+def _keepers(owners: Mapping[str, Any]) -> dict[str, Any]:
+    """Select the owners of iterators that save and restore their state themselves."""
+    return {place: e for place, e in owners.items() if _iterators(e) and has_own_state(e)}
+
+
+def _unsaved_iterators(owners: Mapping[str, Any]) -> dict[str, Any]:
+    """Read the iterators whose position no owner saves."""
+    return {
+        f"{place}.{name}".lstrip("."): value
+        for place, owner in owners.items()
+        if not has_own_state(owner)
+        for name, value in _iterators(owner).items()
+    }
 
 
 def has_own_state(loader: object) -> bool:
@@ -204,8 +202,13 @@ def _is_data(value: Any) -> bool:
     if isinstance(value, dict):
         return all(_is_data(part) for item in value.items() for part in item)
     if isinstance(value, list | set | deque) or type(value) is tuple:
-        return all(map(_is_data, value))
+        return _is_flat(value) or all(map(_is_data, value))
     return type(value) in _PLAIN or isinstance(value, np.generic)
+
+
+def _is_flat(values: Iterable[Any]) -> bool:
+    # Orders of rows can be long.
+    return set(map(type, values)) <= {int, float, str}
 
 
 def _copied(value: Any) -> Any:
@@ -217,7 +220,7 @@ def _copied(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: _copied(each) for key, each in value.items()}
     if isinstance(value, list | deque):
-        return [_copied(each) for each in value]
+        return list(value) if _is_flat(value) else [_copied(each) for each in value]
     if isinstance(value, set):
         return set(value)
     return tuple(map(_copied, value)) if type(value) is tuple else value

@@ -19,6 +19,7 @@ from torch.utils.data.distributed import DistributedSampler
 from automicro.checkpoints.rng import restore_rng_state, rng_state
 from automicro.data import LengthBatchSampler, with_batch_sampler
 from automicro.errors import warn
+from automicro.reach import generators_in, kinds_of_orders
 from automicro.showing import as_text
 from automicro.torch_private import forget_workers
 from automicro.trainer.data import loading
@@ -226,7 +227,7 @@ class LoaderSharing:
         """Set the generators of samplers to the state of rank 0, so all ranks draw one order."""
         if self.place.world_size == 1 or not dist.is_initialized():
             return
-        own = loading.order_generators(loader)
+        own = generators_in({"": loader}, kinds_of_orders)
         mine = [loading.read_generators(own) if own else None]
         dist.broadcast_object_list(mine, 0)
         if mine[0] is not None:
@@ -284,7 +285,7 @@ def describe_loader(loader: object) -> dict[str, Any]:
     is_plain = type(batch_sampler) is BatchSampler or isinstance(batch_sampler, SharedBatchSampler)
     is_of_torch = type(sampler).__module__ == BatchSampler.__module__
     is_stream = isinstance(dataset, IterableDataset)
-    own = set(map(id, loading.order_generators(shared).values()))
+    own = set(map(id, generators_in({"": shared}, kinds_of_orders).values()))
     return {
         "loader": type(loader).__name__,
         "dataset": None if dataset is None else type(dataset).__name__,
