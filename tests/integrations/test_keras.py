@@ -41,9 +41,8 @@ def run(folder: Path, *arguments: str) -> None:
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("cases", ["not other_precisions", "other_precisions"])
-def test_keras_keeps_its_bits_and_survives(cases: str, tmp_path: Path) -> None:
-    run(tmp_path, "-k", cases)
+def test_keras_keeps_its_bits_and_survives(tmp_path: Path) -> None:
+    run(tmp_path)
 
 
 @pytest.mark.sweep
