@@ -17,19 +17,9 @@ if importlib.util.find_spec("keras") is None:
 
 def run(folder: Path, *arguments: str) -> None:
     there = {"KERAS_BACKEND": "torch", "KERAS_HOME": str(folder), "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist"]
     ended = subprocess.run(
-        [
-            sys.executable,
-            "-m",
-            "pytest",
-            "-q",
-            "-p",
-            "no:cacheprovider",
-            "-p",
-            "no:xdist",
-            *arguments,
-            *FILES,
-        ],
+        [*command, *arguments, *FILES],
         cwd=ROOT,
         env={**os.environ, **there},
         capture_output=True,

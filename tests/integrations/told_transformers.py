@@ -86,11 +86,8 @@ class Host:
         )  # fmt: skip
         trainer.program = program
         kept = Kept(trainer, program)
-        metrics = {
-            f"n{nth}": MeanMetric()
-            for nth, each in enumerate(program.tellings)
-            if "mean metric" in each.way
-        }
+        of_means = [n for n, each in enumerate(program.tellings) if "mean metric" in each.way]
+        metrics = {f"n{nth}": MeanMetric() for nth in of_means}
         vars(trainer).update(metrics)
         if ours:
             sizes = {"microbatch_size": 3, "eval_microbatch_size": 3}
