@@ -3,6 +3,7 @@
 import ast
 import collections
 import contextlib
+import copy
 import functools
 import importlib
 import importlib.metadata
@@ -23,6 +24,7 @@ from torch import Tensor, nn
 
 from automicro.batch.device import on_host
 from automicro.batch.joining import concat_rows
+from automicro.batch.layout import BatchLayout
 from automicro.batch.tensors import builder, map_tensors, open_container, tensor_leaves
 from automicro.batch.types import STRUCTURES, kind_of
 from automicro.errors import BatchError, LossError, MetricWarning, warn
@@ -33,7 +35,9 @@ from automicro.microbatcher import Microbatcher
 from automicro.state.capture import Captured, capture
 from automicro.state.part import State
 from automicro.step.feature import Feature, MicrobatchRun
+from automicro.step.metrics import MetricGuard, Metrics, is_of_torchmetrics
 from automicro.step.results import EvalResult, StepResult
+from automicro.transaction.transaction import Part
 from automicro.values import OBJECT, kinds_of
 
 _MISSING = object()
@@ -252,8 +256,10 @@ class Recorded:
         self._together = _Together()
 
     def _skipped(self) -> list[Any]:
-        others = (self._of(each, False).values() for each in self._roots().values())
-        return [*self._skip(), *itertools.chain(*others)]
+        roots = self._roots().values()
+        others = itertools.chain(*(self._of(each, False).values() for each in roots))
+        own = set(map(id, roots))  # a root may be a part of another
+        return [*self._skip(), *(each for each in others if id(each) not in own)]
 
     # Part of the transaction
 
@@ -360,6 +366,18 @@ class Recorded:
                 self._hear(name, each, self._heard_rows if weight is None else weight)
         elif self._is_open:
             self._record(what, value, weight, **how)
+
+    def note_log(
+        self, call: str, log: Callable[..., Any], metrics: Mapping[str, Any], *rest: Any
+    ) -> None:
+        """Record a call that logs values by their names."""
+
+        def tell(joined: Any, _: Any) -> None:
+            for each in joined if isinstance(joined, list) else [joined]:
+                log(each, *rest)
+
+        # By their names, because a step may make only some of its calls for a microbatch.
+        self.note(f"{call}({', '.join(map(repr, metrics))})", dict(metrics), tell=tell)
 
     def _record(self, what: str, value: Any, weight: Any, **how: Any) -> _Note:
         key = what, self._times[what]
@@ -920,6 +938,181 @@ def _holds_rows(value: Any, num_rows: int) -> bool:
     return any(num_rows in tensor.shape for _, tensor in tensor_leaves(value))
 
 
+# Metrics of torchmetrics
+
+_OF_A_CALL = BatchLayout({"0": "fields"})  # positional arguments, each with all rows
+_REDUCED = {"SumMetric": "sum", "MaxMetric": "max", "MinMetric": "min"}
+
+
+class StepMetrics(Metrics):
+    """Metrics of torchmetrics that a step calls, as a part of its transaction."""
+
+    # Each microbatch updates them with its rows. A value without rows, such as the loss, updates
+    # them once, with the value of the batch. If the result of a call is logged, the logged value is
+    # that of the batch.
+
+    def __init__(
+        self, model: Callable[[], nn.Module], recorded: Recorded, random_state: Callable[[], Part]
+    ) -> None:
+        super().__init__(())
+        self._model, self._recorded = model, recorded
+        self._guard = MetricGuard(self._check, _OF_A_CALL, random_state, is_callers=False)
+        self._own: Callable[..., Any] | None = None  # the original method that a check calls
+        self._is_filler = False  # whether the step only serves the collectives of other ranks
+        self._forget()
+
+    def _forget(self) -> None:
+        self._shadows: list[tuple[Any, Any]] = []
+        # By the id of a returned value: the value itself (ids are reused), its metric and its key.
+        self._returned: dict[int, tuple[Any, Any, Any]] = {}
+        self._of_batch: dict[int, Any] = {}  # by the metric's id
+        self._places = Replacements()
+
+    def _found(self) -> dict[str, Any]:
+        found = {name: each for name, each in self._model().named_modules() if _is_metric(each)}
+        known = set(map(id, found.values()))
+        # Metrics in dictionaries, plain objects and trainers are not submodules of the model.
+        held = (each for each in self._recorded.held() if _is_metric(each.value))
+        return found | {each.what: each.value for each in held if id(each.value) not in known}
+
+    def begin(self) -> None:
+        self._forget()
+        self._metrics = list(self._found().values())
+        super().begin()
+
+    def _check(self, metric: Any, call: Any, same: Any) -> None:
+        assert self._own is not None
+        self._own(*call[0], **call[1])
+
+    def _listen(self, metric: Any, what: str, *, counts: bool) -> None:
+        """Record the arguments and results of a metric's calls."""
+        # `counts` is False in a check, where metrics get their values immediately.
+        shadow: Any = None
+        of_batch = self._of_batch  # the next batch may have replaced it before the deferred call
+
+        def waits(call: Any, own: Callable[..., Any]) -> bool:
+            """Whether the value has no rows, so that the metric gets the batch's value once."""
+            is_one = len(call[0]) == 1 and not call[1]
+            value = call[0][0] if is_one else call
+            if not self._recorded.is_single(what, value):
+                return False
+
+            def tell(joined: Any, _: Any) -> None:
+                given, named = ([joined], {}) if is_one else joined
+                of_batch[id(metric)] = own(*given, **named)
+
+            reduce = _REDUCED.get(type(metric).__name__, "mean")
+            self._recorded.note(what, value, reduce=reduce, tell=tell)
+            return counts
+
+        def called(own: Callable[..., Any], is_forward: bool, /, *given: Any, **named: Any) -> Any:
+            nonlocal shadow
+            # A check of this metric, or of one that contains it, calls the original method.
+            if self._own is not None or self._is_filler:
+                return own(*given, **named)
+            value, call = None, (given, named)
+            if not waits(call, own):
+                if is_forward and counts and shadow is None:
+                    shadow = _emptied(metric)
+                    self._shadows.append((metric, shadow))
+                self._look(metric, call, own)
+                # A forward also updates the metric.
+                with contextlib.nullcontext() if is_forward else self._guard.reading(metric, what):
+                    value = own(*given, **named)
+                if shadow is not None and is_forward:
+                    named = {key: detached(each) for key, each in named.items()}
+                    shadow.update(*map(detached, given), **named)
+            elif is_forward:  # the microbatch's value, from an empty metric
+                value = _emptied(metric)(*given, **named)
+            for key, part in value.items() if isinstance(value, Mapping) else [(None, value)]:
+                self._returned[id(part)] = part, metric, key
+            return value
+
+        for name in ("update", "forward"):
+            own = getattr(metric, name)
+            self._places.put(metric, name, functools.partial(called, own, name == "forward"))
+
+    def _look(self, metric: Any, call: Any, own: Callable[..., Any]) -> None:
+        self._own = own
+        try:
+            self._guard.look(metric, call, call)
+        finally:
+            self._own = None
+
+    @contextlib.contextmanager
+    def step(
+        self, rows: int, num_rows: int, counts: Mapping[str, float] | None = None
+    ) -> Iterator[None]:
+        """Record what a microbatch of a batch emits, and its calls of metrics."""
+        self._is_filler = self._recorded.is_filler and not is_extra_pass()
+        with self._recorded.step(rows, counts), self._heard(is_split=rows < num_rows):
+            yield
+
+    @contextlib.contextmanager
+    def _heard(self, *, is_split: bool) -> Iterator[None]:
+        """Record calls of metrics during a step; in a batch, recording goes on until `prepare`."""
+        is_extra = is_extra_pass()
+        is_first = is_split and len(self._recorded.rows) == 1 and not self._is_filler
+        if is_extra or is_first:
+            self._guard.expect(is_split=not is_extra)
+            for name, metric in self._found().items():
+                if hasattr(metric, "_forward_cache"):
+                    what = f"{type(metric).__name__} ({name})"
+                    self._listen(metric, what, counts=not is_extra)
+        try:
+            yield
+        finally:
+            if is_extra:
+                self._places.close()
+                self._returned.clear()
+
+    def whole_of(self, value: Any) -> Callable[[], Any] | None:
+        """Return a getter for the batch's value if a metric returned this value; None otherwise."""
+        found = self._returned.get(id(value))
+        if found is None or found[0] is not value:
+            return None
+        (_, metric, key), of_batch = found, self._of_batch
+        return lambda: of_batch[id(metric)] if key is None else of_batch[id(metric)][key]
+
+    def prepare(self) -> None:
+        self._places.close()
+        self._returned.clear()
+        for metric, shadow in self._shadows:
+            metric._forward_cache = self._of_batch[id(metric)] = shadow.compute()
+        super().prepare()
+
+    def commit(self) -> None:
+        self._forget()
+
+    def roll_back(self) -> None:
+        self._places.close()
+        super().roll_back()
+        self._forget()
+
+
+def _is_metric(module: Any) -> bool:
+    return is_of_torchmetrics(module) or is_of_torchmetrics(module, "MetricCollection")
+
+
+def _emptied(metric: Any) -> Any:
+    """Return an empty copy of a metric, without copying its states."""
+    # Cached results may hold a graph, which cannot be copied.
+    metric._forward_cache = metric._computed = None
+    # States may fill the device, because curves keep all rows.
+    states = [getattr(metric, name) for name in metric._defaults]
+    memo = {id(each): [] if isinstance(each, list) else each for each in states}
+    shadow = copy.deepcopy(metric, memo)
+    # A copied replacement of `forward` calls the original metric, also inside of a wrapper.
+    for each in shadow.modules():
+        vars(each).pop("forward", None)
+    shadow.reset()
+    shadow._to_sync = metric.dist_sync_on_step  # like the value that a forward returns
+    return shadow
+
+
+# Methods of hosts
+
+
 def weakly(method: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap a bound method so that it holds its object weakly; return other functions unchanged.
 
@@ -952,8 +1145,8 @@ def weakly(method: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-class Replacements:
-    """Replace methods of a host until `undo` restores them.
+class Replacements(contextlib.ExitStack):
+    """Replace methods of a host until `close` restores them, in reverse order.
 
     Example:
         >>> class Host:
@@ -963,34 +1156,20 @@ class Replacements:
         >>> own = replacements.put(host, "step", lambda: "ours, around " + own())
         >>> host.step()
         "ours, around the host's"
-        >>> replacements.undo()
+        >>> replacements.close()
         >>> host.step(), vars(host)
         ("the host's", {})
     """
 
-    def __init__(self) -> None:
-        self._undo: list[Callable[[], None]] = []
-
-    def put(self, owner: Any, name: str, function: Callable[..., Any]) -> Any:
-        """Replace a method with a function; return the original method."""
+    def put(self, owner: Any, name: str, function: Any) -> Any:
+        """Replace a method with a function, or a class's property; return the original."""
         # On the instance, so that subclasses and other objects of the class are not affected.
         own = getattr(owner, name)
         earlier = vars(owner).get(name, _MISSING)
-        self._undo.append(functools.partial(_put_back, owner, name, earlier))
+        self.callback(_put_back, owner, name, earlier)
         # A capture of the owner would report each new bound method or plain function as a change.
-        setattr(owner, name, _StandIn(function))
+        setattr(owner, name, function if isinstance(function, property) else _StandIn(function))
         return own
-
-    def undo(self) -> None:
-        """Restore all methods, in reverse order."""
-        while self._undo:
-            self._undo.pop()()
-
-    def __enter__(self) -> "Replacements":
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.undo()
 
 
 class Results:
@@ -1027,7 +1206,7 @@ class _StandIn:
 
 def _put_back(owner: Any, name: str, earlier: Any) -> None:
     # Remove the entry of a method that came from the class: it would hide later changes there.
-    if earlier is _MISSING:
-        vars(owner).pop(name, None)
-    else:
+    if earlier is not _MISSING:
         setattr(owner, name, earlier)
+    elif name in vars(owner):
+        delattr(owner, name)

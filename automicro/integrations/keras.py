@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from automicro.batchnorm import find_batchnorm
-from automicro.errors import BatchNormWarning, LossError, UnsplittableModelError, warn
+from automicro.errors import BatchNormWarning, LossError, warn
 from automicro.integrations.host import (
     OURS,
     Recorded,
@@ -35,10 +35,8 @@ from automicro.integrations.host import (
 )
 from automicro.loss.passes import is_extra_pass
 from automicro.microbatcher import Microbatcher
-from automicro.options import check_choice
 from automicro.sharding import is_sharded
 from automicro.step.results import EvalResult, StepResult
-from automicro.step.split_guard import BATCHNORM_MODES
 
 try:
     keras = import_host("keras", extra="keras")
@@ -56,19 +54,17 @@ _global_state = import_host("keras.src.backend.common.global_state", extra="kera
 
 SUPPORTED = "Keras 3.7 or later"
 _OWN = dict.fromkeys(
-    (
-        *(*OURS, "modules"),
-        *("batch_layout", "microbatch_unit", "padding", "cut_padding"),
-    ),
-    "Keras",
-)
+    (*OURS, "modules", "batch_layout", "microbatch_unit", "padding", "cut_padding"), "Keras"
+) | {"batchnorm": "microbatch_size=None, which keeps batches whole, or a filter of warnings"}
 _HOSTS = ("keras",)
 _MEANS = ("sum_over_batch_size", "mean")
 _SEED = "global_seed_generator"
-_OF_EVERY_MODEL = frozenset(vars(keras.Model())) | {"automicro", "history"}
-_WITHOUT_BATCHNORM = (
-    "use GroupNormalization or LayerNormalization, freeze the layers (layer.trainable = False)"
-)
+# Given names, because automatic ones would change those of the user's layers.
+_OF_EVERY_LAYER = frozenset(vars(keras.Layer(name="automicro")))
+_input = keras.Input((1,), name="automicro")
+_empty = keras.Model(_input, _input, name="automicro")
+_empty.compile()
+_OF_EVERY_MODEL = frozenset({"automicro", "history", *vars(_empty)})
 _JIT = (
     "jit_compile=True, which compiles forward, backward and step into one program, so automicro "
     "cannot run code between them. Compile with jit_compile=False"
@@ -84,7 +80,7 @@ def enable(model: Any, **options: Any) -> Any:
         options: options of `Microbatcher`: ``microbatch_size``, ``eval_microbatch_size``,
             ``loss_average`` (only if the loss's ``reduction`` does not show it: ``"samples"``,
             ``"none"``, or a callable from ``(x, y, sample_weight)`` to the divisor of the loss),
-            ``memory_limit``, ``batchnorm``, ``gradient_sums``, ``remember_sizes``, ``repeatable``,
+            ``memory_limit``, ``gradient_sums``, ``remember_sizes``, ``repeatable``,
             ``probe``, ``features``.
 
     Returns:
@@ -125,8 +121,6 @@ def _refuse(model: Any) -> None:
         # Check the instance as well, because it may have a method that replaces the class's.
         if name in vars(model) or getattr(type(model), name) is not getattr(keras.Model, name)
     ]
-    layers = model._flatten_layers()
-    with_activity = [e.name for e in layers if getattr(e, "activity_regularizer", None) is not None]
     why = ""
     if keras.backend.backend() != "torch":
         why = (
@@ -144,28 +138,12 @@ def _refuse(model: Any) -> None:
         )
     elif model.jit_compile:
         why = _JIT
-    elif model.steps_per_execution > 1:
-        why = "steps_per_execution combines several steps into one. Leave it at 1"
-    # A distribution acts on variables at their creation, before any step.
-    elif keras.distribution.distribution() is not None:
-        why = (
-            "keras.distribution.set_distribution is on, and its effect on gradients is unknown on "
-            "torch. Start a process for each device, with an optimizer whose apply() averages "
-            "gradients over ranks, or use automicro.Microbatcher with DistributedDataParallel in "
-            "your own loop"
-        )
     elif shared := _shared_by_ranks(model):
         why = (
             f"{shared} belongs to several ranks, which would not run out of memory together, but "
             "Keras trains the rest on each rank alone. Give Keras the plain module, with an "
             "optimizer whose apply() averages gradients over ranks, or use automicro.Microbatcher "
             "with DistributedDataParallel around the whole model"
-        )
-    elif with_activity:
-        why = (
-            f"the activity_regularizer of {with_activity[0]!r} is a sum over the rows of a batch, "
-            "but the loss is a mean over them. Add it in call with "
-            "self.add_loss(keras.ops.mean(…)), which is a mean, too"
         )
     if why:
         raise ValueError(f"automicro cannot be enabled for this {type(model).__name__}: {why}")
@@ -178,9 +156,7 @@ class Enabled(Results):
         self._model = model
         self._options = {**options}
         self._average = self._options.pop("loss_average", "auto")
-        # Handled here: a Microbatcher only recognizes the batch norm layers of torch.
-        modes = [each for each in BATCHNORM_MODES if each != "exact"]
-        self._batchnorm = check_choice("batchnorm", self._options.pop("batchnorm", "warn"), modes)
+        self._has_warned = False  # of batch normalization
         self._made: _Made | None = None
         self._returned: list[str] = []  # names of values from an overridden compute_metrics
         self._recorded = Recorded(
@@ -200,7 +176,7 @@ class Enabled(Results):
 
     def disable(self) -> None:
         """Restore the model's own steps."""
-        self._replacements.undo()
+        self._replacements.close()
         self._forget_functions()
         del self._model.automicro
 
@@ -260,7 +236,7 @@ class Enabled(Results):
     def _ready(self, data: Any, phase: str) -> "_Made":
         """The Microbatcher for a batch, created again if the model was compiled or has changed."""
         model, made = self._model, self._made
-        variables = variables_of(model)
+        variables = _variables_of(model)
         # Everything that a Microbatcher reads only once. Compiling, adding a layer or loading a
         # model changes it.
         key = (model._compile_loss, model.optimizer, *map(id, variables))
@@ -282,7 +258,7 @@ class Enabled(Results):
         new = _Made(key=key, is_sum=average == "none")
         new.microbatcher = microbatcher_of(
             Variables(self._model, variables),
-            self._allowed(),
+            self._options,
             forward=lambda _, flat: self._recording(new, flat),
             backward=self._backward,
             loss_average=average if counts is None else lambda flat: counts(new.pack(flat)),
@@ -368,9 +344,10 @@ class Enabled(Results):
         scaled.backward()
 
     def _is_of_a_user(self, owner: Any, name: str, value: Any) -> bool:
-        """Whether an attribute is neither a part of the model nor an attribute of all models."""
+        """Whether an attribute is neither a part of a model or layer nor one that all have."""
+        known = _OF_EVERY_MODEL if isinstance(owner, keras.Model) else _OF_EVERY_LAYER
         is_part = isinstance(value, keras.Layer | keras.Variable | keras.metrics.Metric | nn.Module)
-        return owner is not self._model or not (is_part or name in _OF_EVERY_MODEL)
+        return not isinstance(owner, keras.Layer) or not (is_part or name in known)
 
     def _fold_of(self, place: str) -> str | None:
         is_entry = place.endswith("]") and place[-2:-1].isdigit()
@@ -378,11 +355,16 @@ class Enabled(Results):
         return "sum" if place.partition(".")[0] in names else None
 
     def _beside(self) -> dict[str, Any]:
-        """The model, and custom metrics with their variables, which are parameters to torch."""
+        """The model, and its custom layers and metrics with what they update."""
         found = {"model": self._model}
-        for each in filter(_is_own, metrics_of(self._model)):
-            variables = {variable.name: variable.value.detach() for variable in each.variables}
-            found |= {each.name: each, f"{each.name}_variables": variables}
+        layers = filter(_is_own, self._model._flatten_layers(include_self=False))
+        parts = [(each, each._non_trainable_variables) for each in layers]
+        parts += [(each, each.variables) for each in filter(_is_own, metrics_of(self._model))]
+        for part, variables in parts:
+            name = part.name if part.name not in found else f"{part.name}_{len(found)}"
+            # A capture only compares variables, which are parameters to torch.
+            values = {each.name: each.value.detach() for each in variables}
+            found |= {name: part, f"{name}_variables": values}
         return found
 
     def _update(self, outputs: Any, masks: Sequence[Any], data: Any) -> None:
@@ -401,28 +383,17 @@ class Enabled(Results):
         elif self._model._compile_metrics is not None:
             self._model._compile_metrics.update_state(y, outputs, weight)
 
-    def _allowed(self) -> dict[str, Any]:
-        """The options, with whole batches if the option ``batchnorm`` does not allow others."""
-        names = self._batchnorms()
-        if not names or self._batchnorm not in ("error", "disable"):
-            return self._options
-        if self._batchnorm == "error" and self._options.get("microbatch_size", "auto") is not None:
-            raise UnsplittableModelError(
-                f"batchnorm='error', but layers average over the batch: {', '.join(names[:5])}; "
-                f"{_WITHOUT_BATCHNORM}, or set microbatch_size=None or batchnorm='disable'"
-            )
-        return {**self._options, "microbatch_size": None}
-
     def _warn_of_batchnorm(self, result: StepResult) -> None:
-        names = self._batchnorms()
-        if names and self._batchnorm == "warn":
-            self._batchnorm = "ignore"  # said once
+        # A Microbatcher only recognizes the batch norm layers of torch.
+        names = [] if self._has_warned else self._batchnorms()
+        if names:
+            self._has_warned = True
             warn(
                 f"{len(names)} BatchNormalization layer(s) ({', '.join(names[:5])}) now average "
                 f"over {result.microbatch_size} rows at a time instead of {result.num_samples}, "
-                "so gradients and moving averages differ from those of the whole batch; "
-                f"{_WITHOUT_BATCHNORM}, or set batchnorm='ignore' to accept it, 'disable' to "
-                "train on whole batches only",
+                "so gradients and moving averages differ from those of the whole batch. Use "
+                "GroupNormalization or LayerNormalization, freeze the layers (layer.trainable = "
+                "False), or keep batches whole with microbatch_size=None",
                 BatchNormWarning,
             )
 
@@ -498,10 +469,8 @@ def read_average(model: Any, given: Any) -> Any:
 
 def _may_compare(loss: Any) -> bool:
     """Whether a loss may compare rows: a custom loss, or Keras' ``Circle``."""
-    # Strings name losses of Keras, and all of them but Circle are known to be means over rows.
-    if isinstance(loss, str):
-        return loss.lower() == "circle"
-    function = getattr(loss, "fn", loss)
+    function = keras.losses.get(loss)
+    function = getattr(function, "fn", function)
     name = getattr(function, "__name__", type(function).__name__)
     return name.lower() == "circle" or not is_written_by(_HOSTS, function)
 
@@ -548,6 +517,7 @@ def _of_torch(model: Any) -> dict[str, nn.Module]:
 
 def _shared_by_ranks(model: Any) -> str:
     """The first part of a model that is wrapped for several ranks or sharded, in words."""
+    # A distribution of Keras acts on variables at their creation.
     for name, module in _of_torch(model).items():
         for each in module.modules():
             is_wrapped = isinstance(each, nn.parallel.DistributedDataParallel)
@@ -557,7 +527,7 @@ def _shared_by_ranks(model: Any) -> str:
     return next((f"the variable {path!r}" for path in sharded), "")
 
 
-def variables_of(model: Any) -> list[Any]:
+def _variables_of(model: Any) -> list[Any]:
     """All variables of a model, of its metrics, and of Keras' global seed, without duplicates."""
     found = {id(each): each for each in model.variables}
     for metric in model.metrics:
@@ -574,9 +544,9 @@ def metrics_of(model: Any) -> list[Any]:
     return [each for metric in model.metrics for each in getattr(metric, "metrics", [metric])]
 
 
-def _is_own(metric: Any) -> bool:
-    """Whether a metric is custom, so that it may keep state in plain attributes."""
-    return not is_written_by(_HOSTS, type(metric))
+def _is_own(part: Any) -> bool:
+    """Whether a metric or layer is custom, so that it may keep state in plain attributes."""
+    return not is_written_by(_HOSTS, type(part))
 
 
 def _rows_of(flat: Mapping[str, Any]) -> int:

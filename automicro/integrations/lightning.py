@@ -7,7 +7,6 @@ batch. See docs/integrations/lightning.md.
 """
 
 import contextlib
-import copy
 import functools
 import importlib
 import importlib.util
@@ -28,6 +27,7 @@ from automicro.integrations.host import (
     RETURNS,
     Recorded,
     Replacements,
+    StepMetrics,
     check_options,
     detached,
     import_host,
@@ -40,10 +40,8 @@ from automicro.microbatcher import Microbatcher
 from automicro.reach import OF_EVERY_MODULE
 from automicro.state.part import State
 from automicro.state.tensors import seen_version
-from automicro.step.metrics import MetricGuard, Metrics, is_of_torchmetrics
 from automicro.step.results import EvalResult, StepResult
 from automicro.transaction.rng import RandomState, devices_of
-from automicro.transaction.transaction import Part
 
 _PACKAGES = {"lightning": "lightning.pytorch", "pytorch_lightning": "pytorch_lightning"}
 _SUPPORTED = "2.5 or 2.6"
@@ -170,7 +168,7 @@ class AutoMicrobatch(Callback):
     def _leave(self) -> None:
         run, self._run = self._run, None
         if run is not None:
-            run.places.undo()
+            run.places.close()
             if run.microbatcher is not None:
                 self._sizes = run.microbatcher.state_dict()
                 run.microbatcher.remove_parts()
@@ -188,7 +186,8 @@ class _Run:
     def __init__(
         self, owner: AutoMicrobatch, trainer: "Trainer", module: "LightningModule"
     ) -> None:
-        self._owner, self._trainer, self._module = owner, trainer, module
+        self._owner, self._module = owner, module
+        self._trainer: Any = trainer
         layout = owner.options.get("batch_layout", 0)
         unit = owner.options.get("microbatch_unit", "rows")
         self._layout = BatchLayout(layout)
@@ -200,7 +199,7 @@ class _Run:
             sorted_by=None if unit == "rows" else unit,
         )
         random = functools.partial(RandomState, devices_of([module], trainer.strategy.root_device))
-        self._metrics = _StepMetrics(module, self._recorded, random)
+        self._metrics = StepMetrics(lambda: module, self._recorded, random)
         self._step: Callable[[Any], Any] = lambda batch: None
         self._log: Callable[..., None] = lambda *_, **__: None  # the host's own
         self._loop: Any = trainer.fit_loop.epoch_loop.automatic_optimization
@@ -215,7 +214,7 @@ class _Run:
         self.places = Replacements()  # replaced methods of the host
 
     def take_places(self, *, trains: bool) -> None:
-        """Replace methods of the host until `places` are undone."""
+        """Replace methods of the host until `places` are closed."""
         strategy = self._trainer.strategy
         self._trains = trains
         for hooks in ("_call_strategy_hook", "_call_callback_hooks", "_call_lightning_module_hook"):
@@ -344,11 +343,11 @@ class _Run:
     def _hooked(self) -> list[Any]:
         """Callbacks whose hooks run in attempts."""
         hooks = (*_CLEARING, "on_before_backward")
-        return [c for c in _callbacks_of(self._trainer) if any(_is_own(c, n) for n in hooks)]
+        return [c for c in self._trainer.callbacks if any(_is_own(c, n) for n in hooks)]
 
     def _has_own_clearing(self) -> bool:
         """Whether the module or a callback overrides a hook for clearing gradients."""
-        owners = (self._module, *_callbacks_of(self._trainer))
+        owners = (self._module, *self._trainer.callbacks)
         return any(_is_own(owner, name) for owner in owners for name in _CLEARING)
 
     @contextlib.contextmanager
@@ -372,7 +371,7 @@ class _Run:
                     own(*given)
 
         with Replacements() as replacements:
-            for owner in (*_callbacks_of(self._trainer), self._module):
+            for owner in (*self._trainer.callbacks, self._module):
                 replacements.put(owner, "on_after_backward", lambda *_: None)
                 hook = functools.partial(before_backward, owner.on_before_backward)
                 replacements.put(owner, "on_before_backward", hook)
@@ -409,7 +408,10 @@ class _Run:
         modes = [module for module in self._module.modules() if module.training]
 
         def step(microbatch: Any) -> tuple[Tensor | None, None]:
-            with _training(modes):
+            with contextlib.ExitStack() as stack:
+                for each in modes:
+                    each.training = True
+                    stack.callback(setattr, each, "training", False)
                 output = own(microbatch, *rest)
             loss = output.get("loss") if isinstance(output, Mapping) else output
             is_loss = isinstance(loss, Tensor) and loss.dim() == 0 and loss.is_floating_point()
@@ -466,8 +468,7 @@ class _Run:
 
     def _forward(self, model: nn.Module, microbatch: Any) -> Any:
         recorded, rows = self._recorded, self._layout.num_rows(microbatch)
-        self._metrics.is_filler = recorded.is_filler and not is_extra_pass()
-        with recorded.step(rows), self._metrics.heard(rows < self._num_rows):
+        with self._metrics.step(rows, self._num_rows):
             found = self._step(microbatch)
             (own, output), self._returned = self._returned, (None, None)
             loss = found[0] if isinstance(found, tuple) else found
@@ -490,6 +491,10 @@ class _Run:
             for each in self._trainer.loggers:
                 send = functools.partial(self._send, each.log_metrics)
                 replacements.put(each, "log_metrics", send)
+                experiment = getattr(type(each), "experiment", None)
+                if isinstance(experiment, property) and experiment.fget is not None:
+                    write = functools.partial(self._note_writing, experiment.fget)
+                    replacements.put(type(each), "experiment", property(write))
             yield
 
     def _note_given(self, own: Callable[..., None], *given: Any, **named: Any) -> None:
@@ -547,12 +552,18 @@ class _Run:
         if self._is_in_hooks:
             self._recorded.later(functools.partial(own, dict(metrics), step))
             return
+        self._recorded.note_log("log_metrics", own, metrics, step)
 
-        def tell(joined: Any, _: Any) -> None:
-            for each in joined if isinstance(joined, list) else [joined]:
-                own(each, step)
-
-        self._recorded.note("what the step sends to a logger", dict(metrics), tell=tell)
+    def _note_writing(self, read: Callable[[Any], Any], logger: Any) -> Any:
+        """Replace a logger's ``experiment``, which cannot take back what a step writes to it."""
+        if is_extra_pass() or self._recorded.rows[-1:] != [self._num_rows]:
+            self._recorded.name_once(
+                "logger.experiment",
+                "the step writes to the experiment of a logger, which also gets the values of "
+                "microbatches, failed attempts and checks. Use self.log or "
+                "self.logger.log_metrics, or write in on_train_batch_end",
+            )
+        return read(logger)
 
 
 class _SkippedError(Exception):
@@ -565,167 +576,6 @@ class _SkippedError(Exception):
 
 class _InPiecesError(Exception):
     """The batch is split, but the gradients of the previous batch are not cleared yet."""
-
-
-class _StepMetrics(Metrics):
-    """Metrics of torchmetrics that a step calls, as a part of its transaction."""
-
-    # Each microbatch updates them with its rows. A value without rows, such as the loss, updates
-    # them once, with the value of the batch. If the result of a call is logged, the logged value is
-    # that of the batch.
-
-    def __init__(
-        self, module: nn.Module, recorded: Recorded, random_state: Callable[[], Part]
-    ) -> None:
-        super().__init__(())
-        self._module, self._recorded = module, recorded
-        self._guard = MetricGuard(self._check, _OF_A_CALL, random_state, is_callers=False)
-        self._own: Callable[..., Any] | None = None  # the original method that a check calls
-        self.is_filler = False  # whether the step only serves the collectives of other ranks
-        self._forget()
-
-    def _forget(self) -> None:
-        self._shadows: list[tuple[Any, Any]] = []
-        # By the id of a returned value: the value itself (ids are reused), its metric and its key.
-        self._returned: dict[int, tuple[Any, Any, Any]] = {}
-        self._of_batch: dict[int, Any] = {}  # by the metric's id
-        self._places = Replacements()
-
-    def _found(self) -> dict[str, Any]:
-        found = {name: each for name, each in self._module.named_modules() if _is_metric(each)}
-        known = set(map(id, found.values()))
-        # Metrics in dictionaries and plain objects are not submodules of the module.
-        held = (each for each in self._recorded.held() if _is_metric(each.value))
-        return found | {each.what: each.value for each in held if id(each.value) not in known}
-
-    def begin(self) -> None:
-        self._forget()
-        self._metrics = list(self._found().values())
-        super().begin()
-
-    def _check(self, metric: Any, call: Any, same: Any) -> None:
-        assert self._own is not None
-        self._own(*call[0], **call[1])
-
-    def _listen(self, metric: Any, what: str, *, counts: bool) -> None:
-        """Record the arguments and results of a metric's calls."""
-        # `counts` is False in a check, where metrics get their values immediately.
-        shadow: Any = None
-        of_batch = self._of_batch  # the next batch may have replaced it before the deferred call
-
-        def waits(call: Any, own: Callable[..., Any]) -> bool:
-            """Whether the value has no rows, so that the metric gets the batch's value once."""
-            is_one = len(call[0]) == 1 and not call[1]
-            value = call[0][0] if is_one else call
-            if not self._recorded.is_single(what, value):
-                return False
-
-            def tell(joined: Any, _: Any) -> None:
-                given, named = ([joined], {}) if is_one else joined
-                of_batch[id(metric)] = own(*given, **named)
-
-            reduce = _REDUCED.get(type(metric).__name__, "mean")
-            self._recorded.note(what, value, reduce=reduce, tell=tell)
-            return counts
-
-        def called(own: Callable[..., Any], is_forward: bool, /, *given: Any, **named: Any) -> Any:
-            nonlocal shadow
-            # A check of this metric, or of one that contains it, calls the original method.
-            if self._own is not None or self.is_filler:
-                return own(*given, **named)
-            value, call = None, (given, named)
-            if not waits(call, own):
-                if is_forward and counts and shadow is None:
-                    shadow = _emptied(metric)
-                    self._shadows.append((metric, shadow))
-                self._look(metric, call, own)
-                # A forward also updates the metric.
-                with contextlib.nullcontext() if is_forward else self._guard.reading(metric, what):
-                    value = own(*given, **named)
-                if shadow is not None and is_forward:
-                    named = {key: detached(each) for key, each in named.items()}
-                    shadow.update(*map(detached, given), **named)
-            elif is_forward:  # the microbatch's value, from an empty metric
-                value = _emptied(metric)(*given, **named)
-            for key, part in value.items() if isinstance(value, Mapping) else [(None, value)]:
-                self._returned[id(part)] = part, metric, key
-            return value
-
-        for name in ("update", "forward"):
-            own = getattr(metric, name)
-            self._places.put(metric, name, functools.partial(called, own, name == "forward"))
-
-    def _look(self, metric: Any, call: Any, own: Callable[..., Any]) -> None:
-        self._own = own
-        try:
-            self._guard.look(metric, call, call)
-        finally:
-            self._own = None
-
-    @contextlib.contextmanager
-    def heard(self, is_split: bool) -> Iterator[None]:
-        """Record calls of metrics during a step; in a batch, recording goes on until `prepare`."""
-        is_extra = is_extra_pass()
-        is_first = is_split and len(self._recorded.rows) == 1 and not self.is_filler
-        if is_extra or is_first:
-            self._guard.expect(is_split=not is_extra)
-            for name, metric in self._found().items():
-                if hasattr(metric, "_forward_cache"):
-                    what = f"{type(metric).__name__} ({name})"
-                    self._listen(metric, what, counts=not is_extra)
-        try:
-            yield
-        finally:
-            if is_extra:
-                self._places.undo()
-                self._returned.clear()
-
-    def whole_of(self, value: Any) -> Callable[[], Any] | None:
-        """Return a getter for the batch's value if a metric returned this value; None otherwise."""
-        found = self._returned.get(id(value))
-        if found is None or found[0] is not value:
-            return None
-        (_, metric, key), of_batch = found, self._of_batch
-        return lambda: of_batch[id(metric)] if key is None else of_batch[id(metric)][key]
-
-    def prepare(self) -> None:
-        self._places.undo()
-        self._returned.clear()
-        for metric, shadow in self._shadows:
-            metric._forward_cache = self._of_batch[id(metric)] = shadow.compute()
-        super().prepare()
-
-    def commit(self) -> None:
-        self._forget()
-
-    def roll_back(self) -> None:
-        self._places.undo()
-        super().roll_back()
-        self._forget()
-
-
-_OF_A_CALL = BatchLayout({"0": "fields"})  # positional arguments, each with all rows
-_REDUCED = {"SumMetric": "sum", "MaxMetric": "max", "MinMetric": "min"}
-
-
-def _is_metric(module: Any) -> bool:
-    return is_of_torchmetrics(module) or is_of_torchmetrics(module, "MetricCollection")
-
-
-def _emptied(metric: Any) -> Any:
-    """Return an empty copy of a metric, without copying its states."""
-    # Cached results may hold a graph, which cannot be copied.
-    metric._forward_cache = metric._computed = None
-    # States may fill the device, because curves keep all rows.
-    states = [getattr(metric, name) for name in metric._defaults]
-    memo = {id(each): [] if isinstance(each, list) else each for each in states}
-    shadow = copy.deepcopy(metric, memo)
-    # A copied replacement of `forward` calls the original metric, also inside of a wrapper.
-    for each in shadow.modules():
-        vars(each).pop("forward", None)
-    shadow.reset()
-    shadow._to_sync = metric.dist_sync_on_step  # like the value that a forward returns
-    return shadow
 
 
 def _name_of(reduction: Any) -> str:
@@ -741,10 +591,6 @@ def _is_value(value: Any) -> bool:
     if isinstance(value, list | tuple | set):
         return all(map(_is_value, value))
     return isinstance(value, Tensor | int | float | complex | str | bytes | None)
-
-
-def _callbacks_of(trainer: Any) -> list[Any]:
-    return list(trainer.callbacks)  # an attribute that no class of Lightning declares
 
 
 def _is_own(owner: Any, hook: str) -> bool:
@@ -769,22 +615,10 @@ def _modules_in(callback: Any) -> list[nn.Module]:
     ]
 
 
-@contextlib.contextmanager
-def _training(modules: Sequence[nn.Module]) -> Iterator[None]:
-    """Set modules to training mode, as they were before the evaluation."""
-    for module in modules:
-        module.training = True
-    try:
-        yield
-    finally:
-        for module in modules:
-            module.training = False
-
-
-def _refuse(trainer: "Trainer", module: "LightningModule") -> None:
+def _refuse(trainer: Any, module: "LightningModule") -> None:
     """Raise ValueError if batches cannot be split or failed attempts cannot be rolled back."""
     _refuse_strategy(trainer.strategy)
-    for callback in _callbacks_of(trainer):
+    for callback in trainer.callbacks:
         if any(kind.__name__ == "BatchSizeFinder" for kind in type(callback).__mro__):
             raise ValueError(
                 "AutoMicrobatch: BatchSizeFinder searches the largest batch that fits, but with "

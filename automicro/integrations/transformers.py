@@ -39,6 +39,7 @@ from automicro.integrations.host import (
     Recorded,
     Replacements,
     Results,
+    StepMetrics,
     check_options,
     import_host,
     is_written_by,
@@ -220,19 +221,24 @@ class Enabled(Results):
             concat=_padded,
             fold_of=_fold_of,
         )
+        self._metrics = StepMetrics(
+            lambda: itself().model,
+            self._recorded,
+            lambda: RandomState(devices_of([itself().model], itself().args.device)),
+        )
         self._layout = BatchLayout(self._options.get("batch_layout", 0))
         self._made: dict[str, _Made] = {}  # by phase: "train" and "eval"
         self._known: dict[str, Any] = {}  # sizes of discarded Microbatchers
         # State of the current batch.
+        self._num_rows = 0
         self._num_items: Any = None
         self._arguments: tuple[Any, ...] = ()
         self._own_backward: Callable[..., Any] = _no_backward
         self._caught: list[Tensor] = []
-        self._log: Callable[..., Any] = _no_backward  # the trainer's own `log`
 
     def disable(self) -> None:
         """Restore the trainer's own steps."""
-        self._replacements.undo()
+        self._replacements.close()
         self._trainer.remove_callback(Sizes)
         self._trainer.automicro = None
 
@@ -372,7 +378,12 @@ class Enabled(Results):
                 scaler.scale(torch.zeros((), device=trainer.args.device))
         mean = "none" if divides else self._mean(model) if splits else declared or "auto"
         microbatcher = microbatcher_of(
-            model, self._options, **own, recorded=self._recorded, loss_average=mean
+            model,
+            self._options,
+            **own,
+            recorded=self._recorded,
+            state=[self._metrics],
+            loss_average=mean,
         )
         self._recall(name, microbatcher)
         return _Made(
@@ -390,21 +401,17 @@ class Enabled(Results):
     def _forward(self, model: nn.Module, microbatch: Any) -> Any:
         """Run the trainer's own step up to its backward."""
         flat = _as_batch(microbatch)
-        with self._recorded.step(*self._counted(flat, microbatch)):
+        with self._listening(flat, microbatch):
             loss = self._training_loss(model, flat, self._num_items)
             return self._recorded.came_to(loss) or loss
 
-    def _counted(self, flat: Any, microbatch: Any) -> tuple[int, dict[str, float]]:
-        return self._layout.num_rows(microbatch), _tokens_of(self._trainer, flat)
+    def _listening(self, flat: Any, microbatch: Any) -> contextlib.AbstractContextManager[None]:
+        rows = self._layout.num_rows(microbatch)
+        return self._metrics.step(rows, self._num_rows, _tokens_of(self._trainer, flat))
 
-    def _note_log(self, logs: Mapping[str, Any], *args: Any, **kwargs: Any) -> None:
+    def _note_log(self, logs: Mapping[str, Any], *rest: Any, **named: Any) -> None:
         """Replace ``trainer.log``: defer the call until the batch is committed."""
-
-        def tell(joined: Any, _: Any) -> None:
-            for each in joined if isinstance(joined, list) else [joined]:
-                self._log(each, *args, **kwargs)
-
-        self._recorded.note("log", dict(logs), tell=tell)
+        self._recorded.note_log("log", functools.partial(self._log, **named), logs, *rest)
 
     def _training_loss(self, model: nn.Module, flat: Any, num_items: Any) -> Tensor:
         trainer = self._trainer
@@ -455,7 +462,7 @@ class Enabled(Results):
 
     def _predict(self, model: nn.Module, microbatch: Any) -> Any:
         flat = _as_batch(microbatch)
-        with self._recorded.step(*self._counted(flat, microbatch)):
+        with self._listening(flat, microbatch):
             loss, logits, labels = self._prediction(model, flat, self._num_items)
             outputs = {"logits": logits, "label_ids": labels}
             return self._recorded.came_to(loss, outputs, is_kept=True) or (loss, None)
@@ -578,7 +585,7 @@ class Enabled(Results):
         batch = _as_rows(self._trainer, inputs)
         with contextlib.suppress(BatchError):  # the step itself will report this
             # The whole batch resolves ambiguities of the layout that one microbatch might not.
-            self._layout.num_rows(batch)
+            self._num_rows = self._layout.num_rows(batch)
         return batch
 
     def _inner(self, model: nn.Module) -> nn.Module:

@@ -30,7 +30,6 @@ from automicro import (
     LossError,
     MemoryBudget,
     Observing,
-    UnsplittableModelError,
 )
 from automicro.batch.device import on_host
 from automicro.integrations.keras import enable
@@ -193,7 +192,7 @@ CASES = {
     "sum": Case(
         lambda: classifier(loss=SPARSE(reduction="sum"), optimizer=keras.optimizers.SGD(1e-3))
     ),
-    "regularizer": Case(lambda: classifier(layers.Dense(8, **L2))),
+    "regularizers": Case(lambda: classifier(layers.Dense(8, activity_regularizer="l2", **L2))),
     "accumulation": Case(
         lambda: classifier(optimizer=keras.optimizers.SGD(0.1, gradient_accumulation_steps=3))
     ),
@@ -306,7 +305,9 @@ def test_in_half_of_the_memory_in_other_precisions(policy: str) -> None:
     before = keras.config.dtype_policy()
     keras.config.set_dtype_policy(policy)
     try:
-        plain, ours = in_half(Case(classifier))
+        # Half of a small model's peak may be less than its optimizer and metrics hold: when Python
+        # collects Keras' reference cycles decides on some kilobytes.
+        plain, ours = in_half(Case(lambda: classifier(width=512)))
     finally:
         keras.config.set_dtype_policy(before)
     losses = (each.history["loss"] for each in (ours, plain))
@@ -340,12 +341,8 @@ def test_batch_normalization_is_named_once_and_is_another_training() -> None:
         ours = train(case, ours=True, **half)
     assert sum(issubclass(each.category, BatchNormWarning) for each in told) == 1
     assert furthest(ours.parameters, plain.parameters) > 1e-4
-    whole = train(case, ours=True, batchnorm="disable")
+    whole = train(case, ours=True, microbatch_size=None)
     assert whole.history == plain.history
-    ignored = train(case, ours=True, batchnorm="ignore", **half)
-    assert ignored.history == ours.history
-    with pytest.raises(UnsplittableModelError, match="batchnorm='error'"):
-        train(case, ours=True, batchnorm="error")
 
 
 class Failing:
@@ -359,6 +356,7 @@ class Failing:
             raise torch.OutOfMemoryError("CUDA out of memory.")
 
 
+@pytest.mark.filterwarnings("default::automicro.BatchNormWarning")
 def test_modules_of_torch_inside_are_rolled_back_and_named() -> None:
     def job(**options: Any) -> Any:
         keras.utils.set_random_seed(7)
@@ -369,7 +367,7 @@ def test_modules_of_torch_inside_are_rolled_back_and_named() -> None:
             model.train_on_batch(INPUTS[:BATCH], LABELS[:BATCH])
         return [*map(torch.clone, inside.buffers())], [v.numpy() for v in model.variables]
 
-    undisturbed = job(microbatch_size=16, batchnorm="ignore")
+    undisturbed = job(microbatch_size=16)
     failing = Failing()
     with pytest.warns(BatchNormWarning, match="norm"):
         disturbed = job(microbatch_size=Halving(), features=[Observing(failing)])
@@ -453,10 +451,6 @@ def of_own_step_on_the_instance() -> Any:
     return model
 
 
-def with_activity() -> Any:
-    return classifier(layers.Dense(8, activity_regularizer="l2"))
-
-
 def enabled() -> Any:
     return enable(classifier())
 
@@ -481,14 +475,12 @@ def fitted(model: Any, **options: Any) -> Any:
         (lambda: enable(torch.nn.Linear(1, 1)), TypeError, "takes a keras.Model"),
         (lambda: enable(classifier(), forward=print), TypeError, "is set by Keras"),
         (lambda: enable(classifier(), micro=3), TypeError, "micro.* is not known"),
-        (lambda: enable(classifier(), batchnorm="exact"), ValueError, "'exact' is not known"),
+        (lambda: enable(classifier(), batchnorm="ignore"), TypeError, "by microbatch_size=None"),
         (lambda: enable(enabled()), ValueError, "enabled for this model already"),
         (lambda: enable(keras.Sequential([layers.Dense(1)])), ValueError, "Call model.compile"),
         (lambda: enable(of_own_step()), ValueError, "has its own train_step"),
         (lambda: enable(of_own_step_on_the_instance()), ValueError, "has its own train_step"),
         (lambda: enable(compiled(jit_compile=True)), ValueError, "jit_compile=False"),
-        (lambda: enable(compiled(steps_per_execution=2)), ValueError, "steps_per_execution"),
-        (lambda: enable(with_activity()), ValueError, "activity_regularizer of 'dense"),
         (lambda: enable(mixed()), ValueError, "2 losses with the reductions"),
         (lambda: enable(classifier(), loss_average="tokens"), ValueError, "'tokens' is not known"),
         (
@@ -679,9 +671,9 @@ def test_modules_that_belong_to_several_ranks_are_refused(
             assert "the FSDPLinear in the layer" in of_fsdp
 
 
-def test_a_distribution_of_keras_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(keras.distribution, "distribution", object)
-    with pytest.raises(ValueError, match=r"set_distribution is on.*Microbatcher"):
+def test_variables_that_a_distribution_shards_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("automicro.integrations.keras.is_sharded", lambda value: True)
+    with pytest.raises(ValueError, match=r"the variable .* belongs to several ranks"):
         enable(classifier())
 
 

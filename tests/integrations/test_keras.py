@@ -17,19 +17,9 @@ if importlib.util.find_spec("keras") is None:
 
 def run(folder: Path, *arguments: str) -> None:
     there = {"KERAS_BACKEND": "torch", "KERAS_HOME": str(folder), "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist"]
     ended = subprocess.run(
-        [
-            sys.executable,
-            "-m",
-            "pytest",
-            "-q",
-            "-p",
-            "no:cacheprovider",
-            "-p",
-            "no:xdist",
-            *arguments,
-            *FILES,
-        ],
+        [*command, *arguments, *FILES],
         cwd=ROOT,
         env={**os.environ, **there},
         capture_output=True,
@@ -41,9 +31,8 @@ def run(folder: Path, *arguments: str) -> None:
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("cases", ["not other_precisions", "other_precisions"])
-def test_keras_keeps_its_bits_and_survives(cases: str, tmp_path: Path) -> None:
-    run(tmp_path, "-k", cases)
+def test_keras_keeps_its_bits_and_survives(tmp_path: Path) -> None:
+    run(tmp_path)
 
 
 @pytest.mark.sweep

@@ -45,15 +45,9 @@ def test_parts_of_one_check_are_not_those_of_another() -> None:
             recorded.note("right", number, tell=lambda value, _: told.append(value))
             recorded.came_to(None)
 
+    passes = [(32, 0.25), (16, 0.2), (16, 0.3), (16, 0.375), (4, 0.25), (12, 5 / 12)]
     with extra_pass():
-        for rows, number in (
-            (32, 0.25),
-            (16, 0.2),
-            (16, 0.3),
-            (16, 0.375),
-            (4, 0.25),
-            (12, 5 / 12),
-        ):
+        for rows, number in passes:
             step(rows, number)
     recorded.begin()
     step(8, 0.25)

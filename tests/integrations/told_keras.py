@@ -8,7 +8,7 @@ from keras import ops
 
 from automicro.integrations.keras import enable
 from automicro.loss.passes import is_extra_pass
-from tests.integrations.told import BATCH, KEEPING, Kept, Program, data, values_of
+from tests.integrations.told import BATCH, KEEPING, Kept, Program, add, data, values_of
 
 
 class Adds(keras.metrics.Metric):
@@ -44,8 +44,16 @@ WAYS: dict[str, Any] = {
     "rows to a mean metric": update,
     "rows to an own metric": update,
     "computed": lambda m, n, v: NOW["computed"].update({n: v}),
+    "added to a layer": lambda m, n, v: add(m.keeper, n, float(v)),
     **KEEPING,
 }
+
+
+class Keeper(keras.layers.Layer):
+    """A layer of one's own, which may keep numbers."""
+
+    def call(self, x: Any) -> Any:
+        return x
 
 
 class Telling(keras.Model):
@@ -54,7 +62,7 @@ class Telling(keras.Model):
     def __init__(self, program: Program) -> None:
         super().__init__()
         self.inner = keras.layers.Dense(8, activation="tanh")
-        self.outer = keras.layers.Dense(3)
+        self.keeper, self.outer = Keeper(), keras.layers.Dense(3)
         self.program, self.most = program, 0
         self.told = {
             f"n{nth}": METRICS[each.way.removesuffix(" metric")](name=f"n{nth}")
@@ -65,7 +73,7 @@ class Telling(keras.Model):
     def call(self, x: Any, training: bool = False) -> Any:
         if 0 < self.most < len(x) and not is_extra_pass() and not x.is_meta:
             raise torch.OutOfMemoryError("CUDA out of memory.")
-        return self.outer(self.inner(x))
+        return self.outer(self.keeper(self.inner(x)))
 
     @property
     def metrics(self) -> Any:
@@ -128,6 +136,7 @@ class Host:
         found = kept.found()
         for nth in range(len(program.tellings)):
             name = f"n{nth}"
+            found[name].append(getattr(model.keeper, name, []))
             found[name] += [row[name] for row in rows if name in row]
             found[name] += [v for key, each in history.items() if name in key for v in each]
         return found

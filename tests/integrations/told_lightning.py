@@ -56,7 +56,7 @@ MAKES: dict[str, Any] = {
 CALLED = {
     "rows to one of its own": "Each",
     "read again": "callback_metrics",
-    "logger at times": "what the step sends to a logger is a dict in each",
+    "written to a logger": "writes to the experiment",
 }
 
 
@@ -66,6 +66,10 @@ class Told(pl.loggers.logger.DummyLogger):
     def __init__(self) -> None:
         super().__init__()
         self.rows: list[dict[str, float]] = []
+
+    @property
+    def experiment(self) -> Any:
+        return self.rows
 
     def log_metrics(self, metrics: Any, step: Any = None) -> None:
         self.rows.append({name: float(each) for name, each in metrics.items()})
@@ -81,6 +85,7 @@ WAYS: dict[str, Any] = {
     "log_dict": lambda m, n, v: m.log_dict({n: v, f"{n}/x": v * 2}, on_epoch=True),
     "logger": lambda m, n, v: m.logger.log_metrics({n: v}),
     "logger at times": lambda m, n, v: m.is_odd and m.logger.log_metrics({n: v}),
+    "written to a logger": lambda m, n, v: m.logger.experiment.append({n: float(v)}),
     "added to the trainer": lambda m, n, v: add(m.trainer, n, v),
     **KEEPING,
     **SETTING,

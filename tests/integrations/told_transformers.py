@@ -3,6 +3,7 @@
 import tempfile
 from typing import Any
 
+from torchmetrics import MeanMetric
 from transformers import Trainer, TrainingArguments
 from transformers.utils import logging
 
@@ -12,9 +13,13 @@ from tests.integrations.told import BATCH, KEEPING, SETTING, Kept, Net, Program,
 WAYS: dict[str, Any] = {
     "log": lambda t, n, v: t.log({n: float(v)}),
     "log of several": lambda t, n, v: t.log({n: float(v), f"{n}/x": 2.0 * float(v)}),
+    "log at times": lambda t, n, v: t.is_odd and t.log({n: float(v)}),
     "state": lambda t, n, v: setattr(t.state, n, v),
     "added to the state": lambda t, n, v: setattr(t.state, n, getattr(t.state, n, 0.0) + v),
     "added to the control": lambda t, n, v: setattr(t.control, n, getattr(t.control, n, 0.0) + v),
+    "mean metric": lambda t, n, v: getattr(t, n).update(v),
+    "mean metric called": lambda t, n, v: t.log({n: float(getattr(t, n)(v))}),
+    "rows to a mean metric": lambda t, n, v: getattr(t, n).update(v),
     "returned": lambda t, n, v: t.returned.update({n: v}),
     "rows returned": lambda t, n, v: t.returned.update({n: v}),
     **KEEPING,
@@ -34,6 +39,7 @@ class Telling(Trainer):
 
     program: Program
     returned: dict[str, Any]
+    is_odd: bool
 
     def compute_loss(
         self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
@@ -41,7 +47,7 @@ class Telling(Trainer):
         out = model(**inputs)["logits"]
         values, where = values_of(inputs["x"], inputs["labels"], out), "evaluate"
         where = "train" if model.training else "evaluate"
-        self.returned = {}
+        self.returned, self.is_odd = {}, float(inputs["x"][0, 0]) > 0
         for nth, each in enumerate(self.program.tellings):
             if each.where == where:
                 WAYS[each.way](self, f"n{nth}", each.of(values))
@@ -53,7 +59,7 @@ class Host:
     """transformers' ``Trainer``."""
 
     WAYS, WHERE, CLOSE = WAYS, ("train", "evaluate"), 1e-6
-    OF_ROWS = ("rows appended", "rows extended", "rows returned")
+    OF_ROWS = ("rows appended", "rows extended", "rows returned", "rows to a mean metric")
 
     def names(self, program: Program, nth: int) -> list[str]:
         # What an evaluation returns has lost its name: all of it lies behind the logits.
@@ -80,6 +86,9 @@ class Host:
         )  # fmt: skip
         trainer.program = program
         kept = Kept(trainer, program)
+        of_means = [n for n, each in enumerate(program.tellings) if "mean metric" in each.way]
+        metrics = {f"n{nth}": MeanMetric() for nth in of_means}
+        vars(trainer).update(metrics)
         if ours:
             sizes = {"microbatch_size": 3, "eval_microbatch_size": 3}
             enable(trainer, **(sizes if program.cut == "size" else {}))
@@ -94,7 +103,8 @@ class Host:
             owner = trainer.control if "control" in each.way else trainer.state
             logged = [v for row in trainer.state.log_history for k, v in row.items() if name in k]
             returned = evaluated if "returned" in each.way else []
-            found[name] += [logged, returned, getattr(owner, name, [])]
+            metric = metrics[name].metric_state if name in metrics else {}
+            found[name] += [logged, returned, getattr(owner, name, []), metric]
         return found
 
 
