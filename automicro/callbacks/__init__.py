@@ -2,7 +2,6 @@
 
 from automicro.callbacks.average import ExponentialMovingAverage
 from automicro.callbacks.early_stopping import EarlyStopping
-from automicro.callbacks.freezing import FreezeSchedule
 from automicro.callbacks.growth import GrowthSchedule
 from automicro.callbacks.monitors import MemoryMonitor, SpeedMonitor
 from automicro.callbacks.oom_report import OutOfMemoryReport
@@ -10,7 +9,6 @@ from automicro.callbacks.oom_report import OutOfMemoryReport
 __all__ = [
     "EarlyStopping",
     "ExponentialMovingAverage",
-    "FreezeSchedule",
     "GrowthSchedule",
     "MemoryMonitor",
     "OutOfMemoryReport",
@@ -18,6 +16,7 @@ __all__ = [
 ]
 
 _REMOVED = {
+    "FreezeSchedule": "Set requires_grad in the fit_start and batch_start of a callback of yours",
     "ImageSizeSchedule": "Use GrowthSchedule with a resize of yours, as by F.interpolate",
     "LearningRateMonitor": "Leave it out: every run logs train/lr",
     "SequenceLengthSchedule": "Use GrowthSchedule with a resize that cuts tokens, as [:, :size]",

@@ -8,7 +8,6 @@ from automicro import callbacks
 from automicro.callbacks import (
     EarlyStopping,
     ExponentialMovingAverage,
-    FreezeSchedule,
     GrowthSchedule,
     OutOfMemoryReport,
 )
@@ -28,8 +27,6 @@ GROWTH = {"start": 2, "end": 4, "over": "4ba", "resize": lambda batch, size: bat
         (ExponentialMovingAverage, {"decay": None}, "decay=None .* below 1"),
         (ExponentialMovingAverage, {"update_interval": "5"}, "update_interval='5'"),
         (ExponentialMovingAverage, {"half_life": "5ba"}, "no argument half_life. Pass decay="),
-        (FreezeSchedule, {}, "there is nothing to freeze. Pass patterns"),
-        (FreezeSchedule, {"frozen_until": "0.*"}, "and not a mapping. Pass patterns"),
         (GrowthSchedule, {**GROWTH, "resize": 3}, "resize=3 cannot be called"),
         (GrowthSchedule, {**GROWTH, "start": 8}, "Swap them"),
         (GrowthSchedule, {**GROWTH, "start": 0}, "start=0 must be at least 1"),
@@ -46,6 +43,7 @@ def test_what_means_nothing_is_refused(callback: Any, options: Any, message: str
 @pytest.mark.parametrize(
     ("name", "remedy"),
     [
+        ("FreezeSchedule", "Set requires_grad"),
         ("ImageSizeSchedule", "Use GrowthSchedule"),
         ("LearningRateMonitor", "every run logs train/lr"),
         ("SequenceLengthSchedule", "Use GrowthSchedule"),

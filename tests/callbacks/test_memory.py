@@ -9,14 +9,11 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from automicro import Halving, Microbatcher, Trainer
 from automicro.batch.device import on_host
-from automicro.callbacks import (
-    FreezeSchedule,
-    GrowthSchedule,
-)
+from automicro.callbacks import GrowthSchedule
 from automicro.events.callback import Callback
 from automicro.events.run import LoopState, Run
 from automicro.step.results import StepResult
-from tests.callbacks.runs import Scripted, Sizes, assert_equal, copy_of, trainer_with
+from tests.callbacks.runs import Scripted, Sizes, Unfreezing, assert_equal, copy_of, trainer_with
 from tests.sweeps import mostly_in_sweeps
 from tests.trainer.runs import CLASSES, FEATURES, make_loader, make_model
 
@@ -88,7 +85,7 @@ def tokens() -> list[dict[str, Tensor]]:
 
 def test_layers_unfreeze_deep_into_training_and_need_more_memory() -> None:
     def train(model: nn.Module, *extra: Callback, **options: Any) -> Trainer:
-        schedule = FreezeSchedule({"0.*": "3ba", "3.*": "3ba"})
+        schedule = Unfreezing({"0": 3, "3": 3})
         loader = make_loader(rows=1024, batch_size=256)
         return trainer_with(
             schedule, *extra, model=model, train_dataloader=loader, max_duration="8ba", **options
@@ -105,55 +102,6 @@ def test_layers_unfreeze_deep_into_training_and_need_more_memory() -> None:
     expected = make_model()
     train(expected, microbatch_size=Scripted(sizes.sizes)).fit()
     assert_equal(copy_of(model), copy_of(expected))
-
-
-def test_frozen_parameters_stay_as_they_are_until_they_are_due() -> None:
-    class Watch(Callback):
-        def __init__(self) -> None:
-            self.trained: list[tuple[bool, bool]] = []
-            self._before: dict[str, Tensor] = {}
-
-        def batch_start(self, run: Run, batch: Any) -> None:
-            self._before = copy_of(run.model)
-
-        def batch_end(self, run: Run, result: StepResult) -> None:
-            now = run.model.state_dict()
-            self.trained.append(
-                (
-                    not torch.equal(now["0.weight"], self._before["0.weight"]),
-                    not torch.equal(now["5.weight"], self._before["5.weight"]),
-                )
-            )
-
-    watch = Watch()
-    schedule = FreezeSchedule({"0.*": "2ba"}, frozen_from={"5.*": "1ep"})
-    trainer_with(schedule, watch, max_duration="6ba").fit()
-    assert watch.trained == [(False, True)] * 2 + [(True, True)] * 2 + [(True, False)] * 2
-
-
-def test_a_schedule_of_freezing_takes_up_where_training_stands() -> None:
-    model = make_model()
-    schedule = FreezeSchedule({"0.*": "2ba"}, frozen_from={"3.*": "4ba", "5.*": "5ba"})
-    run: Any = type(
-        "Late",
-        (),
-        {"model": model, "optimizer": None, "state": LoopState(batch=4), "world_size": 1},
-    )
-    schedule.fit_start(run)
-    assert [p.requires_grad for p in model.parameters()] == [True] * 2 + [False] * 2 + [True] * 2
-
-
-def test_what_cannot_be_frozen_is_an_error() -> None:
-    for pattern, message in (
-        ("encoder.*", r"no parameter matches 'encoder\.\*'. There are 6, such as"),
-        ("3", r"use 'module\.\*' for those of a module"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            trainer_with(FreezeSchedule({pattern: "2ba"})).fit()
-    model = make_model()
-    optimizer = torch.optim.SGD(model[5].parameters(), lr=0.1)
-    with pytest.raises(ValueError, match="the optimizer does not have it"):
-        trainer_with(FreezeSchedule({"0.*": "2ba"}), model=model, optimizer=optimizer).fit()
 
 
 def resize_images(batch: Any, size: int) -> Any:
