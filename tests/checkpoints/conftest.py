@@ -1,4 +1,4 @@
-"""A store, and no waiting for the disk but where faults are tested."""
+"""Fixtures: a checkpoint store, and no disk syncs outside the fault tests."""
 
 from pathlib import Path
 
@@ -14,9 +14,7 @@ def store(tmp_path: Path) -> CheckpointStore:
 
 
 @pytest.fixture(autouse=True)
-def no_waiting_for_the_disk(
-    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """What is on the disk when is for the tests of faults."""
+def skip_disk_sync(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only the fault tests check when data reaches the disk."""
     if request.path.name != "test_faults.py":
         monkeypatch.setattr(files, "sync", lambda _: None)

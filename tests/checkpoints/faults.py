@@ -1,4 +1,4 @@
-"""Faults wherever a checkpoint touches the disk: no space left, and the end of the process."""
+"""Faults at each point where a checkpoint touches the disk: a full disk, and a killed process."""
 
 import errno
 import os
@@ -16,7 +16,7 @@ POINTS = ("make_folder", "open_new", "write", "sync", "replace", "remove_folder"
 
 
 class Faults:
-    """Counts the points, and lets something happen at one of them or from one on."""
+    """Records the disk operations and injects a fault at selected ones."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.seen: list[str] = []
@@ -43,7 +43,7 @@ class Faults:
 
 
 def half(name: str, original: Callable, args: tuple) -> None:
-    """Do what can be done in part, in part."""
+    """Do half of an operation that can be done partially."""
     if name == "write":
         data = memoryview(args[1])
         original(args[0], data[: len(data) // 2])
@@ -53,25 +53,25 @@ def half(name: str, original: Callable, args: tuple) -> None:
 
 
 def fail(name: str, original: Callable, args: tuple) -> Any:
-    """The disk is full. Half of what was to be written found room."""
+    """Fail as on a full disk, after half of the data was written."""
     if name == "write":
         half(name, original, args)
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
 def kill(name: str, original: Callable, args: tuple) -> Any:
-    """The process ends, in the middle of what it does."""
+    """Kill the process in the middle of an operation."""
     half(name, original, args)
     die()
 
 
 def die() -> None:
-    """End this process as a power failure would: nothing more is run."""
+    """End this process as a power failure would: no cleanup code runs."""
     os.kill(os.getpid(), signal.SIGKILL)
     signal.pause()
 
 
 def in_child(action: Callable[[], object]) -> int:
-    """Run something in a forked process, and return its exit code."""
+    """Run an action in a forked process and return its exit code."""
     log = Path(os.devnull)
     return end(start(action, log=log), log=log)

@@ -1,4 +1,4 @@
-"""Checkpoints: what is saved comes back, in place or anew, and only into what it fits."""
+"""Saving and loading checkpoints: new objects, in-place loading, and refused mismatches."""
 
 import warnings
 from collections import Counter, OrderedDict
@@ -40,7 +40,7 @@ def bits(tensor: torch.Tensor) -> list[int]:
     return flat.view(torch.uint8).tolist() if flat.numel() else []
 
 
-def test_tensors_come_back_bit_for_bit(store: CheckpointStore) -> None:
+def test_tensors_round_trip_bit_for_bit(store: CheckpointStore) -> None:
     store.save({"x": [*TENSORS.values()]}, step=1)
     for kind, back in zip(TENSORS, store.load().state["x"], strict=True):
         tensor = TENSORS[kind].detach()
@@ -65,7 +65,7 @@ PLAIN = {
 }
 
 
-def test_plain_values_come_back_as_they_were(store: CheckpointStore) -> None:
+def test_plain_values_round_trip_unchanged(store: CheckpointStore) -> None:
     versions = nn.BatchNorm2d(2).state_dict()
     coinciding = {"a.b": torch.tensor(1), "a": {"b": torch.tensor(2)}}
     of_numpy = {"best": np.float64(0.5), "count": np.int64(3)}
@@ -96,7 +96,7 @@ class Color(StrEnum):
         ({"sparse": torch.eye(3).to_sparse()}, "sparse"),
     ],
 )
-def test_what_is_no_data_is_refused_by_its_place(
+def test_unsupported_values_are_refused_with_their_path(
     store: CheckpointStore, state: dict, place: str
 ) -> None:
     with pytest.raises(CheckpointError, match=rf"^{place} is "):
@@ -104,7 +104,7 @@ def test_what_is_no_data_is_refused_by_its_place(
     assert not store.folder.exists()
 
 
-def test_taking_apart_shares_no_data_and_keeps_no_copy() -> None:
+def test_take_apart_shares_storage_without_copying() -> None:
     tensor = torch.randn(3)
     structure, tensors = take_apart({"x": tensor})
     assert structure["x"].is_meta
@@ -112,7 +112,7 @@ def test_taking_apart_shares_no_data_and_keeps_no_copy() -> None:
     assert put_together(structure, {"x": tensor})["x"] is tensor
 
 
-def test_loading_in_place_fills_the_tensors_that_are_there(store: CheckpointStore) -> None:
+def test_in_place_load_fills_existing_tensors(store: CheckpointStore) -> None:
     saved = {"w": torch.randn(1000), "transposed": torch.randn(3, 4)}
     store.save({"model": saved, "extra": {"e": torch.ones(2)}}, step=1)
     targets = {"w": torch.zeros(1000), "transposed": torch.zeros(4, 3).t()}
@@ -144,7 +144,7 @@ def test_loading_in_place_fills_the_tensors_that_are_there(store: CheckpointStor
         ),
     ],
 )
-def test_a_checkpoint_of_another_model_is_refused_with_what_differs(
+def test_mismatched_model_error_lists_differences(
     store: CheckpointStore, current: dict, words: str
 ) -> None:
     store.save({"model": {"w": torch.ones(3), "b": torch.ones(1)}}, step=1)
@@ -155,7 +155,7 @@ def test_a_checkpoint_of_another_model_is_refused_with_what_differs(
     assert all(not tensor.any() for tensor in current.values())
 
 
-def test_nothing_to_load_says_so(store: CheckpointStore) -> None:
+def test_missing_checkpoints_raise_an_error(store: CheckpointStore) -> None:
     assert store.newest() is None
     assert store.best() is None
     with pytest.raises(CheckpointError, match="does not exist"):
@@ -165,7 +165,7 @@ def test_nothing_to_load_says_so(store: CheckpointStore) -> None:
         store.load()
 
 
-def test_a_checkpoint_is_loaded_by_whatever_names_it(store: CheckpointStore, mocker) -> None:
+def test_load_accepts_path_folder_or_found_checkpoint(store: CheckpointStore, mocker) -> None:
     path = store.save({"x": 1}, step=7, metrics={"eval/loss": 0.5})
     for checkpoint in (path, str(path), store.folder, None, store.newest()):
         loaded = store.load(checkpoint)
@@ -174,11 +174,11 @@ def test_a_checkpoint_is_loaded_by_whatever_names_it(store: CheckpointStore, moc
     assert find_newest(str(store.folder)) == store.newest()
     found = store.newest()
     reading = mocker.patch("automicro.checkpoints.reading.verify")
-    store.load(found)  # its files are not read through again
+    store.load(found)  # a found checkpoint is not verified again
     reading.assert_not_called()
 
 
-def test_the_library_below_reads_the_tensors_too(store: CheckpointStore) -> None:
+def test_torch_distributed_checkpoint_reads_saved_tensors(store: CheckpointStore) -> None:
     model = nn.Linear(3, 2)
     path = store.save({"model": model.state_dict(), "step": 3}, step=3)
     current = {"model": {name: torch.zeros_like(p) for name, p in model.state_dict().items()}}

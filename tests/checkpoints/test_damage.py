@@ -1,4 +1,4 @@
-"""Damaged checkpoints are passed over, and what is in one is never run."""
+"""Damaged checkpoints are skipped, and code in a checkpoint file never runs."""
 
 import os
 import pickle
@@ -61,16 +61,16 @@ def lengthen(path: Path) -> None:
     path.write_bytes(path.read_bytes() + b" " if path.name != MANIFEST else b"[]")
 
 
-def into_a_folder(path: Path) -> None:
+def replace_with_folder(path: Path) -> None:
     path.unlink()
     path.mkdir()
 
 
-DAMAGES = (cut, halve, empty, flip, blank, lengthen, Path.unlink, into_a_folder)
+DAMAGES = (cut, halve, empty, flip, blank, lengthen, Path.unlink, replace_with_folder)
 
 
 @pytest.mark.parametrize("damage", DAMAGES, ids=lambda damage: damage.__name__)
-def test_a_damaged_checkpoint_is_passed_over_and_the_file_named(
+def test_damaged_checkpoint_is_skipped_and_file_is_named(
     store: CheckpointStore, damage: Callable[[Path], None], tmp_path: Path
 ) -> None:
     whole = shutil.copytree(newest_folder(store), tmp_path / "whole")
@@ -91,11 +91,11 @@ def test_a_damaged_checkpoint_is_passed_over_and_the_file_named(
         shutil.copytree(whole, folder)
 
 
-def test_every_single_byte_matters(store: CheckpointStore) -> None:
+def test_single_flipped_byte_is_detected(store: CheckpointStore) -> None:
     for name in FILES:
         path = newest_folder(store) / name
         whole = path.read_bytes()
-        # Every byte of the small ones; of the others, as many.
+        # All bytes of small files, and about 150 bytes of larger ones.
         for at in range(0, len(whole), max(1, len(whole) // 150)):
             path.write_bytes(whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1 :])
             with pytest.raises(DamagedCheckpointError):
@@ -104,7 +104,7 @@ def test_every_single_byte_matters(store: CheckpointStore) -> None:
     assert load_checkpoint(newest_folder(store)).step == 2
 
 
-def test_a_half_filled_folder_and_a_temporary_one_are_passed_over(store: CheckpointStore) -> None:
+def test_incomplete_and_temporary_folders_are_skipped(store: CheckpointStore) -> None:
     half = store.folder / "00003-step-3"
     half.mkdir()
     shutil.copy(newest_folder(store).parent / "00002-step-2" / "state.pt", half)
@@ -113,12 +113,12 @@ def test_a_half_filled_folder_and_a_temporary_one_are_passed_over(store: Checkpo
         assert store.load().step == 2
 
 
-def test_only_temporary_folders_are_no_checkpoint(tmp_path: Path) -> None:
+def test_temporary_folder_is_not_a_checkpoint(tmp_path: Path) -> None:
     (tmp_path / ".tmp-host-1-abc").mkdir()
     assert CheckpointStore(tmp_path).newest() is None
 
 
-def test_where_all_are_damaged_the_error_lists_them(store: CheckpointStore) -> None:
+def test_error_lists_files_when_all_checkpoints_are_damaged(store: CheckpointStore) -> None:
     for folder in store.folder.iterdir():
         cut(folder / "__0_0.distcp")
     with pytest.raises(CheckpointError, match="all 2 checkpoints") as caught:
@@ -128,19 +128,19 @@ def test_where_all_are_damaged_the_error_lists_them(store: CheckpointStore) -> N
     assert "another folder" in str(caught.value)
 
 
-def test_damaged_ones_do_not_count_among_those_that_stay(tmp_path: Path) -> None:
+def test_damaged_checkpoints_do_not_count_toward_keep_last(tmp_path: Path) -> None:
     store = CheckpointStore(tmp_path, keep_last=2)
     for step in (1, 2, 3):
         store.save({}, step=step)
     (tmp_path / "00003-step-3" / MANIFEST).unlink()
     store.save({}, step=4)
-    # Two good ones stay. The damaged one is younger than the older of them.
+    # Two intact checkpoints stay. The damaged one is newer than the older of the two.
     assert sorted(os.listdir(tmp_path)) == ["00002-step-2", "00003-step-3", "00004-step-4"]
     store.save({}, step=5)
     assert sorted(os.listdir(tmp_path)) == ["00004-step-4", "00005-step-5"]
 
 
-def test_a_damaged_best_one_is_passed_over(tmp_path: Path) -> None:
+def test_damaged_best_checkpoint_is_skipped(tmp_path: Path) -> None:
     store = CheckpointStore(tmp_path, keep_last=None)
     for step, loss in enumerate([0.3, 0.1, 0.2], start=1):
         store.save({"x": torch.ones(3)}, step=step, metrics={"eval/loss": loss})
@@ -152,7 +152,7 @@ def test_a_damaged_best_one_is_passed_over(tmp_path: Path) -> None:
 
 
 class Bomb:
-    """A pickle of it makes a folder when it is loaded."""
+    """Creates a folder when its pickle is loaded."""
 
     def __init__(self, path: Path) -> None:
         self._path = str(path)
@@ -180,15 +180,15 @@ def as_archive(bomb: Bomb, path: Path) -> None:
 
 
 def forge_table(folder: Path, **values: Any) -> None:
-    """Change where the table says that a tensor lies."""
-    table = torch.load(folder / TABLE, weights_only=False)  # ours, of a moment ago
+    """Change the place of each tensor in the table."""
+    table = torch.load(folder / TABLE, weights_only=False)  # this test wrote it
     for place in table.storage_data.values():
         vars(place).update(values)
     torch.save(table, folder / TABLE)
 
 
 def forge_manifest(folder: Path) -> None:
-    """Make a manifest that matches whatever is in the folder."""
+    """Write a manifest that matches the current files."""
     (folder / MANIFEST).unlink(missing_ok=True)
     new = NewFolder(folder)
     new.sums = {path.name: FileSum.of(path) for path in folder.iterdir()}
@@ -197,7 +197,7 @@ def forge_manifest(folder: Path) -> None:
 
 @pytest.mark.parametrize("plant", [as_pickle, as_archive])
 @pytest.mark.parametrize("name", FILES)
-def test_a_planted_pickle_is_refused_and_does_not_run(
+def test_planted_pickle_is_refused_without_running(
     store: CheckpointStore, bomb: Bomb, name: str, plant: Callable[[Bomb, Path], None]
 ) -> None:
     folder = newest_folder(store)
@@ -207,7 +207,7 @@ def test_a_planted_pickle_is_refused_and_does_not_run(
     if name == "__0_0.distcp":
         forge_table(folder, offset=0, length=(folder / name).stat().st_size)
     forge_manifest(folder)
-    if name in (".metadata", MANIFEST):  # the one is never read, and the other is written anew
+    if name in (".metadata", MANIFEST):  # never read, and rewritten
         assert torch.equal(load_checkpoint(folder).state["model"]["w"], torch.full((50,), 2.0))
     else:
         with pytest.raises(CheckpointError, match=str(folder)):
@@ -215,9 +215,7 @@ def test_a_planted_pickle_is_refused_and_does_not_run(
     assert not exploded(bomb)
 
 
-def test_a_bomb_in_the_table_is_refused_and_does_not_run(
-    store: CheckpointStore, bomb: Bomb
-) -> None:
+def test_bomb_in_table_is_refused_without_running(store: CheckpointStore, bomb: Bomb) -> None:
     folder = newest_folder(store)
     forge_table(folder, offset=bomb)
     forge_manifest(folder)
@@ -226,7 +224,7 @@ def test_a_bomb_in_the_table_is_refused_and_does_not_run(
     assert not exploded(bomb)
 
 
-def test_the_bomb_is_one_for_readers_that_unpickle(store: CheckpointStore, bomb: Bomb) -> None:
+def test_bomb_explodes_in_unpickling_reader(store: CheckpointStore, bomb: Bomb) -> None:
     folder = newest_folder(store)
     as_pickle(bomb, folder / ".metadata")
     with suppress(AttributeError):
@@ -235,7 +233,7 @@ def test_the_bomb_is_one_for_readers_that_unpickle(store: CheckpointStore, bomb:
 
 
 @pytest.mark.parametrize("file", ["../00001-step-1/__0_0.distcp", "/etc/hostname"])
-def test_a_table_that_leads_out_of_the_folder_is_refused(store: CheckpointStore, file: str) -> None:
+def test_table_path_outside_folder_is_refused(store: CheckpointStore, file: str) -> None:
     folder = newest_folder(store)
     forge_table(folder, relative_path=file)
     forge_manifest(folder)
@@ -243,7 +241,7 @@ def test_a_table_that_leads_out_of_the_folder_is_refused(store: CheckpointStore,
         load_checkpoint(folder)
 
 
-def test_a_table_that_does_not_fit_the_structure_is_refused(store: CheckpointStore) -> None:
+def test_table_that_mismatches_structure_is_refused(store: CheckpointStore) -> None:
     folder = newest_folder(store)
     changes: tuple[dict[str, Any], ...] = (
         {"state_dict_metadata": {}},

@@ -1,4 +1,4 @@
-"""No space left and the end of the process, at every point at which a save touches the disk."""
+"""Full disks and killed processes, at each point where a save touches the disk."""
 
 import errno
 import os
@@ -27,7 +27,7 @@ def state(step: int) -> dict:
 
 
 def assert_good(store: CheckpointStore, steps: set[int]) -> int:
-    """The newest checkpoint is one of these steps, and has what was saved at it."""
+    """The newest checkpoint is from one of these steps and holds the state of that step."""
     loaded = store.load()
     assert loaded.step in steps
     assert torch.equal(loaded.state["model"]["w"], state(loaded.step)["model"]["w"])
@@ -47,7 +47,7 @@ def faults(monkeypatch: pytest.MonkeyPatch) -> Faults:
 
 
 class Scene:
-    """A store with the steps 1 and 2 in it, ever again, that is to save step 3 and drop step 1."""
+    """Provides copies of a store with steps 1 and 2, whose next save writes step 3 and drops 1."""
 
     def __init__(self, folder: Path, faults: Faults) -> None:
         self._folder, self._count = folder, 0
@@ -69,20 +69,20 @@ def scene(tmp_path: Path, faults: Faults) -> Scene:
     return Scene(tmp_path, faults)
 
 
-def test_what_is_renamed_is_on_the_disk_before(scene: Scene) -> None:
+def test_files_are_synced_before_renames(scene: Scene) -> None:
     a_file = ["open_new", "write", "sync"]
     assert scene.points == [
         "make_folder",
         *a_file,  # The tensors.
-        *a_file,  # Their table, which torch writes under another name.
+        *a_file,  # Their table; torch writes it to a temporary name.
         "replace",
-        *a_file,  # Their table as text.
+        *a_file,  # The table as text.
         *a_file,  # The structure.
         *a_file,  # The manifest.
         "sync",  # The temporary folder.
         "replace",
-        "sync",  # The folder that it is in.
-        "replace",  # The one that need not stay.
+        "sync",  # Its parent folder.
+        "replace",  # The checkpoint to drop.
         "remove_folder",
     ]
 
@@ -98,7 +98,7 @@ def error_of(store: CheckpointStore) -> CheckpointError | None:
 @pytest.mark.parametrize(
     "lasts", [False, pytest.param(True, marks=pytest.mark.sweep)], ids=["once", "from then on"]
 )
-def test_no_space_left_at_any_point_costs_no_checkpoint(
+def test_full_disk_at_any_point_loses_no_checkpoint(
     scene: Scene, faults: Faults, lasts: bool
 ) -> None:
     outcomes = []
@@ -117,7 +117,7 @@ def test_no_space_left_at_any_point_costs_no_checkpoint(
             assert error.__cause__.errno == errno.ENOSPC
             assert f"step 3 could not be written to {store.folder}" in str(error)
             assert "Free space" in str(error)
-            # The last thing to fail is making sure of the new name.
+            # The last point that can fail is the sync of the new name.
             expected = {2, 3} if scene.points[index] == "sync" else {2}
         outcomes.append(error is None)
         faults.disarm()
@@ -126,14 +126,12 @@ def test_no_space_left_at_any_point_costs_no_checkpoint(
         store.save(state(4), step=4)
         assert_good(store, {4})
         assert len(list(store.folder.iterdir())) == 2, "something is left over"
-    # Only what is to be removed at the end may fail without an error.
+    # Only the removal at the end may fail without an error.
     assert outcomes == [False] * (len(outcomes) - 2) + [True] * 2
 
 
 @pytest.mark.sweep
-def test_the_end_of_the_process_at_any_point_costs_no_checkpoint(
-    scene: Scene, faults: Faults
-) -> None:
+def test_kill_at_any_point_loses_no_checkpoint(scene: Scene, faults: Faults) -> None:
     found = []
     for index in range(len(scene.points)):
         store = scene.fresh()
@@ -145,15 +143,13 @@ def test_the_end_of_the_process_at_any_point_costs_no_checkpoint(
         store.save(state(4), step=4)
         assert_good(store, {4})
         assert_tidy(store, [found[-1], 4])
-    # Before the rename the one before, after it the new one.
+    # A kill before the rename leaves step 2 newest, and a kill after it step 3.
     assert found == sorted(found)
     assert found[0] == 2
     assert found[-1] == 3
 
 
-def test_the_first_save_and_large_tensors_may_fail_anywhere_too(
-    tmp_path: Path, faults: Faults
-) -> None:
+def test_first_save_of_large_tensors_survives_any_failure(tmp_path: Path, faults: Faults) -> None:
     large = {"a": torch.randn(1 << 20), "b": torch.randn(1 << 20)}
     faults.disarm()
     CheckpointStore(tmp_path / "count" / "deep").save(large, step=1)
@@ -167,7 +163,7 @@ def test_the_first_save_and_large_tensors_may_fail_anywhere_too(
         assert found is None or found.step == 1
 
 
-def test_ctrl_c_passes_unchanged_and_leaves_nothing(tmp_path: Path, faults: Faults) -> None:
+def test_ctrl_c_propagates_and_leaves_no_files(tmp_path: Path, faults: Faults) -> None:
     store = CheckpointStore(tmp_path)
     store.save(state(1), step=1)
 
@@ -182,7 +178,7 @@ def test_ctrl_c_passes_unchanged_and_leaves_nothing(tmp_path: Path, faults: Faul
     assert_tidy(store, [1])
 
 
-def test_a_file_system_that_cannot_sync_folders_will_do(tmp_path: Path, mocker) -> None:
+def test_file_system_without_folder_sync_is_accepted(tmp_path: Path, mocker) -> None:
     def sync(descriptor: int) -> None:
         if stat.S_ISDIR(os.fstat(descriptor).st_mode):
             raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
@@ -193,7 +189,7 @@ def test_a_file_system_that_cannot_sync_folders_will_do(tmp_path: Path, mocker) 
     assert_good(store, {1})
 
 
-def test_a_killed_removal_is_finished_by_the_next_save(scene: Scene, faults: Faults) -> None:
+def test_next_save_finishes_killed_removal(scene: Scene, faults: Faults) -> None:
     store = scene.fresh()
     faults.arm(lambda at: at == len(scene.points) - 1, kill)
     assert in_child(lambda: store.save(state(3), step=3)) == KILLED
@@ -203,7 +199,7 @@ def test_a_killed_removal_is_finished_by_the_next_save(scene: Scene, faults: Fau
     assert_tidy(store, [3, 4])
 
 
-def test_the_folder_of_a_live_process_stays(tmp_path: Path) -> None:
+def test_folder_of_live_process_is_kept(tmp_path: Path) -> None:
     store = CheckpointStore(tmp_path)
     with leftovers.temporary_folder(tmp_path) as mine:
         parents = tmp_path / mine.name.replace(f"-{os.getpid()}-", f"-{os.getppid()}-")

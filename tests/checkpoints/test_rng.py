@@ -1,4 +1,4 @@
-"""Random numbers go on after loading where they were at saving, bit for bit."""
+"""Random number generators continue from their saved state, bit for bit."""
 
 import random
 from pathlib import Path
@@ -24,9 +24,9 @@ def draw() -> list:
 
 
 @pytest.mark.parametrize("before", range(4))
-def test_all_generators_go_on_where_they_were(tmp_path: Path, before: int) -> None:
+def test_all_generators_resume_from_saved_state(tmp_path: Path, before: int) -> None:
     for _ in range(before):
-        # An odd number of normal ones leaves one in reserve, which is part of the state.
+        # After an odd number of normal draws, the state includes a cached value.
         random.gauss(0, 1), np.random.randn(), torch.randn(1)
     store = CheckpointStore(tmp_path)
     store.save({"rng": rng_state()}, step=before)
@@ -37,14 +37,14 @@ def test_all_generators_go_on_where_they_were(tmp_path: Path, before: int) -> No
     assert draw() == expected
 
 
-def test_reading_the_state_draws_nothing() -> None:
+def test_reading_state_draws_no_numbers() -> None:
     rng_state()
     drawn = draw()
     random.seed(0), np.random.seed(0), torch.manual_seed(0)
     assert draw() == drawn
 
 
-def test_a_generator_of_numpy_with_large_numbers_in_its_state_comes_back(tmp_path: Path) -> None:
+def test_numpy_generator_with_large_state_is_restored(tmp_path: Path) -> None:
     original = np.random.mtrand.get_bit_generator()
     try:
         np.random.mtrand.set_bit_generator(np.random.PCG64(5))
@@ -57,7 +57,7 @@ def test_a_generator_of_numpy_with_large_numbers_in_its_state_comes_back(tmp_pat
         np.random.mtrand.set_bit_generator(original)
 
 
-def test_a_state_of_more_accelerators_than_there_are_warns() -> None:
+def test_state_with_more_accelerators_warns() -> None:
     state = rng_state()
     state["accelerators"] = [*state["accelerators"], torch.zeros(16, dtype=torch.uint8)]
     with pytest.warns(CheckpointWarning, match="will draw other numbers"):
@@ -65,6 +65,6 @@ def test_a_state_of_more_accelerators_than_there_are_warns() -> None:
 
 
 @pytest.mark.parametrize("broken", [{}, {"python": {}}, {"python": 3}])
-def test_what_is_no_state_is_refused(broken: dict) -> None:
+def test_invalid_state_is_refused(broken: dict) -> None:
     with pytest.raises(CheckpointError, match="pass the result of rng_state"):
         restore_rng_state(broken)

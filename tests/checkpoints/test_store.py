@@ -1,4 +1,4 @@
-"""A store of checkpoints: which is the newest, which stay, and options."""
+"""Checkpoint store: the newest and best checkpoint, retention, and options."""
 
 from pathlib import Path
 
@@ -16,9 +16,7 @@ def names(store: CheckpointStore) -> list[str]:
     return sorted(path.name for path in store.folder.iterdir())
 
 
-def test_another_format_is_refused_and_not_skipped_or_removed(
-    store: CheckpointStore, mocker
-) -> None:
+def test_other_format_is_refused_and_kept(store: CheckpointStore, mocker) -> None:
     store.save({"x": 1}, step=1)
     mocker.patch("automicro.checkpoints.manifest.FORMAT", FORMAT + 1)
     store.save({"x": 2}, step=2)
@@ -31,7 +29,7 @@ def test_another_format_is_refused_and_not_skipped_or_removed(
     assert names(store) == ["00002-step-2", "00003-step-3"]
 
 
-def test_the_newest_is_the_one_saved_last_not_the_one_of_the_highest_step(
+def test_newest_checkpoint_is_last_saved_not_highest_step(
     store: CheckpointStore,
 ) -> None:
     for step in (10, 20, 5, 10):
@@ -42,15 +40,13 @@ def test_the_newest_is_the_one_saved_last_not_the_one_of_the_highest_step(
     assert (newest.step, newest.path.name) == (10, "00004-step-10")
 
 
-def test_a_name_taken_meanwhile_by_another_process_is_passed_over(
-    store: CheckpointStore, mocker
-) -> None:
+def test_name_taken_by_another_process_is_skipped(store: CheckpointStore, mocker) -> None:
     store.save({"x": 1}, step=1)
     mocker.patch.object(writing, "list_checkpoints", return_value=[])
     assert store.save({"x": 2}, step=1).name == "00002-step-1"
 
 
-def test_only_the_last_and_the_best_stay(tmp_path: Path) -> None:
+def test_only_last_and_best_checkpoints_are_kept(tmp_path: Path) -> None:
     store = CheckpointStore(tmp_path, keep_last=2, keep_best=2)
     losses = [0.9, 0.1, 0.5, float("nan"), 0.3, 0.8, 0.7]
     for step, loss in enumerate(losses, start=1):
@@ -63,11 +59,11 @@ def test_only_the_last_and_the_best_stay(tmp_path: Path) -> None:
         best = kept.best()
         assert best is not None
         assert best.step == step
-    highest.save({}, step=8, metrics={"eval/loss": 0.8})  # the newer of equals
+    highest.save({}, step=8, metrics={"eval/loss": 0.8})  # of equal values, the newer one is kept
     assert [name.partition("-")[2] for name in names(store)] == ["step-8"]
 
 
-def test_a_metric_that_is_never_there_is_told_once(tmp_path: Path) -> None:
+def test_missing_best_metric_warns_once(tmp_path: Path) -> None:
     store = CheckpointStore(tmp_path, keep_best=1, best_metric="accurracy")
     store.save({}, step=0)
     with pytest.warns(CheckpointWarning, match="no metric 'accurracy'.*there are: accuracy"):
@@ -75,7 +71,7 @@ def test_a_metric_that_is_never_there_is_told_once(tmp_path: Path) -> None:
     store.save({}, step=2, metrics={"accuracy": 0.5})
 
 
-def test_metrics_may_be_tensors_and_any_float(store: CheckpointStore) -> None:
+def test_metrics_accept_tensors_and_any_float(store: CheckpointStore) -> None:
     store.save({}, step=1, metrics={"a": torch.tensor(0.5), "b": float("inf"), "c": 3})
     assert store.load().metrics == {"a": 0.5, "b": float("inf"), "c": 3.0}
 
@@ -94,28 +90,28 @@ def test_metrics_may_be_tensors_and_any_float(store: CheckpointStore) -> None:
         ({"folder": " "}, "folder=' ' is not a path"),
     ],
 )
-def test_options_that_cannot_be_meant_are_refused(options: dict, words: str) -> None:
+def test_invalid_options_are_refused(options: dict, words: str) -> None:
     with pytest.raises((TypeError, ValueError), match=words):
         CheckpointConfig(**{"folder": "checkpoints"} | options)
 
 
 @pytest.mark.parametrize("resume", ["auto", "never", "runs/other/checkpoints", Path("anything")])
-def test_options_that_can_be_meant_are_taken(resume: Path | str) -> None:
+def test_valid_resume_options_are_accepted(resume: Path | str) -> None:
     assert CheckpointConfig(folder="checkpoints", interval=None, resume=resume).resume == resume
 
 
-def test_a_bare_number_is_no_interval() -> None:
+def test_interval_without_unit_is_refused() -> None:
     with pytest.raises(TypeError, match="has no unit"):
         CheckpointConfig(folder="checkpoints", interval=100)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("step", [-1, 1.0, True, "3"])
-def test_a_step_is_a_whole_number_from_zero(store: CheckpointStore, step: int) -> None:
+def test_step_must_be_a_nonnegative_integer(store: CheckpointStore, step: int) -> None:
     with pytest.raises(ValueError, match="is no number of batches"):
         store.save({}, step=step)
 
 
-def test_the_manifest_is_written_last(store: CheckpointStore, mocker) -> None:
+def test_manifest_is_written_last(store: CheckpointStore, mocker) -> None:
     written: list[set[str]] = []
 
     def spy(new, **kwargs):

@@ -1,4 +1,4 @@
-"""A run of several ranks that is saved and resumed, and what goes wrong with it."""
+"""Runs of several ranks that save and resume, with and without faults."""
 
 import functools
 import warnings
@@ -25,18 +25,18 @@ from automicro.trainer.progress import Progress
 from tests.checkpoints.faults import Faults, fail, kill
 from tests.ranks.wrapping import raised, whole, wrapped
 
-ROWS = 12  # of a batch of all ranks
+ROWS = 12  # rows of a batch over all ranks
 BATCHES_PER_EPOCH = 3
 
 
 class Net(nn.Module):
     def __init__(self, *, noisy: bool) -> None:
         super().__init__()
-        self.first = nn.Linear(4, 6)  # of 6 rows, so that shards are uneven at 4
+        self.first = nn.Linear(4, 6)  # 6 rows, so shards on 4 ranks are uneven
         self.norm = nn.BatchNorm1d(6) if noisy else nn.Identity()
         self.drop = nn.Dropout(0.5 if noisy else 0.0)
         self.blocks = nn.ModuleList([nn.Linear(6, 6) for _ in range(2)])
-        self.last = nn.Linear(6, 1)  # of 1 row, so that shards are empty
+        self.last = nn.Linear(6, 1)  # 1 row, so some shards are empty
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.drop(self.norm(self.first(x)))
@@ -55,7 +55,7 @@ def make_loader() -> DataLoader[Any]:
 
 
 class Faulty(Callback):
-    """Faults in the save after one batch, until the next batch begins."""
+    """Injects faults into the save after one batch, until the next batch begins."""
 
     def __init__(self, folder: Path, patch: pytest.MonkeyPatch, is_hit: Any, fault: Any) -> None:
         self.faults, self.points, self.newest_step = Faults(patch), 0, -1
@@ -73,7 +73,7 @@ class Faulty(Callback):
 
 
 class Resumed(Callback):
-    """What a run goes on with."""
+    """Records the state that a run resumes from."""
 
     def fit_start(self, run: Any) -> None:
         self.at = run.state.batch
@@ -81,7 +81,7 @@ class Resumed(Callback):
 
 
 def everything(run: Any, average: Any = None) -> dict[str, Tensor]:
-    """All that training goes on with, whole, by names that do not tell the wrapper."""
+    """Return all state of training, unsharded, with names that do not depend on the wrapper."""
     names = {parameter: name for name, parameter in run.model.named_parameters()}
     found: dict[str, Any] = {name: parameter for parameter, name in names.items()}
     for owner, slots in run.optimizer.state.items():
@@ -118,13 +118,13 @@ def make_trainer(
 step_lr = torch.optim.lr_scheduler.StepLR
 
 
-# Jobs, which every rank of a world runs.
+# Jobs for all ranks of a world.
 
 
 def go_on(
     kind: str, folder: Path, until: int, *, averages: bool = False, **options: Any
 ) -> dict[str, Any]:
-    """Go on from the newest checkpoint, if there is one; everything at the end."""
+    """Resume from the newest checkpoint, if one exists; return all state at the end."""
     resumed, average = Resumed(), ExponentialMovingAverage(decay=0.5)
     lines: list[str] = []
     with warnings.catch_warnings(record=True) as caught:
@@ -155,14 +155,14 @@ def faulty_save(
 
 
 def count_points(folder: Path, kind: str, **options: Any) -> int:
-    """How often this rank touches the disk in the third save."""
+    """Return how often this rank touches the disk in the third save."""
     with faulty_save(folder, (), bool, fail) as faulty:
         make_trainer(kind, folder, 4, faulty, **options).fit()
     return faulty.points
 
 
 def fill_disk(folder: Path, kind: str, ranks: tuple[int, ...], at: int) -> dict[str, Any]:
-    """A save that fails on some ranks, and one after it; what was warned and is there then."""
+    """Fail one save on some ranks, and save again; return the warnings and the remaining files."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         with faulty_save(folder, ranks, lambda n: n >= at, fail) as faulty:
@@ -177,14 +177,14 @@ def fill_disk(folder: Path, kind: str, ranks: tuple[int, ...], at: int) -> dict[
 
 
 def die_in_save(folder: Path, kind: str, rank: int, at: int, **options: Any) -> dict[str, Any]:
-    """A rank dies at a point of the third save."""
+    """Kill this rank at a point of the third save."""
     with faulty_save(folder, (rank,), lambda n: n == at, kill) as faulty:
         was, _ = raised(make_trainer(kind, folder, 4, faulty, **options).fit)
     return {"kind": "PeerLostError", "was": was}
 
 
 def raise_in_gather(folder: Path, kind: str) -> str:
-    """What each rank says where the state of one of them cannot be gathered."""
+    """Return the error of each rank when the state of rank 1 cannot be gathered."""
     made: list[Any] = []
 
     def scheduler(optimizer: torch.optim.Optimizer) -> Any:
@@ -207,7 +207,7 @@ def newest(folder: Path) -> tuple[int | None, list[str]]:
 
 
 def fail_together(errors: list[Exception | None]) -> str:
-    """What each rank says where some of them fail in the same work."""
+    """Return the error of each rank when some ranks fail in the same work."""
     mine = errors[dist.get_rank()]
 
     def work() -> None:

@@ -1,4 +1,4 @@
-"""One world of each size for all tests of a module that ask for it."""
+"""Worlds of processes: one of each size, shared by all tests of a module."""
 
 import contextlib
 from collections.abc import Callable, Iterator
@@ -9,8 +9,8 @@ import pytest
 from tests.ranks.world import World, world_of
 
 
-# Processes of their own: what one module leaves broken is nothing to the next. The server that they
-# are forked from has imported all, and serves the session.
+# Each module has its own processes, so a broken world does not affect the next module.
+# They fork from a server that has imported everything once per session.
 @pytest.fixture(scope="module")
 def worlds() -> Iterator[Callable[[int], World]]:
     made: dict[int, World] = {}

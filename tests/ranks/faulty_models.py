@@ -1,4 +1,4 @@
-"""Small models in every wrapper, which run out of memory where a plan says so, and plans."""
+"""Small models in every wrapper that run out of memory according to a plan, and such plans."""
 
 import dataclasses
 import os
@@ -23,12 +23,12 @@ from tests.outside import Unreached
 from tests.ranks.wrapping import mesh_of
 
 WIDTH = 8
-RARE = 1.0  # rows that begin with more than this: one of six
+RARE = 1.0  # rows that begin with a larger number: one in six
 
 
 @dataclasses.dataclass(frozen=True)
 class Fault:
-    """Where a rank fails, once."""
+    """A point at which one rank fails once."""
 
     rank: int
     where: str  # before, forward, again, backward, between, end, gather, scatter
@@ -63,12 +63,12 @@ class Faults:
 
 
 def forward_or_again() -> str:
-    """Whether a forward is one that a backward asks for."""
+    """Return whether a forward is the first one, or a recomputation in a backward."""
     return "forward" if torch._C._current_graph_task_id() == -1 else "again"
 
 
 class Tail(nn.Module):
-    """A head with its loss; the layer behind all blocks."""
+    """A head with its loss; the layer after all blocks."""
 
     def __init__(self, faults: list[Faults]) -> None:
         super().__init__()
@@ -90,7 +90,7 @@ class Tail(nn.Module):
 
 
 class WithTail(nn.Module):
-    """Blocks, and a tail that gives the loss."""
+    """Blocks and a tail that computes the loss."""
 
     def __init__(self, faults: list[Faults]) -> None:
         super().__init__()
@@ -132,7 +132,7 @@ class Block(nn.Module):
 
 
 class Net(nn.Module):
-    """A model of blocks."""
+    """A model made of blocks."""
 
     def __init__(
         self,
@@ -163,7 +163,7 @@ class Net(nn.Module):
 
 
 class FaultyCollective:
-    """A user's own collective, whose allocation fails where the plan says so."""
+    """A custom collective whose allocation fails according to the plan."""
 
     def __init__(self, kind: str, layer: int, faults: list[Faults], inner: Any) -> None:
         self.kind, self.layer, self.faults, self.inner = kind, layer, faults, inner
@@ -212,7 +212,7 @@ def build(kind: str, faults: list[Faults], options: dict[str, Any]) -> nn.Module
     if isinstance(net, WithTail):
         fully_shard(net.tail, **keywords)
     root: Any = fully_shard(net, **keywords)
-    if options.get("symmetric"):  # without its beginning, which is NCCL's alone
+    if options.get("symmetric"):  # without its setup, which needs NCCL
         symmetric = _fsdp_collectives.SymmMemReduceScatter
         root.set_custom_reduce_scatter(symmetric.__new__(symmetric))
     if options.get("rare"):
@@ -224,11 +224,11 @@ def build(kind: str, faults: list[Faults], options: dict[str, Any]) -> nn.Module
     return net
 
 
-# Where a rank runs out of memory
+# Points at which a rank runs out of memory
 
 
 def points(world_size: int) -> dict[str, list[Fault]]:
-    """Every kind of point, on the last rank or on two."""
+    """Return plans for every kind of point, on the last rank or on two ranks."""
     last = world_size - 1
     return {
         "before the first microbatch": [Fault(last, "before")],
@@ -258,7 +258,7 @@ def points(world_size: int) -> dict[str, list[Fault]]:
 
 
 def allocations(world_size: int) -> dict[str, list[Fault]]:
-    """A collective's own allocation, before and after the collectives are known."""
+    """Return faults in the allocation of a collective, before and after collectives are known."""
     last = world_size - 1
     return {
         "gather": [Fault(last, "gather", step=2, microbatch=1, layer=1)],
@@ -269,7 +269,7 @@ def allocations(world_size: int) -> dict[str, list[Fault]]:
 
 
 def random_plan(seed: int, world_size: int, *, sharded: bool) -> Sequence[Fault]:
-    """One to three faults anywhere in three steps."""
+    """Draw one to three faults at any points of three steps."""
     draw = random.Random(seed)
     kinds = ["before", "forward", "backward", "backward", "between", "end"]
     kinds += ["gather", "scatter"] * sharded

@@ -1,4 +1,4 @@
-"""What the processes of a world run."""
+"""Jobs for the processes of a world."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -21,7 +21,7 @@ from tests.ranks.wrapping import raised, whole_gradients
 
 def batch(step: int, rank: int, options: dict[str, Any]) -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(step * 100 + rank)
-    rows = options.get("rows", range(ROWS, 0, -1))[rank]  # no two ranks have as many
+    rows = options.get("rows", range(ROWS, 0, -1))[rank]  # each rank has a different number of rows
     x = torch.randn(rows, 4, generator=generator)
     return x, torch.randn(rows, 2, generator=generator)
 
@@ -29,13 +29,13 @@ def batch(step: int, rank: int, options: dict[str, Any]) -> tuple[Tensor, Tensor
 def run_steps(
     kind: str, plan: Sequence[Fault], options: dict[str, Any], like: Stepper | None = None
 ) -> tuple[Stepper, dict[str, Tensor]]:
-    """Three steps and an evaluation; the stepper and all state at the end."""
+    """Run three steps and an evaluation; return the stepper and the final state."""
     faults = Faults(plan)
     model = build(kind, [faults], options)
     sync: Any = {"sync": options["sync"]} if "sync" in options else {}
     forced: Any = {} if like is None else {"sizes": like.sizes, "syncs": like.syncs}
     stepper = Stepper(model, faults, **forced, **sync)
-    rank = dist.get_rank() if kind != "tensor" else 0  # which shards the model, not the batch
+    rank = dist.get_rank() if kind != "tensor" else 0  # tensor parallelism does not shard the batch
     beside = another(model) if options.get("beside") else None
     torch.manual_seed(100 + rank)
     for step in range(options.get("steps", 3)):
@@ -50,7 +50,7 @@ def run_steps(
 
 
 def compare(kind: str, plan: Sequence[Fault], options: dict[str, Any]) -> dict[str, Any]:
-    """Whether a run with faults ends as one at the same sizes without."""
+    """Compare a run with faults to a run without faults at the same sizes."""
     stepper, state = run_steps(kind, plan, options)
     clean, expected = run_steps(kind, (), options, like=stepper)
     assert clean.attempts == len(clean.sizes), "the run to compare with failed itself"
@@ -67,19 +67,19 @@ def compare(kind: str, plan: Sequence[Fault], options: dict[str, Any]) -> dict[s
 
 
 def fail(kind: str, plan: Sequence[Fault], options: dict[str, Any]) -> dict[str, Any]:
-    """How a run ends whose plan ends it; the process ends with it where its peer is lost."""
+    """Return the error of a run; a process that loses a peer also ends."""
     error, text = raised(lambda: run_steps(kind, plan, options))
     return {"kind": error, "text": text}
 
 
 def fail_beside_one(kind: str, plan: Sequence[Fault], options: dict[str, Any]) -> dict[str, Any]:
-    """The same where nobody but the missing rank could sign in, so that little is waited for."""
+    """Do the same with a short wait: only the missing rank could sign in."""
     heartbeat.ROLL_CALL_SECONDS = 0.5
     return fail(kind, plan, options)
 
 
 def compare_without(name: str, kind: str, plan: Sequence[Fault]) -> dict[str, Any]:
-    """As `compare`, without one of the repairs after an attempt that did not end."""
+    """Like `compare`, but without one of the repairs after a failed attempt."""
     module = {
         "drop_unsharded": automicro.ranks.guards.fsdp,
         "reset_reducer": automicro.ranks.guards.ddp,
@@ -95,7 +95,7 @@ def compare_without(name: str, kind: str, plan: Sequence[Fault]) -> dict[str, An
 
 
 def calls_of_own_collectives(plan: Sequence[Fault]) -> tuple[dict[str, int], int]:
-    """How often each of a user's own collectives ran on this rank; how often faults fired."""
+    """Return how often each custom collective ran on this rank, and how often faults fired."""
     stepper, _ = run_steps("fsdp", plan, {})
     found = {}
     blocks: Any = stepper.model.blocks
@@ -106,7 +106,7 @@ def calls_of_own_collectives(plan: Sequence[Fault]) -> tuple[dict[str, int], int
 
 
 def connections(kind: str, *, takes_memory: bool, alone: int | None = None) -> dict[str, Any]:
-    """What was connected before the first forward of three steps, and what after it."""
+    """Return the connections made before the first forward of three steps, and after it."""
     ran: list[str] = []
     run, takes = warm_up._run, warm_up.Use.takes_device_memory
 
@@ -123,7 +123,7 @@ def connections(kind: str, *, takes_memory: bool, alone: int | None = None) -> d
         model = build(kind, [Faults()], {})
         opened = guard.opened_state()
         if opened is not None:
-            opened.connected.clear()  # of earlier jobs
+            opened.connected.clear()  # from earlier jobs
         before: list[int] = []
         model.register_forward_pre_hook(lambda *_: before.append(len(ran)))
         first, second = (Stepper(model, Faults(), size=3) for _ in range(2))
@@ -146,7 +146,7 @@ def connections(kind: str, *, takes_memory: bool, alone: int | None = None) -> d
 
 
 def gradients(kind: str, rows: Sequence[int], **options: Any) -> list[Tensor]:
-    """The whole gradient of one step in fp64, of batches of so many rows."""
+    """Return the whole gradient of one fp64 step with so many rows per rank."""
     faults = Faults()
     model = build(kind, [faults], {"norm": False, "dtype": torch.float64})
     model.eval()  # no dropout
@@ -165,7 +165,7 @@ def whole_batch(num_rows: int) -> tuple[Tensor, Tensor]:
 
 
 def expected_gradients(num_rows: int) -> list[Tensor]:
-    """The same, of all rows in one process."""
+    """Return the same gradient, from one process with all rows."""
     torch.manual_seed(0)
     net = Net([Faults()], norm=False).double().eval()
     x, y = whole_batch(num_rows)
@@ -182,9 +182,9 @@ def guard_model(kind: str, options: dict[str, Any]) -> None:
 
 
 def sums_over_replicas(plan: Sequence[Fault]) -> tuple[set[str], int]:
-    """The operations that a replicated and sharded model all-reduces with; how often faults fired.
+    """Return the all-reduce operations of a replicated and sharded model, and the fault count.
 
-    A communicator may choose its algorithm by the operation, so ranks must name the same one.
+    The operation can determine the algorithm of a communicator, so all ranks must use the same one.
     """
     found: set[str] = set()
     all_reduce = dist.all_reduce

@@ -1,4 +1,4 @@
-"""Steps of several ranks through the real `Microbatcher`, which run out of memory as planned."""
+"""Steps of the real `Microbatcher` on several ranks that run out of memory as planned."""
 
 import contextlib
 import functools
@@ -22,7 +22,7 @@ ADAMW = functools.partial(torch.optim.AdamW, lr=0.01)
 
 
 class HalvingOnly(Policy):
-    """Halves what fails, and stays at one row, because planned faults go away."""
+    """Halves failed sizes down to one row and retries there, because planned faults happen once."""
 
     def __init__(self, size: int, sizes: Sequence[int] = ()) -> None:
         self.size = size
@@ -47,7 +47,7 @@ class HalvingOnly(Policy):
 
 
 class Stepper:
-    """A model, its optimizer, and what became of their steps."""
+    """A model with its optimizer, and the records of their steps."""
 
     def __init__(
         self,
@@ -117,7 +117,7 @@ class Stepper:
             self.outputs.append(result.outputs)
 
     def state(self) -> dict[str, Tensor]:
-        """All that further steps compute with on this rank, and what came of those before."""
+        """Return all state on this rank that affects further steps, and earlier results."""
         found = {name: local(each.detach()) for name, each in self.model.named_parameters()}
         found |= dict(self.model.named_buffers())
         for index, slots in enumerate(self.optimizer.state.values()):
@@ -131,7 +131,7 @@ class Stepper:
 
 
 def another(model: nn.Module, **options: Any) -> Microbatcher:
-    """A Microbatcher of its own for a model."""
+    """Return a new Microbatcher for a model."""
     defaults: dict[str, Any] = {
         "loss_average": "samples",
         "microbatch_size": 4,

@@ -1,4 +1,4 @@
-"""A rank that is not like the others is named, soon, and keeps nobody waiting."""
+"""When one rank fails or differs, the error names it in time, and no rank hangs."""
 
 import copy
 import operator
@@ -39,7 +39,7 @@ class UnreadableError(RuntimeError):
         raise TypeError("no text")
 
 
-# Errors, and what the other ranks are told.
+# Errors, and the text that other ranks get.
 ERRORS: dict[str, tuple[Exception, str]] = {
     "a lone surrogate": (
         ValueError("cannot decode caf\udce9.jpg"),
@@ -73,8 +73,8 @@ def trainer(data: Any, **options: Any) -> Trainer:
     )
 
 
-def anew() -> None:
-    """Ranks meet as for the first time."""
+def forget_peers() -> None:
+    """Reset the meeting state, as before the first job of a process."""
     guard._opened = None
 
 
@@ -85,7 +85,7 @@ def linear(**options: Any) -> Microbatcher:
 
 
 def failing_on_rank_1(error: Exception, **options: Any) -> Callable[[], object]:
-    """A step whose forward fails there."""
+    """Return a step whose forward fails on rank 1."""
 
     def forward(model: Any, batch: Any) -> Tensor:
         if dist.get_rank() == 1:
@@ -99,8 +99,8 @@ def failing_on_rank_1(error: Exception, **options: Any) -> Callable[[], object]:
 @pytest.mark.parametrize("where", ["a fit", "a forward"])
 @pytest.mark.parametrize("name", ERRORS)
 @on_ranks()
-def test_an_error_with_any_text_is_told(name: str, where: str) -> None:
-    anew()
+def test_error_with_unusual_text_reaches_other_ranks(name: str, where: str) -> None:
+    forget_peers()
     error, told = ERRORS[name]
     is_fit = where == "a fit"
     work = trainer(Broken(copy.copy(error))).fit if is_fit else failing_on_rank_1(error)
@@ -122,11 +122,11 @@ def test_an_error_with_any_text_is_told(name: str, where: str) -> None:
     ids=str,
 )
 @on_ranks()
-def test_a_constructor_that_fails_keeps_nobody_waiting(
+def test_failing_constructor_does_not_hang_other_ranks(
     what: str, options: dict[str, Any], rank: int, again: bool
 ) -> None:
     if not again:
-        anew()
+        forget_peers()
     own = options if dist.get_rank() == rank else {}
 
     def work() -> None:
@@ -139,7 +139,7 @@ def test_a_constructor_that_fails_keeps_nobody_waiting(
     require_told(work, "ValueError", rank=rank, told=f"rank {rank}: ValueError: ")
     assert time.perf_counter() - began < 20
     own = {}
-    work()  # they go on
+    work()  # all ranks can continue
 
 
 DDP, FSDP = "after it was wrapped in DistributedDataParallel", "after fully_shard was applied to it"
@@ -150,12 +150,12 @@ DDP, FSDP = "after it was wrapped in DistributedDataParallel", "after fully_shar
     [
         *(("ddp", change, DDP) for change in ("add", "replace", "thaw")),
         *(("fsdp", change, FSDP) for change in ("add", "replace")),
-        ("fsdp", "thaw", ""),  # a shard may be
+        ("fsdp", "thaw", ""),  # FSDP supports this
     ],
 )
 @on_ranks()
-def test_a_layer_that_comes_in_later_is_refused(kind: str, change: str, said: str) -> None:
-    anew()
+def test_layer_added_after_wrapping_is_refused(kind: str, change: str, said: str) -> None:
+    forget_peers()
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
     if change == "thaw":
@@ -175,8 +175,8 @@ def test_a_layer_that_comes_in_later_is_refused(kind: str, change: str, said: st
 
 @pytest.mark.parametrize("size", ["auto", 2, None])
 @on_ranks()
-def test_a_healthy_rank_says_on_which_one_a_row_does_not_fit(size: Any) -> None:
-    anew()
+def test_healthy_rank_names_rank_without_memory_for_one_row(size: Any) -> None:
+    forget_peers()
     error = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
     work = failing_on_rank_1(error, microbatch_size=size)
     if dist.get_rank() == 0:
@@ -188,7 +188,7 @@ def test_a_healthy_rank_says_on_which_one_a_row_does_not_fit(size: Any) -> None:
 
 
 class Unused(nn.Module):
-    """A layer that batches do not use."""
+    """Has a layer that the batches do not use."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -212,7 +212,7 @@ class Unused(nn.Module):
     ids=str,
 )
 @on_ranks()
-def test_a_forward_without_gradients_beside_one_with_them(
+def test_no_grad_forward_combines_with_training_forward(
     order: str, options: dict[str, Any]
 ) -> None:
     def target_of(model: Any, x: Tensor) -> Tensor:
@@ -236,7 +236,7 @@ def test_a_forward_without_gradients_beside_one_with_them(
     batches = [batch(rank=rank) for rank in range(dist.get_world_size())]
     x, y = (torch.cat(each) for each in zip(*batches, strict=True))
     for size in (4, 2, 1):
-        anew()
+        forget_peers()
         torch.manual_seed(0)
         net = Unused()
         plain = copy.deepcopy(net)
@@ -258,20 +258,20 @@ def test_a_forward_without_gradients_beside_one_with_them(
     ids=str,
 )
 @on_ranks(3)
-def test_nodes_of_any_sizes_meet(sizes: list[int]) -> None:
-    """Each rank is told of another number of processes."""
-    anew()
+def test_nodes_of_different_sizes_can_meet(sizes: list[int]) -> None:
+    """Each rank is given a different local world size."""
+    forget_peers()
     os.environ["LOCAL_WORLD_SIZE"] = str(sizes[dist.get_rank()])
     try:
         assert linear().backward(batch()).num_global_samples == 12
     finally:
         del os.environ["LOCAL_WORLD_SIZE"]
-        anew()
+        forget_peers()
 
 
 @on_ranks()
-def test_evaluating_on_one_rank_alone_is_named() -> None:
-    anew()
+def test_evaluating_on_only_one_rank_is_named() -> None:
+    forget_peers()
     found = linear()
     found.backward(batch())
     with pytest.raises(DesyncError) as caught:
@@ -281,7 +281,7 @@ def test_evaluating_on_one_rank_alone_is_named() -> None:
 
 
 class BreaksAfterAgreement(Halving):
-    """A policy that cannot say its unit, which is asked for when sizes are agreed on."""
+    """Raises when ranks agree on sizes and read its unit."""
 
     @property
     def multiple_of(self) -> int:
@@ -293,9 +293,9 @@ class BreaksAfterAgreement(Halving):
 
 @pytest.mark.parametrize("rank", [0, 1])
 @on_ranks()
-def test_an_error_between_agreement_and_attempt_keeps_nobody_waiting(rank: int) -> None:
-    """Buffers have to be sent there."""
-    anew()
+def test_error_between_agreement_and_attempt_hangs_no_rank(rank: int) -> None:
+    """The model has buffers, which DDP broadcasts at this point."""
+    forget_peers()
     model = DistributedDataParallel(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)))
     policy = BreaksAfterAgreement() if dist.get_rank() == rank else Halving()
     found = Microbatcher(model, loss_fn=nn.CrossEntropyLoss(), microbatch_size=policy)
@@ -305,7 +305,7 @@ def test_an_error_between_agreement_and_attempt_keeps_nobody_waiting(rank: int) 
 
 @pytest.mark.parametrize("kind", ["ddp", "fsdp"])
 @on_ranks()
-def test_each_rank_keeps_outputs_and_state_of_its_own_rows(kind: str) -> None:
+def test_each_rank_keeps_outputs_and_state_of_its_rows(kind: str) -> None:
     torch.manual_seed(0)
     inner = nn.GRU(3, 4, batch_first=True).double()
     twin = copy.deepcopy(inner)
@@ -333,7 +333,7 @@ def test_each_rank_keeps_outputs_and_state_of_its_own_rows(kind: str) -> None:
         assert furthest([own], [outputs]) < 1e-12
 
 
-# What no retry helps: all ranks stop within seconds and know why
+# Errors that a retry cannot fix: all ranks stop within seconds and name the cause
 
 
 @pytest.mark.parametrize(
@@ -346,16 +346,14 @@ def test_each_rank_keeps_outputs_and_state_of_its_own_rows(kind: str) -> None:
     ids=str,
 )
 @on_ranks()
-def test_all_ranks_name_the_one_with_an_error_of_its_own(
-    kind: str, where: tuple[str, int, int]
-) -> None:
+def test_all_ranks_name_rank_with_user_error(kind: str, where: tuple[str, int, int]) -> None:
     name, step, microbatch = where
     plan = [Fault(1, name, step=step, microbatch=microbatch, layer=1, error=ValueError)]
     told = "rank 1: ValueError: a mistake of the user's"
     require_told(lambda: run_steps(kind, plan, {}), "ValueError", told=told, own="on rank 1 of 2")
 
 
-def test_a_case_that_fails_takes_no_later_one_of_its_world_along(world2: World) -> None:
+def test_failed_case_does_not_break_later_cases(world2: World) -> None:
     with pytest.raises(AssertionError, match="ZeroDivisionError"):
         world2.run(operator.truediv, 1, 0)
     assert world2.run(operator.truediv, 1, 2) == [0.5, 0.5]
@@ -365,7 +363,7 @@ def test_a_case_that_fails_takes_no_later_one_of_its_world_along(world2: World) 
 @pytest.mark.parametrize("kind", ["ddp", "fsdp"])
 @pytest.mark.parametrize("step", [0, 2])
 @pytest.mark.parametrize("victim", [0, 2])
-def test_the_others_stop_and_name_a_rank_that_was_killed(kind: str, step: int, victim: int) -> None:
+def test_other_ranks_stop_and_name_killed_rank(kind: str, step: int, victim: int) -> None:
     plan = [Fault(victim, "backward", step=step, microbatch=1, layer=1, error=SystemExit)]
     with world_of(3) as world:
         world.start(fail, kind, plan, {})
@@ -378,7 +376,7 @@ def test_the_others_stop_and_name_a_rank_that_was_killed(kind: str, step: int, v
         assert str(victim) in named[1].split(", ")
 
 
-def test_a_peer_that_was_killed_is_named() -> None:
+def test_killed_peer_is_named() -> None:
     plan = [Fault(1, "forward", step=1, layer=1, error=SystemExit)]
     with world_of(2) as world:
         world.start(fail_beside_one, "fsdp", plan, {})

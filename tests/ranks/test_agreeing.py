@@ -1,4 +1,4 @@
-"""Whatever the ranks have for themselves, all decide alike."""
+"""All ranks reach the same decision, however their data, limits and settings differ."""
 
 import math
 import os
@@ -38,7 +38,7 @@ from tests.ranks.wrapping import (
 from tests.sweeps import mostly_in_sweeps
 
 CPU = torch.device("cpu")
-NORM = "squares_by_layout"  # what clipping needs memory for
+NORM = "squares_by_layout"  # the step of clipping that allocates memory
 
 
 def wide(kind: str | None, dtype: torch.dtype = torch.float32) -> nn.Module:
@@ -56,7 +56,7 @@ def batch(
 
 
 def averaging(model: nn.Module, **options: Any) -> Microbatcher:
-    """With a loss that averages over rows, and no checks."""
+    """Return a Microbatcher whose loss averages over rows, without checks."""
     loss: Any = {"loss_average": "samples"} if "forward" in options else {"loss_fn": nn.MSELoss()}
     return Microbatcher(model, probe=False, **loss, **options)
 
@@ -67,8 +67,8 @@ KINDS = ["ddp", "fsdp"]
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("when", ["offload", "auto"])
 @on_ranks()
-def test_ranks_go_up_and_down_between_levels_together(kind: str, when: str) -> None:
-    """Rank 1 has long rows every other time, which do not fit at the plain level."""
+def test_ranks_change_levels_together(kind: str, when: str) -> None:
+    """Rank 1 has long rows in every other step, which do not fit at the plain level."""
     torch.manual_seed(0)
     rank = dist.get_rank()
     model = wrapped(kind, nn.Linear(1, 1))
@@ -90,7 +90,7 @@ def test_ranks_go_up_and_down_between_levels_together(kind: str, when: str) -> N
         failed.append(len(result.failed_sizes))
         gradients += [whole(each.grad).sum().item() for each in model.parameters()]
         model.zero_grad()
-    # Rows are alike but for their lengths.
+    # Rows differ only in length.
     assert torch.allclose(torch.tensor(gradients[:2]), torch.tensor(gradients[2:4]))
     assert (levels, failed) == (["offload", "plain"] * 2, [3, 0, 0, 0])
     require_alike(policy.state_dict())
@@ -98,8 +98,8 @@ def test_ranks_go_up_and_down_between_levels_together(kind: str, when: str) -> N
 
 @pytest.mark.parametrize("kind", mostly_in_sweeps(KINDS, quick=["ddp"]))
 @on_ranks()
-def test_ranks_choose_the_fastest_level_together(kind: str) -> None:
-    """Single rows fit at the plain level, and microbatches take a while."""
+def test_ranks_choose_fastest_level_together(kind: str) -> None:
+    """At the plain level only single rows fit, and forwards take a few milliseconds."""
     torch.manual_seed(0)
     rank = dist.get_rank()
     model = wrapped(kind, nn.Linear(4, 4))
@@ -130,9 +130,7 @@ def test_ranks_choose_the_fastest_level_together(kind: str) -> None:
     mostly_in_sweeps(KINDS, [(12, 12), (12, 7)], quick=[("fsdp", (12, 7))]),
 )
 @on_ranks()
-def test_all_ranks_try_the_same_sizes_and_end_with_the_same(
-    kind: str, rows: tuple[int, int]
-) -> None:
+def test_all_ranks_explore_and_settle_on_same_sizes(kind: str, rows: tuple[int, int]) -> None:
     torch.manual_seed(0)
     rank = dist.get_rank()
     model = wrapped(kind, nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2)))
@@ -160,8 +158,8 @@ def test_all_ranks_try_the_same_sizes_and_end_with_the_same(
 
 @pytest.mark.parametrize("kind", mostly_in_sweeps(KINDS, quick=["fsdp"]))
 @on_ranks()
-def test_ranks_with_other_limits_find_one_size(kind: str) -> None:
-    """Evaluations come between steps."""
+def test_ranks_with_different_limits_find_one_size(kind: str) -> None:
+    """The run evaluates between steps."""
     model, rank = wide(kind), dist.get_rank()
     limit = ["10MiB", {"ddp": "330KiB", "fsdp": "300KiB"}[kind]][rank]
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
@@ -183,8 +181,8 @@ def test_ranks_with_other_limits_find_one_size(kind: str) -> None:
 
 @pytest.mark.parametrize("size", ["auto", 4])
 @on_ranks()
-def test_what_fits_nowhere_is_said_on_every_rank(size: int | str) -> None:
-    """No rank fits, or one does not fit at the only size."""
+def test_size_that_fits_nowhere_is_reported_on_every_rank(size: int | str) -> None:
+    """With "auto" no rank fits one row; with a fixed size one rank does not fit it."""
     model, rank = wide("ddp"), dist.get_rank()
     limit = "40KiB" if size == "auto" or rank else "10MiB"
     microbatcher = averaging(model, microbatch_size=size, memory_limit=limit)
@@ -197,8 +195,8 @@ def test_what_fits_nowhere_is_said_on_every_rank(size: int | str) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 @on_ranks()
-def test_a_loss_that_is_declined_is_declined_by_all(kind: str) -> None:
-    """One rank's rows make the loss of all infinite."""
+def test_loss_is_declined_on_all_ranks_together(kind: str) -> None:
+    """The rows of one rank make the total loss infinite."""
     model, metric, seen = wide(kind), Sum(), []
     microbatcher = averaging(model, microbatch_size=3)
 
@@ -218,8 +216,8 @@ def test_a_loss_that_is_declined_is_declined_by_all(kind: str) -> None:
 
 
 @on_ranks()
-def test_a_remembered_size_is_that_of_rank_0(tmp_path: Path) -> None:
-    """Of two runs in which only the first rank has a place to remember sizes in."""
+def test_remembered_size_comes_from_rank_0(tmp_path: Path) -> None:
+    """Each rank has its own cache folder, and only rank 0 writes to its folder."""
     rank = dist.get_rank()
     os.environ["AUTOMICRO_CACHE"] = f"{tmp_path}/{rank}"
 
@@ -242,7 +240,7 @@ def test_a_remembered_size_is_that_of_rank_0(tmp_path: Path) -> None:
 
 
 def clip(kind: str | None, rows: list[int]) -> list[Tensor]:
-    """Norm and clipped gradients in fp64."""
+    """Return the norm and the clipped gradients in fp64."""
     model = wide(kind, torch.float64)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     microbatcher = averaging(model, microbatch_size=3)
@@ -254,14 +252,14 @@ def clip(kind: str | None, rows: list[int]) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_norm_that_is_clipped_is_that_of_the_whole_gradient(world2: World, kind: str) -> None:
+def test_clipping_uses_norm_of_whole_gradient(world2: World, kind: str) -> None:
     expected = clip(None, [11])
     for found in world2.run(clip, kind, [7, 4]):
         assert furthest(found, expected) <= 1e-9
 
 
 @on_ranks()
-def test_gradients_whose_sum_over_ranks_is_pending_are_summed_before_they_are_clipped() -> None:
+def test_pending_gradient_sums_are_reduced_before_clipping() -> None:
     mesh = mesh_of("fsdp")
     model = distribute_module(nn.Linear(4, 2), mesh)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -276,7 +274,7 @@ def test_gradients_whose_sum_over_ranks_is_pending_are_summed_before_they_are_cl
 
 @pytest.mark.parametrize("kind", KINDS)
 @on_ranks()
-def test_a_gradient_that_overflowed_on_one_rank_is_left_out_by_all(kind: str) -> None:
+def test_overflow_on_one_rank_skips_step_on_all_ranks(kind: str) -> None:
     model = wide(kind)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     scaler = GradientScaler(CPU, init_scale=1024.0)
@@ -301,7 +299,7 @@ def test_a_gradient_that_overflowed_on_one_rank_is_left_out_by_all(kind: str) ->
 
 
 @on_ranks()
-def test_all_ranks_learn_that_one_had_no_memory_to_clip() -> None:
+def test_all_ranks_learn_of_out_of_memory_in_clipping() -> None:
     model = wide("fsdp")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     microbatcher = averaging(model)
@@ -323,7 +321,7 @@ def test_all_ranks_learn_that_one_had_no_memory_to_clip() -> None:
 
 
 @on_ranks()
-def test_what_lies_on_a_device_whatever_the_size_is_its_own_shards() -> None:
+def test_measured_parameters_are_local_shards() -> None:
     model = wide("fsdp", torch.float64)
     residents = measure(OccupiedDevice(CPU, [model], None), training=True)
     parts = [p.to_local() for p in model.parameters() if isinstance(p, DTensor)]
@@ -344,9 +342,7 @@ CONNECTED = {
 
 
 @pytest.mark.parametrize("kind", mostly_in_sweeps(KINDS, quick=["ddp"]))
-def test_all_communicators_are_connected_once_before_the_first_attempt(
-    world2: World, kind: str
-) -> None:
+def test_communicators_connect_once_before_first_attempt(world2: World, kind: str) -> None:
     one, other = world2.run(connections, kind, takes_memory=True)
     assert one == other
     assert one["ran"] == [f"{use}: {count}" for use in CONNECTED[kind] for count in (FEW, MANY)]
@@ -357,10 +353,10 @@ def test_all_communicators_are_connected_once_before_the_first_attempt(
     assert quiet["votes"] == one["votes"]
 
 
-# Behind this one, this world has no votes any more
+# The next test leaves the world without votes, so it comes last
 
 
-def test_ranks_that_would_connect_other_things_say_so_and_wait_for_none(world2: World) -> None:
+def test_ranks_with_different_connections_fail_without_waiting(world2: World) -> None:
     for found in world2.run(connections, "ddp", takes_memory=True, alone=1):
         assert (
             "first connecting all_reduce of 2, broadcast of 2, all_gather of 2)" in found["failed"]

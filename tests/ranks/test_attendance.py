@@ -1,4 +1,4 @@
-"""Who is lost is a function of what was seen and when, so worlds of any size are simulated."""
+"""Liveness is a function of observations and times, so tests simulate worlds of any size."""
 
 import pytest
 from hypothesis import given, settings
@@ -23,7 +23,7 @@ def attendance_of(rank: int, world_size: int) -> Liveness:
 def watch(
     liveness: Liveness, moments: list[float], last_beats: dict[int, float]
 ) -> tuple[float, list[int]] | None:
-    """When somebody is accused, and who: all ranks beat once a second until their last beat."""
+    """Return the time and the ranks of the first loss; ranks beat every second until their last."""
     for now in moments:
         beats = {rank: str(int(min(now, last_beats.get(rank, now)))) for rank in liveness.wanted()}
         liveness.note(now, beats)
@@ -38,9 +38,7 @@ def evenly(seconds: float) -> list[float]:
 
 @settings(max_examples=30)
 @given(data=st.data(), world_size=st.integers(2, 1000))
-def test_all_ranks_of_lost_hosts_are_found_in_time_and_nobody_else_is(
-    data: st.DataObject, world_size: int
-) -> None:
+def test_exactly_the_lost_ranks_are_found_in_time(data: st.DataObject, world_size: int) -> None:
     first = data.draw(st.integers(1, world_size - 1), label="first lost")
     lost = range(first, data.draw(st.integers(first + 1, world_size), label="behind the last lost"))
     gone_at = data.draw(st.floats(0.0, 100.0), label="gone at")
@@ -56,9 +54,7 @@ def test_all_ranks_of_lost_hosts_are_found_in_time_and_nobody_else_is(
     gaps=st.lists(st.floats(0.01, 500.0), max_size=60),
     lateness=st.lists(st.floats(0.1, TIMEOUT - 0.1), min_size=1, max_size=20),
 )
-def test_nobody_is_accused_by_a_rank_that_is_held_up_itself(
-    gaps: list[float], lateness: list[float]
-) -> None:
+def test_delayed_rank_accuses_no_peer(gaps: list[float], lateness: list[float]) -> None:
     liveness = attendance_of(0, 3)
     now, beat, next_beat, turn = 0.0, 0, 0.0, 0
     for gap in gaps:
@@ -73,16 +69,16 @@ def test_nobody_is_accused_by_a_rank_that_is_held_up_itself(
 
 
 @given(stopped_for=st.floats(TIMEOUT, 10_000.0))
-def test_a_rank_that_stood_still_itself_accuses_nobody_when_it_wakes(stopped_for: float) -> None:
+def test_rank_that_was_stopped_accuses_no_peer_on_wakeup(stopped_for: float) -> None:
     liveness = attendance_of(0, 2)
     liveness.note(0.0, {1: "0"})
     liveness.wake(stopped_for)
-    liveness.note(stopped_for, {1: "0"})  # it stood still too, and has not beaten yet
+    liveness.note(stopped_for, {1: "0"})  # the peer was stopped too and sent no beat yet
     assert liveness.lost() == []
     assert not liveness.has_lost_store
 
 
-def test_a_store_that_does_not_answer_is_found_in_time() -> None:
+def test_unresponsive_store_is_found_in_time() -> None:
     liveness = attendance_of(0, 2)
     liveness.note(0.0, {1: "0"})
     found = []
@@ -93,7 +89,7 @@ def test_a_store_that_does_not_answer_is_found_in_time() -> None:
     assert TIMEOUT <= found[0] <= TIMEOUT + INTERVAL
 
 
-def test_ranks_that_ended_in_order_are_not_missed_and_those_behind_them_are_watched() -> None:
+def test_ended_ranks_are_not_missed_and_next_ones_are_watched() -> None:
     liveness = attendance_of(0, 5)
     liveness.note(0.0, {1: "0", 2: "0"})
     liveness.note(1.0, {1: ENDED, 2: ENDED})
@@ -102,7 +98,7 @@ def test_ranks_that_ended_in_order_are_not_missed_and_those_behind_them_are_watc
 
 
 @pytest.mark.parametrize("world_size", [2, 3, 1000])
-def test_what_is_asked_for_does_not_grow_with_the_world(world_size: int) -> None:
+def test_number_of_watched_peers_is_independent_of_world_size(world_size: int) -> None:
     liveness = attendance_of(0, world_size)
     assert watch(liveness, evenly(300.0), {}) is None
     assert len(liveness.wanted()) == min(world_size - 1, NEIGHBOURS)
@@ -110,7 +106,7 @@ def test_what_is_asked_for_does_not_grow_with_the_world(world_size: int) -> None
 
 @settings(max_examples=20)
 @given(world_size=st.integers(2, 200))
-def test_everybody_is_watched_by_somebody(world_size: int) -> None:
+def test_every_rank_is_watched(world_size: int) -> None:
     watched = {
         each for rank in range(world_size) for each in attendance_of(rank, world_size).wanted()
     }

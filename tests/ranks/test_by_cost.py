@@ -1,4 +1,4 @@
-"""Ranks whose rows vary in length train as one process on all of them, whatever each rank has."""
+"""Ranks with rows of different lengths train as one process on all rows."""
 
 import warnings
 from collections.abc import Sequence
@@ -17,7 +17,7 @@ from tests.ranks.wrapping import furthest, require_told, whole_gradients, wrappe
 from tests.step.texts import IGNORED, Reader, texts
 from tests.sweeps import mostly_in_sweeps
 
-Lengths = Sequence[Sequence[int]]  # of the rows of each batch of a rank
+Lengths = Sequence[Sequence[int]]  # for each batch of a rank, the lengths of its rows
 
 
 def reader(kind: str | None, **options: Any) -> nn.Module:
@@ -29,7 +29,7 @@ def reader(kind: str | None, **options: Any) -> nn.Module:
 def expected(
     ranks: Sequence[Lengths], *, padded: int | None = None, **options: Any
 ) -> list[Tensor]:
-    """Loss and gradient of plain torch on all rows of all ranks, each batch with its padding."""
+    """Loss and gradients of plain torch on the rows of all ranks, each batch padded as given."""
     model = reader(None, **options)
     batches = [texts(list(rows), padded=padded) for batches in ranks for rows in batches if rows]
     counts = [int((batch["labels"] != IGNORED).sum()) for batch in batches]
@@ -55,7 +55,7 @@ def train(
     declared: bool | str = "auto",
     sees_padding: bool = False,
 ) -> dict[str, Any]:
-    """Steps on batches of these lengths, of which a rank fits only so many tokens at once."""
+    """Train on batches with these lengths; a rank fits at most so many tokens at once."""
     model = reader(kind, sees_padding=sees_padding)
     rank = dist.get_rank()
     limit = fits[rank]
@@ -121,8 +121,8 @@ def require_same(world: World, kind: str, ranks: Sequence[Lengths], **options: A
         KINDS, CASES, quick=[("ddp", "several batches"), ("fsdp", "no rows on one rank")]
     ),
 )
-def test_gradients_are_those_of_all_rows_at_once(world2: World, kind: str, case: str) -> None:
-    # Under FSDP no rank can look by itself whether padding may be cut.
+def test_gradients_match_one_process_on_all_rows(world2: World, kind: str, case: str) -> None:
+    # Under FSDP, no rank can check on its own whether padding may be cut.
     declared: bool | str = True if kind == "fsdp" else "auto"
     for size in (24, 500, None, "auto"):
         found = require_same(world2, kind, CASES[case], size=size, declared=declared, steps=2)
@@ -135,7 +135,7 @@ def test_gradients_are_those_of_all_rows_at_once(world2: World, kind: str, case:
         KINDS, [(20, None), (None, 12), (18, 12)], quick=[("ddp", (None, 12)), ("fsdp", (18, 12))]
     ),
 )
-def test_one_rank_out_of_memory_lets_all_take_less(
+def test_out_of_memory_on_one_rank_shrinks_all_ranks(
     world2: World, kind: str, fits: tuple[int | None, int | None]
 ) -> None:
     ranks = [[LONG], [[*SHORT, 7, 12]]]
@@ -147,8 +147,8 @@ def test_one_rank_out_of_memory_lets_all_take_less(
         assert limit is None or all(rows * length <= limit for rows, length in rank["ran"])
 
 
-def test_a_rank_that_sees_padding_decides_for_all(world2: World) -> None:
-    """The other one has nothing padded, and would cut from its second batch on."""
+def test_rank_that_sees_padding_decides_for_all(world2: World) -> None:
+    """The other rank has no padding, and would start to cut with its second batch."""
     ranks: list[Lengths] = [[[6, 6, 6]], [LONG]]
     first, second = require_same(world2, "ddp", ranks, sees_padding=True, steps=2)
     assert not first["warned"]
@@ -157,7 +157,7 @@ def test_a_rank_that_sees_padding_decides_for_all(world2: World) -> None:
     assert {length for _, length in second["ran"]} == {17}
 
 
-def test_where_no_rank_can_look_padding_stays_and_is_named(world2: World) -> None:
+def test_padding_that_no_rank_can_check_stays_with_warning(world2: World) -> None:
     ranks: list[Lengths] = [[LONG], [SHORT]]
     found = require_same(world2, "fsdp", ranks, padded=20, steps=2)
     for rank in found:
@@ -177,7 +177,7 @@ def test_where_no_rank_can_look_padding_stays_and_is_named(world2: World) -> Non
     ("kind", "size"), mostly_in_sweeps(KINDS, [20, "auto"], quick=[("ddp", "auto"), ("fsdp", 20)])
 )
 @on_ranks()
-def test_evaluations_and_predictions_keep_the_order_of_rows(
+def test_evaluation_and_prediction_keep_row_order(
     kind: str, size: Any, ranks: list[list[int]]
 ) -> None:
     model, plain = reader(kind), reader(None).eval()
@@ -202,8 +202,8 @@ def test_evaluations_and_predictions_keep_the_order_of_rows(
 
 @pytest.mark.parametrize("kind", KINDS)
 @on_ranks()
-def test_a_batch_that_cannot_be_sorted_on_one_rank_ends_the_step_of_all(kind: str) -> None:
-    """Nothing tells its lengths."""
+def test_unsortable_batch_on_one_rank_ends_step_on_all(kind: str) -> None:
+    """The lengths of its rows are unknown."""
     model = reader(kind)
     microbatcher = by_tokens(model, "auto", microbatch_size=24)
     batch: dict[str, Tensor] = texts([9, 3, 6])
@@ -212,4 +212,4 @@ def test_a_batch_that_cannot_be_sorted_on_one_rank_ends_the_step_of_all(kind: st
     own = "'x_lengths' looks like the lengths"
     require_told(lambda: microbatcher.backward(batch), "BatchError", told="x_lengths", own=own)
     model.zero_grad()
-    microbatcher.backward(texts([9, 3, 6]))  # and they go on together
+    microbatcher.backward(texts([9, 3, 6]))  # all ranks can continue

@@ -1,6 +1,6 @@
-"""Checkpoints of several ranks: each writes its part, and another number of ranks goes on.
+"""Checkpoints of several ranks: each rank writes its part; other world sizes can resume.
 
-What goes wrong on one rank of a save lets no rank wait, and costs no older checkpoint.
+A failure on one rank during a save blocks no rank and loses no older checkpoint.
 """
 
 import random
@@ -45,7 +45,7 @@ def alone(folder: Path, until: int, **options: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_same_world_goes_on_to_the_bit(world2: World, tmp_path: Path, kind: str) -> None:
+def test_same_world_resumes_bit_for_bit(world2: World, tmp_path: Path, kind: str) -> None:
     options = {"noisy": True, "averages": kind == "ddp"}
     expected = world2.run(go_on, kind, tmp_path / "whole", 7, **options)
     world2.run(go_on, kind, tmp_path / "cut", 4, **options)
@@ -55,13 +55,13 @@ def test_the_same_world_goes_on_to_the_bit(world2: World, tmp_path: Path, kind: 
         assert here["warnings"] == []
         assert_same(here["end"], there["end"])
         assert_same(here["own"], there["own"])
-    # Each rank has random numbers and statistics of its own.
+    # Each rank has its own random numbers and statistics.
     mine, others = (each["own"] for each in resumed)
     assert not torch.equal(mine["rng"], others["rng"])
     assert not torch.equal(mine["norm.running_mean"], others["norm.running_mean"])
 
 
-def test_ranks_share_out_what_is_written(world2: World, tmp_path: Path) -> None:
+def test_ranks_divide_writing_between_them(world2: World, tmp_path: Path) -> None:
     written: dict[str, dict[str, list[str]]] = {}
     for kind in KINDS:
         world2.run(go_on, kind, tmp_path / kind, 1)
@@ -69,7 +69,7 @@ def test_ranks_share_out_what_is_written(world2: World, tmp_path: Path) -> None:
         tables = {"manifest.json", "tensors.pt", ".metadata", "state.pt", "state-of-rank-1.pt"}
         data = {"__0_0.distcp", "__1_0.distcp"}
         assert {each.name for each in path.iterdir()} == tables | data
-        table = torch.load(path / "tensors.pt", weights_only=False)  # ours, of a moment ago
+        table = torch.load(path / "tensors.pt", weights_only=False)  # this test wrote it
         written[kind] = {index.fqn: [] for index in table.storage_data}
         for index, place in table.storage_data.items():
             written[kind][index.fqn].append(place.relative_path)
@@ -84,7 +84,7 @@ def test_ranks_share_out_what_is_written(world2: World, tmp_path: Path) -> None:
 
 
 def check_chain(worlds: list[tuple[str, World | None]], folder: Path) -> None:
-    """Each world trains for an epoch, from where the one before ended."""
+    """Each world trains for one epoch, from the end of the previous world."""
     expected = alone(folder / "whole", 3 * len(worlds), averages=True)["end"]
     before: dict[str, Tensor] = {}
     for index, (kind, world) in enumerate(worlds):
@@ -108,7 +108,7 @@ def check_chain(worlds: list[tuple[str, World | None]], folder: Path) -> None:
         torch.testing.assert_close(value, expected[name], rtol=1e-9, atol=1e-9, msg=name)
 
 
-def test_more_and_fewer_ranks_and_none_go_on_in_any_wrapper(
+def test_other_world_sizes_and_wrappers_can_resume(
     world2: World, world3: World, tmp_path: Path
 ) -> None:
     kinds = [("fsdp", world3), ("ddp", world2), ("plain", None), ("fsdp", world2), ("ddp", world3)]
@@ -116,14 +116,14 @@ def test_more_and_fewer_ranks_and_none_go_on_in_any_wrapper(
 
 
 @pytest.mark.slow
-def test_from_four_ranks_to_one_and_to_three(
+def test_four_ranks_resume_on_one_and_three_ranks(
     world2: World, world3: World, world4: World, tmp_path: Path
 ) -> None:
     kinds = [("hsdp", world4), ("fsdp", world2), ("plain", None), ("fsdp", world3)]
     check_chain([*kinds, ("fsdp", world4), ("ddp", world2), ("hsdp", world4)], tmp_path)
 
 
-def test_another_number_of_ranks_draws_other_random_numbers_on_each(
+def test_larger_world_draws_distinct_random_numbers_per_rank(
     world2: World, world3: World, tmp_path: Path
 ) -> None:
     world2.run(go_on, "ddp", tmp_path, 3)
@@ -131,7 +131,7 @@ def test_another_number_of_ranks_draws_other_random_numbers_on_each(
     assert len({bytes(state.tolist()) for state in states}) == 3
 
 
-def test_damage_in_any_file_makes_all_ranks_take_the_one_before(
+def test_damaged_file_makes_all_ranks_load_previous_checkpoint(
     world2: World, tmp_path: Path
 ) -> None:
     for kind in KINDS:
@@ -150,7 +150,7 @@ def test_damage_in_any_file_makes_all_ranks_take_the_one_before(
         assert [step for step, _ in world2.run(newest, folder)] == [3, 3]
 
 
-def test_without_any_good_checkpoint_all_ranks_say_so(world2: World, tmp_path: Path) -> None:
+def test_all_ranks_raise_without_intact_checkpoint(world2: World, tmp_path: Path) -> None:
     world2.run(go_on, "ddp", tmp_path, 1)
     (next(tmp_path.iterdir()) / "state-of-rank-1.pt").unlink()
     for error in world2.run(error_of, "ddp", tmp_path, 2):
@@ -158,7 +158,7 @@ def test_without_any_good_checkpoint_all_ranks_say_so(world2: World, tmp_path: P
         assert "state-of-rank-1.pt" in error
 
 
-def test_one_process_reads_all_ranks_weights(world2: World, tmp_path: Path) -> None:
+def test_one_process_reads_weights_of_all_ranks(world2: World, tmp_path: Path) -> None:
     end = world2.run(go_on, "fsdp", tmp_path, 2)[0]["end"]
     weights = load_checkpoint(tmp_path).state["modules"][0]
     assert_same(dict(weights), {name: end[name] for name in weights})
@@ -168,7 +168,7 @@ def test_one_process_reads_all_ranks_weights(world2: World, tmp_path: Path) -> N
 
 
 def check_full_disk(world: World, folder: Path, kind: str, ranks: tuple[int, ...], at: int) -> bool:
-    """Whether the save failed. The one after it did not, and nothing is left behind."""
+    """Return whether the save failed. The next one must succeed and leave no temporary files."""
     results = world.run(fill_disk, folder, kind, ranks, at)
     [(before, after)] = {each["steps"] for each in results}
     is_failed = bool(before == 2)
@@ -186,7 +186,7 @@ def check_full_disk(world: World, folder: Path, kind: str, ranks: tuple[int, ...
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_full_disk_on_one_rank_makes_all_keep_the_older_checkpoint(
+def test_full_disk_on_one_rank_keeps_older_checkpoint(
     world2: World, tmp_path: Path, kind: str
 ) -> None:
     assert check_full_disk(world2, tmp_path / "second", kind, (1,), 1)
@@ -196,7 +196,7 @@ def test_a_full_disk_on_one_rank_makes_all_keep_the_older_checkpoint(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_full_disk_at_any_point_of_any_rank_costs_no_checkpoint(
+def test_full_disk_at_any_point_loses_no_checkpoint(
     world2: World, tmp_path: Path, kind: str
 ) -> None:
     counts = world2.run(count_points, tmp_path / "counted", kind)
@@ -204,20 +204,18 @@ def test_a_full_disk_at_any_point_of_any_rank_costs_no_checkpoint(
     for rank, count in enumerate(counts):
         for at in range(count):
             failed += check_full_disk(world2, tmp_path / f"{rank}-{at}", kind, (rank,), at)
-    # All but the points that come after the new name is on the disk.
+    # All points fail the save, except those after the new name is on disk.
     assert failed >= sum(counts) - 4
 
 
-def test_a_state_that_one_rank_cannot_gather_ends_all_and_names_it(
-    world2: World, tmp_path: Path
-) -> None:
+def test_failed_gather_on_one_rank_is_named_on_all(world2: World, tmp_path: Path) -> None:
     first, second = world2.run(raise_in_gather, tmp_path, "ddp")
     assert first.startswith("CheckpointError: rank 1: ")
     assert second.startswith("CheckpointError: the scheduler is")
     assert not tmp_path.exists() or not list(tmp_path.iterdir())
 
 
-def test_all_ranks_raise_the_worst_of_what_any_of_them_found(world2: World) -> None:
+def test_all_ranks_raise_worst_error_of_any_rank(world2: World) -> None:
     full, damaged = OSError(28, "No space left"), DamagedCheckpointError("weights.bin was changed")
     assert world2.run(fail_together, [None, full]) == [
         "OSError: [Errno 28] rank 1: No space left",
@@ -232,11 +230,11 @@ def test_all_ranks_raise_the_worst_of_what_any_of_them_found(world2: World) -> N
     assert world2.run(fail_together, [None, None]) == ["", ""]
 
 
-# Ranks that die
+# Killed ranks
 
 
 def check_death(folder: Path, kind: str, rank: int, at: int, expected: list[dict[str, Any]]) -> int:
-    """A rank is killed, the other ends, and a new world ends as if nothing had been; from where."""
+    """Kill a rank and let a new world finish as an undisturbed one; return where it resumed."""
     with world_of(2) as world:
         world.start(die_in_save, folder, kind, rank, at, **NOISY)
         results = world.results()
@@ -257,7 +255,7 @@ def check_death(folder: Path, kind: str, rank: int, at: int, expected: list[dict
     ("kind", "rank", "at"),
     [("fsdp", 1, 2), pytest.param("ddp", 0, 14, marks=pytest.mark.slow)],
 )
-def test_a_rank_killed_in_a_save_costs_nothing_but_that_save(
+def test_rank_killed_in_save_loses_only_that_save(
     world2: World, tmp_path: Path, kind: str, rank: int, at: int
 ) -> None:
     expected = world2.run(go_on, kind, tmp_path / "whole", 4, **NOISY)
@@ -267,7 +265,7 @@ def test_a_rank_killed_in_a_save_costs_nothing_but_that_save(
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_rank_killed_at_any_point_of_a_save_costs_nothing_but_that_save(
+def test_rank_killed_at_any_point_loses_only_that_save(
     world2: World, tmp_path: Path, kind: str
 ) -> None:
     expected = world2.run(go_on, kind, tmp_path / "whole", 4, **NOISY)

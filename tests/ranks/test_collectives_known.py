@@ -1,4 +1,4 @@
-"""Every operation of torch that needs other ranks is known as one."""
+"""Every torch operation that communicates with other ranks is recognized."""
 
 import torch
 import torch.distributed._symmetric_memory
@@ -18,7 +18,7 @@ LOCAL = {"wait_tensor", "_wrap_tensor_autograd", "check_for_nan"}
 
 
 def operations() -> dict[str, object]:
-    """Every operation of torch, by its name."""
+    """Return every torch operation by name."""
     found = {}
     for schema in torch._C._jit_get_all_schemas():
         namespace, _, name = schema.name.partition("::")
@@ -29,7 +29,7 @@ def operations() -> dict[str, object]:
     return found
 
 
-def test_every_operation_of_the_distributed_namespaces_is_known() -> None:
+def test_every_operation_of_distributed_namespaces_is_known() -> None:
     every = operations()
     inside = {name: op for name, op in every.items() if name.split("::")[0] in NAMESPACES}
     assert len(inside) > 80
@@ -49,6 +49,6 @@ def test_no_other_namespace_takes_a_process_group() -> None:
     assert others == set()
 
 
-def test_what_is_computed_here_is_none() -> None:
+def test_local_operations_are_not_collectives() -> None:
     for func in (torch.ops.aten.mm.default, torch.ops.aten.sum.default, len, object()):
         assert not is_collective(func)

@@ -1,4 +1,4 @@
-"""Contrastive losses over ranks: rows of all are compared, as in one process with all rows."""
+"""Contrastive losses compare the rows of all ranks, as in one process."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -40,7 +40,7 @@ def microbatcher_of(model: nn.Module) -> Microbatcher:
 
 
 def contrastive_step(kind: str, rows: Sequence[int], size: Any) -> list[Tensor]:
-    """Loss and whole gradient; of a "plain" loop on ranks with as many rows each, or not."""
+    """Return loss and whole gradient; kind "plain" is a plain loop over ranks with equal rows."""
     model = make_model(size)
     batch = share(rows, 0 if kind == "alone" else dist.get_rank())
     encoders = model.encoders.values() if kind == "fsdp, encoders" else ()
@@ -68,7 +68,7 @@ def contrastive_step(kind: str, rows: Sequence[int], size: Any) -> list[Tensor]:
         ("fsdp, encoders", [9, 4], 3),
     ],
 )
-def test_loss_and_gradients_are_those_of_one_process(
+def test_loss_and_gradients_match_one_process(
     world2: World, kind: str, rows: Sequence[int], size: Any
 ) -> None:
     expected = contrastive_step("alone", [sum(rows)], None)
@@ -77,8 +77,8 @@ def test_loss_and_gradients_are_those_of_one_process(
 
 
 @on_ranks()
-def test_shards_inside_of_an_encoder_are_refused_with_what_helps() -> None:
-    """Each slice of an encoder would communicate."""
+def test_sharded_module_inside_encoder_is_refused_with_remedy() -> None:
+    """Otherwise each slice of an encoder would communicate."""
     model = make_model(3)
     wrapped("fsdp", model, *(each.get_submodule("0") for each in model.encoders.values()))
     with pytest.raises(UnsplittableModelError, match="Apply fully_shard to the part itself"):
@@ -86,8 +86,8 @@ def test_shards_inside_of_an_encoder_are_refused_with_what_helps() -> None:
 
 
 @on_ranks()
-def test_rows_of_all_ranks_come_with_the_gradients_of_all() -> None:
-    """The loss counts ranks apart."""
+def test_gathered_rows_receive_gradients_of_all_ranks() -> None:
+    """Each rank weights its loss differently."""
     rank = dist.get_rank()
     mine = (torch.arange([3, 2][rank] * 2.0).view(-1, 2) + 100 * rank).requires_grad_()
     everything, first = gather_rows(mine)
@@ -96,12 +96,12 @@ def test_rows_of_all_ranks_come_with_the_gradients_of_all() -> None:
     require_alike(everything.detach())
     assert everything[3:].tolist() == [[100, 101], [102, 103]]
     assert first == [0, 3][rank]
-    assert bool((mine.grad == 3).all())  # one of rank 0, and two of rank 1
+    assert bool((mine.grad == 3).all())  # 1 from rank 0, and 2 from rank 1
 
 
 @on_ranks()
 @pytest.mark.sweep
-def test_memory_that_runs_out_on_one_rank_shrinks_its_slices_alone() -> None:
+def test_out_of_memory_on_one_rank_shrinks_only_its_slices() -> None:
     model, rank = make_model("auto", width=1024), dist.get_rank()
     microbatcher = microbatcher_of(wrapped("ddp", model))
     with MemoryBudget("1MiB" if rank == 0 else "1GiB"):

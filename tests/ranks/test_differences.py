@@ -1,4 +1,4 @@
-"""What ranks were given differently is said on all of them, before any waits for another."""
+"""All ranks report arguments that differ between ranks, before any rank waits for another."""
 
 import inspect
 import os
@@ -39,7 +39,7 @@ def sgd(lr: float) -> Any:
     return lambda parameters: torch.optim.SGD(parameters, lr=lr)
 
 
-# An argument, what two ranks are given for it, and what is said.
+# An argument, its values on two ranks, and the text of the error.
 CASES: dict[str, tuple[str, Any, Any, str]] = {
     "accumulate_batches": ("accumulate_batches", 2, 1, ": 2 on rank 0; 1 on rank 1"),
     "average": (
@@ -97,7 +97,7 @@ CASES: dict[str, tuple[str, Any, Any, str]] = {
         "dataset=TensorDataset, rows=24",
     ),
 }
-# Where the argument's name is not followed by what is said.
+# Cases in which the argument's name does not precede that text.
 WITHIN = ("checkpoint", "eval_dataloader", "grad_clip_norm", "learning rate", "train_dataloader")
 
 
@@ -106,7 +106,7 @@ WITHIN = ("checkpoint", "eval_dataloader", "grad_clip_norm", "learning rate", "t
     [*((case, "ddp") for case in CASES), ("metrics", "fsdp"), ("max_duration", "fsdp")],
 )
 @on_ranks()
-def test_what_differs_is_named_with_the_value_of_each_rank(case: str, parallel: str) -> None:
+def test_difference_is_named_with_value_of_each_rank(case: str, parallel: str) -> None:
     argument, first, other, said = CASES[case]
     given = {argument: other if dist.get_rank() else first}
     with pytest.raises(DesyncError) as caught:
@@ -119,7 +119,7 @@ def test_what_differs_is_named_with_the_value_of_each_rank(case: str, parallel: 
 
 
 @on_ranks()
-def test_models_of_different_shapes_are_named_by_their_parameters() -> None:
+def test_models_of_different_shapes_are_named_by_parameter() -> None:
     width = 8 + dist.get_rank()
     net = nn.Sequential(nn.Linear(FEATURES, width), nn.Linear(width, CLASSES))
     said = (
@@ -131,7 +131,7 @@ def test_models_of_different_shapes_are_named_by_their_parameters() -> None:
 
 
 @on_ranks()
-def test_evaluating_on_other_data_is_refused_and_all_can_go_on() -> None:
+def test_evaluating_on_different_data_is_refused_and_ranks_continue() -> None:
     trainer = make_trainer(parallel="ddp")
     rows = 8 + dist.get_rank()
     with pytest.raises(DesyncError, match=r"(?s)rows=8.*rows=9"):
@@ -140,8 +140,8 @@ def test_evaluating_on_other_data_is_refused_and_all_can_go_on() -> None:
 
 
 @on_ranks()
-def test_what_may_differ_does(tmp_path: Path) -> None:
-    """Loggers, monitors and a memory limit on the first rank only, and seeds of each rank's own."""
+def test_loggers_limits_and_seeds_may_differ_between_ranks(tmp_path: Path) -> None:
+    """Only the first rank has loggers, monitors and a memory limit; each rank has its own seed."""
     rank = dist.get_rank()
     options: dict[str, Any] = {"seed": rank}
     if rank == 0:
@@ -153,7 +153,7 @@ def test_what_may_differ_does(tmp_path: Path) -> None:
     assert make_trainer(parallel="ddp", **options).fit().steps == 6
 
 
-def test_every_argument_of_the_trainer_is_compared_or_may_differ() -> None:
+def test_every_trainer_argument_is_compared_or_may_differ() -> None:
     arguments = {
         name: None if each.default is inspect.Parameter.empty else each.default
         for name, each in inspect.signature(Trainer.__init__).parameters.items()
@@ -161,11 +161,13 @@ def test_every_argument_of_the_trainer_is_compared_or_may_differ() -> None:
     }
     outline = outline_options(arguments)
     assert set(arguments) >= MAY_DIFFER
-    for name in set(arguments) - MAY_DIFFER - {"modules"}:  # no modules, no line
+    for name in (
+        set(arguments) - MAY_DIFFER - {"modules"}
+    ):  # without modules there is no line for them
         assert any(each.startswith(name) for each in outline), name
 
 
-def test_values_have_a_text_without_what_differs_from_process_to_process() -> None:
+def test_text_of_values_contains_no_address() -> None:
     class Sampler:
         pass
 
@@ -175,7 +177,7 @@ def test_values_have_a_text_without_what_differs_from_process_to_process() -> No
 
 
 class Unseeded(Sampler[int]):
-    """Draws from what nobody seeds; or has no rows, and says that it has."""
+    """Draws from an unseeded source, or yields no rows although it has a length."""
 
     def __init__(self, rows: int, *, gives: bool = True) -> None:
         self._rows, self._gives = rows, gives
@@ -191,9 +193,7 @@ class Unseeded(Sampler[int]):
 @pytest.mark.parametrize("gives", [True, False])
 @pytest.mark.parametrize("argument", ["train_dataloader", "eval_dataloader"])
 @on_ranks()
-def test_a_sampler_that_draws_from_what_nobody_seeds_or_gives_nothing_is_refused(
-    argument: str, gives: bool
-) -> None:
+def test_unseeded_or_empty_sampler_is_refused(argument: str, gives: bool) -> None:
     loader: Any = DataLoader(make_data(32), batch_size=4, sampler=Unseeded(32, gives=gives))
     trainer = make_trainer(parallel="ddp", **{argument: loader})
     kind, text = raised(trainer.fit)
@@ -241,7 +241,7 @@ def test_no_rank_gets_a_single_row_for_batchnorm(rows: int) -> None:
 
 
 @on_ranks()
-def test_a_single_row_of_a_rank_is_explained_with_its_remedy() -> None:
+def test_single_row_on_a_rank_is_explained_with_remedy() -> None:
     microbatcher = Microbatcher(
         DistributedDataParallel(with_batchnorm()), loss_fn=nn.CrossEntropyLoss(), probe=False
     )
@@ -252,7 +252,7 @@ def test_a_single_row_of_a_rank_is_explained_with_its_remedy() -> None:
 
 
 class FailsOnLast(Callback):
-    """Fails on the last rank at one event."""
+    """Fails on the last rank at a given event."""
 
     def __init__(self, event: str) -> None:
         setattr(self, event, self._fail)
@@ -273,7 +273,7 @@ BETWEEN = "rolled nothing back, so ranks may be one step apart"
     ],
 )
 @on_ranks()
-def test_a_rank_that_stops_says_whether_it_is_as_before(event: str, said: str) -> None:
+def test_error_says_whether_stopped_rank_was_rolled_back(event: str, said: str) -> None:
     kind, text = raised(make_trainer(callbacks=[FailsOnLast(event)], parallel="ddp").fit)
     if dist.get_rank() == 1:
         assert kind == "KeyError"

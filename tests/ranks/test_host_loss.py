@@ -1,4 +1,4 @@
-"""A host that goes away: the others end in bounded time, and the next start goes on."""
+"""When a host is lost, the others end within the timeout, and the next start resumes."""
 
 import contextlib
 import datetime
@@ -33,15 +33,15 @@ GROUP_TIMEOUT = datetime.timedelta(minutes=30)
 
 
 def join(rank: int, port: int, seconds: str) -> None:
-    """Become a rank of a group, whose store lies outside of all ranks."""
+    """Join the process group of a store outside the ranks."""
     torch.set_num_threads(1)
     os.environ["AUTOMICRO_PEER_TIMEOUT"] = seconds
     store = TCPStore("127.0.0.1", port, None, False, wait_for_workers=False)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=RANKS, timeout=GROUP_TIMEOUT)
 
 
-def step_for_ever(rank: int, port: int, seconds: str, kind: str, pipe: Connection) -> None:
-    """Take steps until one fails; tell of the first, and of the failure."""
+def step_until_failure(rank: int, port: int, seconds: str, kind: str, pipe: Connection) -> None:
+    """Train until a step fails; report the first steps and then the failure."""
     join(rank, port, seconds)
     model = wrapped(kind, nn.Linear(8, 8))
     microbatcher = Microbatcher(model, loss_fn=nn.MSELoss(), microbatch_size=2)
@@ -59,7 +59,7 @@ def step_for_ever(rank: int, port: int, seconds: str, kind: str, pipe: Connectio
 
 
 def wait_for_a_lost_peer(rank: int, port: int, seconds: str, kind: str, pipe: Connection) -> None:
-    """Sign in and wait in a place that nothing ends."""
+    """Watch the peers, then block in a loop that no error interrupts."""
     join(rank, port, seconds)
     watch_peers(open_exchange())
     pipe.send("waits")
@@ -113,10 +113,10 @@ def stopping_loader(batch_size, rows):
 
 
 @contextlib.contextmanager
-def ranks_that_run(
+def running_ranks(
     work: Callable[..., None], kind: str, *, timeout_seconds: float = 2.0
 ) -> Iterator[tuple[list[BaseProcess], list[Connection]]]:
-    """So many processes with a store outside of them, as torchrun has it."""
+    """Start the ranks as processes with a store outside them, as torchrun does."""
     store = TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["tests.ranks.jobs"])
@@ -151,8 +151,8 @@ def stop(process: BaseProcess, number: int = signal.SIGSTOP) -> None:
 
 
 @pytest.mark.parametrize("kind", ["ddp", pytest.param("fsdp", marks=pytest.mark.slow)])
-def test_a_stopped_rank_is_named_by_the_others_and_does_not_go_on_alone(kind: str) -> None:
-    with ranks_that_run(step_for_ever, kind) as (processes, pipes):
+def test_stopped_rank_is_named_and_cannot_continue_alone(kind: str) -> None:
+    with running_ranks(step_until_failure, kind) as (processes, pipes):
         assert [receive(pipe) for pipe in pipes] == ["steps"] * RANKS
         stop(processes[2])
         for pipe in pipes[:2]:
@@ -166,8 +166,8 @@ def test_a_stopped_rank_is_named_by_the_others_and_does_not_go_on_alone(kind: st
 
 
 @pytest.mark.slow
-def test_a_process_that_nothing_frees_ends_with_a_code_of_its_own() -> None:
-    with ranks_that_run(wait_for_a_lost_peer, "ddp") as (processes, pipes):
+def test_blocked_process_ends_with_its_own_exit_code() -> None:
+    with running_ranks(wait_for_a_lost_peer, "ddp") as (processes, pipes):
         assert [receive(pipe) for pipe in pipes] == ["waits"] * RANKS
         stop(processes[0])
         for process in processes[1:]:
@@ -176,10 +176,10 @@ def test_a_process_that_nothing_frees_ends_with_a_code_of_its_own() -> None:
 
 
 @pytest.mark.slow
-def test_a_stop_shorter_than_the_timeout_alarms_nobody() -> None:
-    with ranks_that_run(step_for_ever, "ddp", timeout_seconds=20.0) as (processes, pipes):
+def test_stop_shorter_than_timeout_raises_no_alarm() -> None:
+    with running_ranks(step_until_failure, "ddp", timeout_seconds=20.0) as (processes, pipes):
         assert [receive(pipe) for pipe in pipes] == ["steps"] * RANKS
-        for process in processes:  # each in its turn
+        for process in processes:  # one after another
             stop(process)
             time.sleep(5.0)
             stop(process, signal.SIGCONT)
@@ -188,7 +188,7 @@ def test_a_stop_shorter_than_the_timeout_alarms_nobody() -> None:
 
 
 class Hosts:
-    """Two agents of torchrun on this machine, each with one rank."""
+    """Two torchrun agents on this machine, each with one rank."""
 
     def __init__(self, folder: Path, *, options: tuple[str, ...] = (), **env: str) -> None:
         (folder / "job.yaml").write_text(
@@ -231,7 +231,7 @@ class Hosts:
 
 
 def kill_host(agent: subprocess.Popen[str]) -> None:
-    """The agent and its workers, stopped or not."""
+    """Kill the agent and its workers, stopped or not."""
     children = Path(f"/proc/{agent.pid}/task/{agent.pid}/children")
     pids = children.read_text(encoding="ascii").split() if children.exists() else []
     for pid in [*map(int, pids), agent.pid]:
@@ -252,7 +252,7 @@ def two_hosts(folder: Path, *, options: tuple[str, ...] = (), **env: str) -> Ite
                 kill_host(agent)
 
 
-def said_by(agent: subprocess.Popen[str], *, within_seconds: float = 180.0) -> str:
+def output_of(agent: subprocess.Popen[str], *, within_seconds: float = 180.0) -> str:
     return agent.communicate(timeout=within_seconds)[0]
 
 
@@ -260,29 +260,27 @@ def require_as_undisturbed(folder: Path) -> None:
     with two_hosts(folder / "undisturbed") as hosts:
         agents = [hosts.start(node) for node in (0, 1)]
         for agent in agents:
-            said = said_by(agent)
+            said = output_of(agent)
             assert agent.returncode == 0, said
     ours, theirs = weights(folder / "stopped"), weights(folder / "undisturbed")
     assert all(torch.equal(ours[name], value) for name, value in theirs.items())
 
 
-# Rows, backwards and saves of the second host; 16 batches in all, 3 of them before a save.
+# Rows, backwards and saves of the second host; the run has 16 batches, 3 of them before a save.
 PLACES = ["data 500", "backward 9", "save 5"]
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize("place", PLACES)
-def test_the_first_host_ends_when_the_second_is_stopped_and_the_next_start_goes_on(
-    tmp_path: Path, place: str
-) -> None:
+def test_first_host_ends_after_second_stops_and_restart_resumes(tmp_path: Path, place: str) -> None:
     with two_hosts(tmp_path / "stopped", AUTOMICRO_PEER_TIMEOUT="8") as hosts:
         first, second = hosts.start(0), hosts.start(1, STOP=place)
         hosts.wait_for_the_stop()
         began = time.monotonic()
-        said = said_by(first)
+        said = output_of(first)
         assert first.returncode == 1, said
-        assert time.monotonic() - began < 120.0  # a third of the way to any timeout of torch
+        assert time.monotonic() - began < 120.0  # far below any timeout of torch
         assert re.search(
             r"automicro: rank 1 of 2 is lost: no sign of life from host \S+ for 8 s, rank 0 found; "
             "rank 0 stops",
@@ -290,30 +288,30 @@ def test_the_first_host_ends_when_the_second_is_stopped_and_the_next_start_goes_
         ), said
         kill_host(second)
         agents = [hosts.start(node) for node in (0, 1)]
-        resumed = said_by(agents[0])
+        resumed = output_of(agents[0])
         assert agents[0].returncode == 0, resumed
         assert "resumed from runs/one" in resumed
-        said_by(agents[1])
+        output_of(agents[1])
     require_as_undisturbed(tmp_path)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(400)
-def test_torchrun_starts_again_with_a_host_that_comes_in_for_the_stopped_one(
+def test_torchrun_restarts_with_replacement_for_stopped_host(
     tmp_path: Path,
 ) -> None:
     options = ("--rdzv-backend=c10d", "--rdzv-id=run", "--max-restarts=2")
-    # Without it torch 2.13 does not tell a new agent where the processes meet.
+    # Without this, torch 2.13 does not tell a new agent where the processes meet.
     env = {"AUTOMICRO_PEER_TIMEOUT": "8", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
     with two_hosts(tmp_path / "stopped", options=options, **env) as hosts:
         first, second = hosts.start(0), hosts.start(1, STOP="data 500")
         hosts.wait_for_the_stop()
-        time.sleep(30.0)  # torchrun itself counts an agent among its hosts for 15 s
+        time.sleep(30.0)  # torchrun drops an agent after 15 s
         kill_host(second)
         replacement = hosts.start(1)
-        said = said_by(first)
-        assert first.returncode == 0, f"{said}\n{said_by(replacement)}"
+        said = output_of(first)
+        assert first.returncode == 0, f"{said}\n{output_of(replacement)}"
         assert "is lost: no sign of life" in said
         assert "resumed from runs/one" in said
-        said_by(replacement)
+        output_of(replacement)
     require_as_undisturbed(tmp_path)

@@ -1,4 +1,4 @@
-"""One rank looks at a few rows while the others wait, or nobody does and says so."""
+"""One rank checks a few rows while the others wait, or a warning says that no rank can."""
 
 import warnings
 
@@ -36,7 +36,7 @@ def loss_of(kind: str, outputs: Tensor, targets: Tensor) -> Tensor:
     ],
 )
 @on_ranks()
-def test_the_first_rank_looks_for_all_or_says_once_that_it_cannot(
+def test_first_rank_checks_for_all_or_warns_once(
     wrapper: str, kind: str, found: str, says: list[str]
 ) -> None:
     model, alone = wrapped(wrapper, net()), net()
@@ -62,7 +62,7 @@ def test_the_first_rank_looks_for_all_or_says_once_that_it_cannot(
 
 
 @on_ranks()
-def test_each_rank_restores_the_parameters_that_its_forwards_write_to() -> None:
+def test_each_rank_restores_parameters_written_in_forward() -> None:
     most_rows = 4 if dist.get_rank() == 0 else 2
     model, alone = wrapped("ddp", Changing(quantized, most_rows)), Changing(quantized, most_rows=8)
     microbatcher = Microbatcher(model, loss_fn=nn.MSELoss(), microbatch_size="auto")

@@ -1,4 +1,4 @@
-"""Parts with sizes of their own on several ranks: each has its own slices."""
+"""Nested parts on several ranks: each rank has its own slices of a part."""
 
 import copy
 from typing import Any
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.sweep
 
 
 class Part(nn.Module):
-    """Runs out of memory for more rows than these, where a graph is kept."""
+    """Runs out of memory above a number of rows, if a graph is kept."""
 
     def __init__(self, *, gives_loss: bool, p: float = 0.0) -> None:
         super().__init__()
@@ -36,7 +36,7 @@ class Part(nn.Module):
 
 
 class Model(nn.Module):
-    """An encoder, then a part."""
+    """An encoder followed by a part."""
 
     def __init__(self, *, gives_loss: bool, p: float = 0.0) -> None:
         super().__init__()
@@ -74,7 +74,7 @@ WAYS = ("ddp", "ddp, unused", "ddp, view", "ddp, unused, view", "root", "part of
 
 
 def part_of(model: nn.Module) -> Any:
-    """The part, of which only one rank runs short."""
+    """Return the part, which runs out of memory on rank 0 only."""
     part: Any = next(each for each in model.modules() if isinstance(each, Part))
     part.most = (3, 100)[dist.get_rank()]
     return part
@@ -89,7 +89,7 @@ def require_smaller_on_rank_0(sizes: list[int]) -> None:
     mostly_in_sweeps(WAYS, [True, False], [True, False], few=8),
 )
 @on_ranks()
-def test_gradients_are_exact_where_one_rank_alone_has_smaller_slices(
+def test_gradients_are_exact_with_smaller_slices_on_one_rank(
     how: str, gives_loss: bool, in_own_loop: bool
 ) -> None:
     rank, size = dist.get_rank(), dist.get_world_size()
@@ -114,7 +114,7 @@ def test_gradients_are_exact_where_one_rank_alone_has_smaller_slices(
 
 
 @on_ranks()
-def test_a_part_with_sharded_modules_inside_is_refused_by_name() -> None:
+def test_part_with_sharded_modules_inside_is_refused() -> None:
     model = _wrapped(Model(gives_loss=False), "inside the part")
     split(model.part, microbatch_size=2)
     with pytest.raises(UnsplittableModelError, match="Apply fully_shard to the part itself"):
@@ -123,8 +123,8 @@ def test_a_part_with_sharded_modules_inside_is_refused_by_name() -> None:
 
 @pytest.mark.parametrize("how", ["ddp", "root", "part of its own"])
 @on_ranks()
-def test_all_ranks_repeat_the_same_size_where_one_part_has_a_smaller_one(how: str) -> None:
-    """One rank runs short where slices are computed again, and cannot cut what drew numbers."""
+def test_all_ranks_repeat_same_size_after_one_part_shrinks(how: str) -> None:
+    """One rank fails while it recomputes slices, and cannot cut slices that drew random numbers."""
     torch.manual_seed(0)
     model = _wrapped(Model(gives_loss=False, p=0.5), how)
     nested = split(part_of(model), microbatch_size="auto")
@@ -136,8 +136,8 @@ def test_all_ranks_repeat_the_same_size_where_one_part_has_a_smaller_one(how: st
 
 
 @on_ranks()
-def test_batchnorm_has_the_statistics_of_the_batch_of_its_rank() -> None:
-    """Slices of other numbers per rank."""
+def test_batchnorm_uses_statistics_of_batch_on_its_rank() -> None:
+    """Each rank has a different number of slices."""
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 5)).double()
     torch.manual_seed(1 + dist.get_rank())

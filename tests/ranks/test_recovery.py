@@ -1,4 +1,4 @@
-"""One rank runs out of memory: all go on, bit for bit as if nothing had happened."""
+"""One rank runs out of memory: all ranks recover, bit for bit as without the failure."""
 
 import random
 from collections.abc import Callable, Sequence
@@ -47,17 +47,17 @@ def require_recovered(
 
 
 @pytest.mark.parametrize("case", mostly_in_sweeps(CASES, few=18), ids=", ".join)
-def test_a_wrapper_recovers_on_two_ranks(world2: World, case: tuple[str, str]) -> None:
+def test_two_ranks_recover_in_each_wrapper(world2: World, case: tuple[str, str]) -> None:
     kind, point = case
     require_recovered(world2, kind, {**points(2), **allocations(2)}[point])
 
 
-def test_memory_may_run_out_again_while_a_failed_rank_takes_part_for_its_peers(
+def test_failed_rank_may_fail_again_while_assisting_peers(
     world2: World,
 ) -> None:
     plan = [
         Fault(1, "between", step=2, microbatch=1, layer=2),
-        Fault(1, "scatter", step=2, microbatch=1, layer=2),  # of what is played
+        Fault(1, "scatter", step=2, microbatch=1, layer=2),  # during the replay
     ]
     require_recovered(world2, "fsdp", plan)
 
@@ -100,13 +100,13 @@ def test_every_wrapper_recovers_in_every_world(
 
 
 @pytest.mark.slow
-def test_a_rank_that_failed_reduces_by_the_operation_of_its_peers(world4: World) -> None:
+def test_failed_rank_reduces_with_operation_of_its_peers(world4: World) -> None:
     found = world4.run(sums_over_replicas, points(4)["successive batches"])
     assert [operations for operations, _ in found] == [{"AVG"}] * 4
     assert sum(fired for _, fired in found) == 2
 
 
-def test_a_rank_that_failed_plays_the_rest_by_the_collectives_that_its_peers_use(
+def test_failed_rank_repeats_custom_collectives_of_its_peers(
     world2: World,
 ) -> None:
     plan = [Fault(1, "backward", step=2, microbatch=1, layer=1)]
@@ -120,11 +120,11 @@ def test_tensor_parallel_modules_recover(world2: World) -> None:
     require_recovered(world2, "tensor", points(2)["last backward"])
 
 
-def test_settled_steps_vote_as_rarely_as_promised(world2: World) -> None:
+def test_settled_steps_need_few_votes(world2: World) -> None:
     ddp = require_equal(world2, "ddp", [], {"steps": 5})[0]
     fsdp = require_equal(world2, "fsdp", [], {"steps": 5})[0]
     assert ddp["votes"][2:5] == [2, 2, 2], "an agreement and the commit"
-    # Two microbatches: an agreement, the end of the first, the commit.
+    # Two microbatches need an agreement, the end of the first one, and the commit.
     assert fsdp["votes"][1:5] == [3, 3, 3, 3]
 
 
@@ -134,7 +134,7 @@ def test_ranks_with_few_rows_run_fillers(world2: World) -> None:
         require_recovered(world2, kind, plan, rows=[48, 2], norm=False)
 
 
-def test_a_model_whose_collectives_vary_is_guarded_throughout(world2: World) -> None:
+def test_model_with_varying_collectives_stays_guarded(world2: World) -> None:
     options = {"steps": 5, "depths": [3, 3, 2, 3, 3]}
     plan = [Fault(1, "backward", step=4, microbatch=1, layer=1)]
     votes = require_equal(world2, "fsdp", plan, options)[0]["votes"]
@@ -142,7 +142,7 @@ def test_a_model_whose_collectives_vary_is_guarded_throughout(world2: World) -> 
     assert min(votes[3:]) > 10
 
 
-def test_a_users_own_reduction_is_kept(world2: World) -> None:
+def test_user_communication_hook_is_kept(world2: World) -> None:
     require_recovered(world2, "ddp", points(2)["last backward"], hook="voting")
 
 
@@ -150,7 +150,7 @@ def test_a_users_own_reduction_is_kept(world2: World) -> None:
     ("repair", "kind", "point"),
     [("drop_unsharded", "fsdp", "first batch"), ("reset_reducer", "ddp", "first batch")],
 )
-def test_without_its_repair_a_wrapper_is_wrong(
+def test_wrapper_without_repair_gives_wrong_results(
     world2: World, repair: str, kind: str, point: str
 ) -> None:
     results = world2.run(compare_without, repair, kind, points(2)[point])
@@ -167,7 +167,7 @@ def test_without_its_repair_a_wrapper_is_wrong(
     ],
     ids=str,
 )
-def test_gradients_are_those_of_all_rows_in_one_process(
+def test_gradients_match_one_process_with_all_rows(
     worlds: Callable[[int], World], kind: str, sync: str, rows: list[int]
 ) -> None:
     expected = expected_gradients(sum(rows))
@@ -176,7 +176,7 @@ def test_gradients_are_those_of_all_rows_in_one_process(
 
 
 @pytest.mark.slow
-def test_compiled_code_with_collectives_of_its_own_is_refused(world2: World) -> None:
+def test_compiled_code_with_collectives_is_refused(world2: World) -> None:
     for kind, text in world2.ends(guard_model, "tensor", {"compiled": True}):
         assert kind == "ValueError"
         assert "leave out torch.compile" in text
@@ -191,7 +191,7 @@ def test_compiled_code_with_collectives_of_its_own_is_refused(world2: World) -> 
     ],
     ids=["static graph", "a hook", "symmetric memory"],
 )
-def test_what_cannot_be_guarded_is_refused_with_a_remedy(
+def test_unguardable_option_is_refused_with_remedy(
     world2: World, kind: str, options: dict[str, Any], remedy: str
 ) -> None:
     for error, text in world2.ends(guard_model, kind, options):
@@ -199,10 +199,10 @@ def test_what_cannot_be_guarded_is_refused_with_a_remedy(
         assert remedy in text
 
 
-# Random plans: any rank, any point, several times, on every kind of wrapper
+# Random plans: any rank and any point, up to three faults, in every wrapper
 
 
-# Kind, ranks, plans: 320 in all.
+# Kind, ranks and plans: 320 plans in all.
 RUNS = [("ddp", 2, 80), ("fsdp", 2, 80), ("ddp", 3, 60), ("fsdp", 3, 60), ("hsdp", 4, 40)]
 
 
@@ -240,14 +240,14 @@ def require_survived(world: World, kind: str, seeds: range) -> None:
 
 
 @pytest.mark.parametrize("kind", ["ddp", "fsdp"])
-def test_a_few_random_plans(world2: World, kind: str) -> None:
+def test_few_random_plans_recover(world2: World, kind: str) -> None:
     require_survived(world2, kind, range(SEED, SEED + 2))
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize(("kind", "size", "count"), RUNS)
-def test_many_random_plans(
+def test_many_random_plans_recover(
     worlds: Callable[[int], World], kind: str, size: int, count: int
 ) -> None:
     require_survived(worlds(size), kind, range(SEED + 1000 * size, SEED + 1000 * size + count))

@@ -1,4 +1,4 @@
-"""The worst batches first on several ranks: each its own, all together, without a trace."""
+"""Rehearsal of the largest batches on several ranks, which leaves no trace in the run."""
 
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,7 @@ def train(
     duration: str = "2ep",
     folder: str | None = None,
 ) -> dict[str, Any]:
-    """Train on texts of varying length; what is to be compared."""
+    """Train on texts of varying length; return the results to compare."""
     rank = dist.get_rank()
     trainer = make_trainer(
         Model(dropout=0.3),
@@ -81,7 +81,7 @@ def without_report(result: dict[str, Any]) -> dict[str, Any]:
 
 @pytest.mark.sweep
 @pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
-def test_ranks_train_with_the_same_bits_after_a_rehearsal(world2: World, parallel: str) -> None:
+def test_rehearsal_leaves_training_bit_identical_on_all_ranks(world2: World, parallel: str) -> None:
     rehearsed = world2.run(train, parallel, rehearse="worst")
     plain = world2.run(train, parallel, rehearse=None)
     for one, other in zip(rehearsed, plain, strict=True):
@@ -99,10 +99,10 @@ def test_ranks_train_with_the_same_bits_after_a_rehearsal(world2: World, paralle
         pytest.param(["68KiB"] * 2, "2ep", "fsdp", marks=pytest.mark.sweep),
     ],
 )
-def test_memory_that_a_rank_lacks_is_found_before_the_run(
+def test_memory_shortage_of_one_rank_is_found_before_run(
     world2: World, parallel: str, limits: list[str], duration: str
 ) -> None:
-    """In a second epoch, a rank that is smaller than others may get what one of these had."""
+    """In the second epoch, a rank with less memory may get a batch of another rank."""
     given: dict[str, Any] = {"limits": limits, "duration": duration}
     rehearsed = world2.run(train, parallel, rehearse="worst", **given)
     assert all(each["rehearsed_ooms"] > 0 for each in rehearsed)
@@ -114,7 +114,7 @@ def test_memory_that_a_rank_lacks_is_found_before_the_run(
 
 
 @pytest.mark.slow
-def test_on_three_ranks_ddp_arranges_its_buckets_earlier_so_sums_may_round_otherwise(
+def test_ddp_rehearsal_on_three_ranks_changes_only_rounding(
     world3: World,
 ) -> None:
     rehearsed = world3.run(train, "ddp", rehearse="worst")
@@ -125,9 +125,7 @@ def test_on_three_ranks_ddp_arranges_its_buckets_earlier_so_sums_may_round_other
             assert torch.allclose(each, expected, atol=1e-5)
 
 
-def test_a_batch_that_does_not_fit_is_kept_by_the_rank_that_lacks_memory(
-    world2: World, tmp_path: Path
-) -> None:
+def test_failing_batch_is_saved_by_rank_without_memory(world2: World, tmp_path: Path) -> None:
     results = world2.run(
         train, "ddp", rehearse="worst", limits=["1GiB", "40KiB"], folder=str(tmp_path)
     )

@@ -1,4 +1,4 @@
-"""Runs that go on within an epoch at another number of ranks, also right before its last batch."""
+"""Runs that resume within an epoch on another number of ranks, even before its last batch."""
 
 import itertools
 from collections.abc import Callable, Sequence
@@ -36,7 +36,7 @@ PER_BATCH = 12
 
 
 class Rows(Dataset[Any]):
-    """Rows that know their number."""
+    """Rows with their indices."""
 
     def __init__(self, rows: int) -> None:
         self._data = make_data(rows)
@@ -99,7 +99,7 @@ def update_metric(metric: Any, logits: Tensor, batch: Any) -> None:
 
 
 def make_metrics(names: Sequence[str]) -> dict[str, Metric]:
-    """Such as add up, join and take the highest."""
+    """Make metrics with different reductions: sum, concatenation and maximum."""
     metrics = {
         "accuracy": MulticlassAccuracy(CLASSES, average="micro"),
         "area": BinaryAUROC(),
@@ -110,7 +110,7 @@ def make_metrics(names: Sequence[str]) -> dict[str, Metric]:
 
 
 class Notes(Callback):
-    """The rows and the loss of every batch."""
+    """Records the rows and the loss of every batch."""
 
     def __init__(self) -> None:
         self.rows: dict[int, list[int]] = {}
@@ -133,7 +133,7 @@ def train(
     metrics: Sequence[str] = ("accuracy", "area", "highest"),
     **options: Any,
 ) -> dict[str, Any]:
-    """Train on from the newest checkpoint, save, and tell all."""
+    """Resume from the newest checkpoint, train, save, and return all results."""
     notes = Notes()
     settings: dict[str, Any] = {
         "forward": forward,
@@ -173,7 +173,7 @@ def train_on(folder: Path | None, until: str, rows: int, sampler: str, **options
 
 
 def train_planned(folder: Path | None, until: str, mode: str, **options: Any) -> Any:
-    """Batches by length, of which two make up an optimization batch at any number of ranks."""
+    """Train on batches by length; two make up an optimization batch at any number of ranks."""
     data = Rows(61)
     lengths = [1 + 7 * row % 11 for row in range(61)]
     budget: Any = {"batch_size": 5} if mode == "fixed" else {"batch_length": 30.0}
@@ -184,13 +184,13 @@ def train_planned(folder: Path | None, until: str, mode: str, **options: Any) ->
 
 
 def train_batch_sampled(folder: Path, until: str) -> Any:
-    """Batches that the caller cut."""
+    """Train on batches that the caller's batch sampler cuts."""
     sampler = WholeBatches(range(61), 4, drop_last=False)
     return train(folder, until, loader=DataLoader(Rows(61), batch_sampler=sampler))
 
 
 def evaluate_few(rows: int, parallel: str) -> dict[str, float]:
-    """Evaluate on fewer rows than ranks, before anything else."""
+    """Evaluate on fewer rows than ranks, as the first action of a trainer."""
     trainer = Trainer(
         Net(),
         eval_dataloader=make_loader(rows, "in order"),
@@ -205,7 +205,7 @@ def evaluate_few(rows: int, parallel: str) -> dict[str, float]:
 
 
 class Unsendable:
-    """Something that no other process can have."""
+    """Cannot be sent to another process."""
 
     def __reduce__(self) -> Any:
         raise TypeError("stays here")
@@ -214,7 +214,7 @@ class Unsendable:
 def step_on(
     kind: str, rows: list[int], *, sendable: bool = True, limit: str | None = None
 ) -> tuple[list[int], list[Tensor]]:
-    """A first step on so many rows of each rank; votes of it and a second one, and gradients."""
+    """Take two steps on so many rows of each rank; return their votes, and the gradients."""
     torch.manual_seed(3)
     model: nn.Module = Net()
     model = wrapped(kind, model)
@@ -246,7 +246,7 @@ KINDS = ["ddp", "fsdp"]
 
 
 def merged(results: list[dict[str, Any]]) -> dict[int, list[int]]:
-    """The rows of all ranks, by the number of the batch."""
+    """Return the rows of all ranks, keyed by batch number."""
     batches = {batch for result in results for batch in result["rows"]}
     return {
         batch: sorted(row for result in results for row in result["rows"].get(batch, []))
@@ -255,7 +255,7 @@ def merged(results: list[dict[str, Any]]) -> dict[int, list[int]]:
 
 
 def check_chain(worlds: list[World], folder: Path, sampler: str, **options: Any) -> None:
-    """Each world trains on one batch more than the one before, and the last until the end."""
+    """Each world trains on one batch, and the last world until the end."""
     rows = options.pop("rows", ROWS)
     expected = worlds[0].run(train_on, None, "2ep", rows, sampler, **options)
     seen: dict[int, list[int]] = {}
@@ -277,17 +277,17 @@ def check_chain(worlds: list[World], folder: Path, sampler: str, **options: Any)
 @pytest.mark.parametrize(
     ("kind", "sampler"), [("ddp", "shuffled"), ("fsdp", "shuffled by a generator")]
 )
-def test_each_row_is_trained_on_once_whatever_the_number_of_ranks(
+def test_each_row_is_trained_once_at_any_world_size(
     world2: World, world3: World, tmp_path: Path, kind: str, sampler: str
 ) -> None:
-    # The last world goes on right before the batch of one row.
+    # The last world resumes right before the batch with one row.
     check_chain([world2, world3, world2, world3], tmp_path, sampler, parallel=kind)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("sampler", SAMPLERS)
-def test_from_and_to_one_rank_and_four(
+def test_runs_resume_between_one_and_four_ranks(
     world1: World,
     world2: World,
     world3: World,
@@ -296,7 +296,7 @@ def test_from_and_to_one_rank_and_four(
     kind: str,
     sampler: str,
 ) -> None:
-    # Three rows in the last batch: all but one of four ranks have one.
+    # The last batch has three rows, so one of four ranks has none.
     options = {"rows": 5 * PER_BATCH + 3, "parallel": kind}
     worlds = [world4, world1, world3, world2, world4, world3]
     check_chain(worlds, tmp_path / "all", sampler, **options)
@@ -306,7 +306,7 @@ def test_from_and_to_one_rank_and_four(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
-def test_several_batches_that_count_as_one_are_those_that_they_were(
+def test_accumulated_batches_stay_the_same_after_resharding(
     world2: World, world3: World, tmp_path: Path, kind: str
 ) -> None:
     options = {"rows": 7 * PER_BATCH + 1, "accumulate_batches": 2, "parallel": kind}
@@ -316,10 +316,10 @@ def test_several_batches_that_count_as_one_are_those_that_they_were(
 @pytest.mark.parametrize(
     ("kind", "mode"), [("ddp", "duration"), ("fsdp", "fixed"), ("ddp", "1D-bucketing-dyn")]
 )
-def test_batches_by_length_are_those_that_they_were(
+def test_batches_by_length_stay_the_same_after_resharding(
     world1: World, world2: World, tmp_path: Path, kind: str, mode: str
 ) -> None:
-    # Buckets are dealt to as many ranks as began the epoch.
+    # Buckets are dealt to the number of ranks that began the epoch.
     is_dealt = mode == "1D-bucketing-dyn"
     worlds = [world2, world1] if is_dealt else [world2, world1, world2, world1]
     last = "1ep" if is_dealt else "2ep"
@@ -338,7 +338,7 @@ def test_batches_by_length_are_those_that_they_were(
         assert results[0]["state"] == expected[0]["state"]
 
 
-def test_other_optimization_batches_by_length_are_refused(
+def test_changed_optimization_batch_by_length_is_refused(
     world2: World, world3: World, tmp_path: Path
 ) -> None:
     world2.run(train_planned, tmp_path, "1ba", "duration")
@@ -348,7 +348,7 @@ def test_other_optimization_batches_by_length_are_refused(
         assert "2 is not a multiple of 3 ranks" in error
 
 
-def test_another_batch_over_all_ranks_is_refused_and_nothing_is_changed(
+def test_changed_global_batch_is_refused_without_changes(
     world2: World, world3: World, tmp_path: Path
 ) -> None:
     options: Any = {"parallel": "ddp"}
@@ -363,9 +363,7 @@ def test_another_batch_over_all_ranks_is_refused_and_nothing_is_changed(
     assert results[0]["state"] == (8, 2, 2 * ROWS)
 
 
-def test_one_process_that_draws_an_order_of_its_own_is_refused(
-    world2: World, tmp_path: Path
-) -> None:
+def test_single_process_with_unshared_order_is_refused(world2: World, tmp_path: Path) -> None:
     state = torch.get_rng_state()
     here = {"parallel": None, "seed": None}
     world2.run(train_on, tmp_path / "two", "1ba", ROWS, "shuffled")
@@ -377,7 +375,7 @@ def test_one_process_that_draws_an_order_of_its_own_is_refused(
         assert "pass parallel='ddp' also in one process" in error
 
 
-def test_whole_batches_of_the_caller_are_refused(
+def test_batches_from_batch_sampler_are_refused(
     world2: World, world3: World, tmp_path: Path
 ) -> None:
     world2.run(train_batch_sampled, tmp_path, "1ba")
@@ -385,11 +383,11 @@ def test_whole_batches_of_the_caller_are_refused(
         assert "let the DataLoader cut batches of " in error
 
 
-# Fewer rows than ranks before a rank has had any
+# Fewer rows than ranks before a rank has received any row
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_single_row_is_trained_on_by_two_ranks(world2: World, kind: str) -> None:
+def test_two_ranks_train_on_a_single_row(world2: World, kind: str) -> None:
     metrics = ("accuracy", "logits")
     arguments: Any = (None, "2ep", 1, "in order")
     first, second = world2.run(train_on, *arguments, parallel=kind, metrics=metrics)
@@ -403,7 +401,7 @@ def test_a_single_row_is_trained_on_by_two_ranks(world2: World, kind: str) -> No
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_single_row_is_evaluated_by_two_ranks(world2: World, kind: str) -> None:
+def test_two_ranks_evaluate_a_single_row(world2: World, kind: str) -> None:
     first, second = world2.run(evaluate_few, 1, kind)
     assert first == second
     assert first["loss"] > 0
@@ -411,7 +409,7 @@ def test_a_single_row_is_evaluated_by_two_ranks(world2: World, kind: str) -> Non
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("rows", [[5, 0], [0, 5]])
-def test_rows_are_lent_once_and_cost_settled_steps_nothing(
+def test_rows_are_lent_once_without_cost_in_settled_steps(
     world2: World, kind: str, rows: list[int]
 ) -> None:
     results = world2.run(step_on, kind, rows, limit="64MiB")
@@ -422,7 +420,7 @@ def test_rows_are_lent_once_and_cost_settled_steps_nothing(
         assert furthest(gradients, expected) < 1e-9
 
 
-def test_rows_that_cannot_be_sent_end_all_ranks_with_the_reason() -> None:
+def test_unsendable_rows_end_all_ranks_with_reason() -> None:
     with world_of(2) as world:
         world.start(step_on, "ddp", [0, 5], sendable=False)
         other, owner = world.results()

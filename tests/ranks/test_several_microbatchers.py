@@ -1,4 +1,4 @@
-"""Several Microbatchers in one process group: named evaluations, adversaries, one after another."""
+"""Several Microbatchers in one process group: for one model, for two models, and in sequence."""
 
 import gc
 import os
@@ -24,7 +24,7 @@ pytestmark = pytest.mark.sweep
 
 
 def train_adversaries(fails: bool) -> list[Tensor]:
-    """Gradients of two models, each stepped by a Microbatcher, one through the other."""
+    """Return gradients of two models with a Microbatcher each; one trains through the other."""
     torch.manual_seed(0)
     faults = Faults([Fault(1, "backward", step=2, layer=1)] if fails else ())
     judge = build("ddp", [faults], {"norm": False, "dtype": torch.float64})
@@ -60,11 +60,9 @@ POINTS = ["first batch", "last backward", "successive batches"]
     "point", [POINTS[0], *(pytest.param(p, marks=pytest.mark.slow) for p in POINTS[1:])]
 )
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_model_recovers_whichever_microbatcher_is_newer(
-    world2: World, kind: str, point: str
-) -> None:
+def test_model_recovers_with_any_of_its_microbatchers(world2: World, kind: str, point: str) -> None:
     first, second = require_recovered(world2, kind, points(2)[point], beside=True)
-    if kind == "ddp":  # which sends rank 0's before each step
+    if kind == "ddp":  # which broadcasts the buffers of rank 0 before each step
         assert all(torch.equal(each, second["buffers"][n]) for n, each in first["buffers"].items())
 
 
@@ -83,8 +81,8 @@ def test_more_microbatchers_need_no_more_connections(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 @on_ranks()
-def test_nothing_keeps_a_model_whose_microbatcher_is_gone(kind: str) -> None:
-    """Without it the model trains on, and goes."""
+def test_model_is_freed_after_its_microbatcher(kind: str) -> None:
+    """Without its Microbatcher, the model can still train before it is freed."""
     model = build(kind, [Faults()], {})
     microbatcher = another(model)
     for step in range(2):
@@ -103,8 +101,8 @@ def test_nothing_keeps_a_model_whose_microbatcher_is_gone(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 @on_ranks()
-def test_ranks_go_on_after_every_error_that_all_were_told_of(kind: str) -> None:
-    """Rank 1 has a batch that cannot be cut in the steps 1 and 3."""
+def test_ranks_continue_after_each_error_reported_to_all(kind: str) -> None:
+    """Rank 1 has a batch that cannot be split in steps 1 and 3."""
     microbatcher = another(build(kind, [Faults()], {}))
     for step in range(5):
         x, y = batch(step, dist.get_rank(), {"rows": [4 + step] * 2})
@@ -116,7 +114,7 @@ def test_ranks_go_on_after_every_error_that_all_were_told_of(kind: str) -> None:
             microbatcher.backward(given)
 
 
-def test_two_models_one_trained_through_the_other_recover(world2: World) -> None:
+def test_model_trained_through_another_recovers(world2: World) -> None:
     for found, expected in zip(
         world2.run(train_adversaries, True), world2.run(train_adversaries, False), strict=True
     ):
@@ -124,7 +122,7 @@ def test_two_models_one_trained_through_the_other_recover(world2: World) -> None
 
 
 @on_ranks()
-def test_a_part_of_a_model_that_is_guarded_whole_is_refused() -> None:
+def test_part_of_guarded_model_is_refused() -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     fully_shard(model[0])
     fully_shard(model)
@@ -137,11 +135,11 @@ def test_a_part_of_a_model_that_is_guarded_whole_is_refused() -> None:
         another(model[0])
 
 
-# Behind this one, this world cannot go on
+# The next test leaves this world unusable, so it comes last
 
 
 @on_ranks()
-def test_ranks_that_train_with_different_ones_are_told_and_do_not_hang() -> None:
+def test_different_microbatchers_per_rank_raise_without_hanging() -> None:
     model = build("ddp", [Faults()], {})
     pair = another(model), another(model)
     with pytest.raises(DesyncError, match=r"(?s)Microbatcher (\d+)\b.*Microbatcher (?!\1\b)\d"):

@@ -1,4 +1,4 @@
-"""Parts with sizes of their own, and levels, where one rank of two runs out of memory."""
+"""Nested parts and memory-saving levels when one of two ranks runs out of memory."""
 
 import dataclasses
 import random
@@ -31,7 +31,7 @@ from tests.torture.engine.trials import Scripted
 STEPS = 3
 ROWS = (4, 3)
 KINDS = ("ddp", "fsdp")
-LEVELS = ["recompute", "offload"]  # in order; "auto" would choose by the clock
+LEVELS = ["recompute", "offload"]  # in order; "auto" would choose by measured times
 
 
 def part(size: int) -> Halving:
@@ -39,7 +39,7 @@ def part(size: int) -> Halving:
 
 
 def options_of(what: str, draw: random.Random) -> dict[str, Any]:
-    """Of the model and of the `Microbatcher`, with the rows that microbatches begin with."""
+    """Return options for the model and the `Microbatcher`, with the initial microbatch size."""
     if what == "nested tail":
         return {"tail": True, "size": 4, "nested": {"tail": 2}}
     if what == "nested middle":
@@ -57,7 +57,7 @@ def options_of(what: str, draw: random.Random) -> dict[str, Any]:
 
 
 def plan_of(seed: int, what: str, kind: str) -> list[Fault]:
-    """One to three faults on one rank, or where no part shrinks alone on both, in three steps."""
+    """Draw one to three faults within three steps: nested parts fail on only one rank."""
     draw = random.Random(f"{seed} {what}")
     ranks = [draw.randrange(2)] if "nested" in what else draw.choice([[0], [1], [0, 1]])
     kinds = ["before", "forward", "forward", "again", "backward", "backward", "between", "end"]
@@ -79,7 +79,7 @@ def plan_of(seed: int, what: str, kind: str) -> list[Fault]:
 def run_cut(
     kind: str, plan: Sequence[Fault], options: dict[str, Any], cuts: Sequence[Cut] = ()
 ) -> dict[str, Any]:
-    """Some steps, with faults or cut as told: how each was cut, and all state at the end."""
+    """Run steps with faults or with given cuts; return the cuts and the final state."""
     faults = Faults(plan)
     model = build(kind, [faults], {**options, "norm": False})
     parts = {  # declared, so that no fault hits a check
@@ -96,7 +96,7 @@ def run_cut(
     )
     torch.manual_seed(100 + dist.get_rank())
     found: list[Cut] = []
-    with mock.patch.object(offload, "SMALL_BYTES", 1):  # else nothing of them would be offloaded
+    with mock.patch.object(offload, "SMALL_BYTES", 1):  # otherwise nothing here is offloaded
         for step in range(STEPS):
             cut = cuts[step] if cuts else None
             if cut is not None and cut.level:
@@ -110,9 +110,9 @@ def run_cut(
 
 
 def compare_cut(kind: str, plan: Sequence[Fault], options: dict[str, Any]) -> dict[str, Any]:
-    """Whether a run with faults ends as one without, at the same sizes and slices.
+    """Compare a run with faults to one without, at the same sizes and slices.
 
-    That has the same levels, and where there are no slices another one is at the plain level.
+    Without nested parts, runs that used a level are also compared to one at the plain level.
     """
     one = run_cut(kind, plan, options)
     clean = run_cut(kind, (), options, one["cuts"])
@@ -143,7 +143,7 @@ def require_survived(world: World, kind: str, what: str, seeds: range) -> None:
     fired = climbed = 0
     for seed in seeds:
         options = options_of(what, random.Random(seed))
-        # No more faults than there are smaller sizes, or levels to go up to.
+        # A plan has at most as many faults as there are smaller sizes or higher levels.
         plan = plan_of(seed, what, kind)[: len(options.get("levels", (2, 1)))]
         case = f"seed {seed}: {kind}, {what} {options} {plan}"
         try:
@@ -160,21 +160,19 @@ def require_survived(world: World, kind: str, what: str, seeds: range) -> None:
 
 @pytest.mark.parametrize("kind", mostly_in_sweeps(KINDS, quick=["fsdp"]))
 @pytest.mark.sweep
-def test_a_part_that_runs_out_of_memory_on_one_rank_is_smaller_there_alone(
-    world2: World, kind: str
-) -> None:
-    plan = [Fault(1, "forward", step=2, layer=3)]  # at the second call rows are checked
+def test_part_shrinks_only_on_rank_without_memory(world2: World, kind: str) -> None:
+    plan = [Fault(1, "forward", step=2, layer=3)]  # the second call checks rows
     options = {"tail": True, "size": 4, "nested": {"tail": 2}}
     first, second = world2.run(compare_cut, kind, plan, options)
     assert first["differing"] == second["differing"] == []
     assert second["fired"] == 1
-    assert first["outer"] == second["outer"] == [(4, 0)] * 3  # the microbatches stayed
+    assert first["outer"] == second["outer"] == [(4, 0)] * 3  # microbatches keep their size
     assert first["attempts"] == second["attempts"] == 4
     assert (first["parts"], second["parts"]) == ([(2,)] * 3, [(2,), (2,), (1,)])
 
 
 @pytest.mark.parametrize("kind", mostly_in_sweeps(KINDS, quick=["ddp"]))
-def test_ranks_go_up_a_level_together(world2: World, kind: str) -> None:
+def test_ranks_raise_level_together(world2: World, kind: str) -> None:
     plan = [Fault(1, "forward", step=1, layer=1), Fault(0, "again", step=1, layer=1)]
     results = world2.run(compare_cut, kind, plan, {"size": 1, "levels": ["recompute", "offload"]})
     for result in results:
@@ -184,7 +182,7 @@ def test_ranks_go_up_a_level_together(world2: World, kind: str) -> None:
 
 
 @pytest.mark.parametrize(("kind", "what"), mostly_in_sweeps(KINDS, WHAT, few=6))
-def test_a_few_random_plans(world2: World, kind: str, what: str) -> None:
+def test_few_random_plans_recover(world2: World, kind: str, what: str) -> None:
     require_survived(world2, kind, what, range(SEED, SEED + FEW))
 
 
@@ -192,11 +190,11 @@ def test_a_few_random_plans(world2: World, kind: str, what: str) -> None:
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("what", WHAT)
-def test_many_random_plans(world2: World, kind: str, what: str) -> None:
+def test_many_random_plans_recover(world2: World, kind: str, what: str) -> None:
     require_survived(world2, kind, what, range(SEED + 1000, SEED + 1000 + MANY))
 
 
-# Models that nobody here wrote, as people wrap them, at every level
+# Models from transformers, in the usual wrappers, at every level
 
 FAMILY_LEVELS: dict[str, Any] = {
     "plain": ("error", 0),
@@ -206,8 +204,8 @@ FAMILY_LEVELS: dict[str, Any] = {
 }
 
 
-def as_people_wrap(kind: str, model: nn.Module, options: dict[str, Any]) -> Any:
-    """As in anybody's script: blocks, then the root."""
+def wrapped_as_usual(kind: str, model: nn.Module, options: dict[str, Any]) -> Any:
+    """Wrap as in common scripts: blocks first, then the root."""
     if kind == "ddp":
         return wrapped(kind, model, find_unused_parameters=options.get("unused", False))
     keywords: dict[str, Any] = {"reshard_after_forward": options.get("reshard", True)}
@@ -219,9 +217,9 @@ def as_people_wrap(kind: str, model: nn.Module, options: dict[str, Any]) -> Any:
 
 
 def train_at(kind: str, family: Family, options: dict[str, Any], name: str) -> dict[str, Any]:
-    """Three steps at a level; parameters, losses, gradients' norm and the random state."""
+    """Train three steps at a level; return the state, and which blocks were recomputed."""
     when, level = FAMILY_LEVELS[name]
-    model = as_people_wrap(kind, family.make(), options)
+    model = wrapped_as_usual(kind, family.make(), options)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     microbatcher = Microbatcher(
         model,
@@ -255,7 +253,7 @@ def train_at(kind: str, family: Family, options: dict[str, Any], name: str) -> d
 
 
 def compare_levels(kind: str, name: str, options: dict[str, Any]) -> dict[str, list[str]]:
-    """What is another bit at a level than at the plain one, by the name of the level."""
+    """Return the tensors that differ from the plain level, for each level."""
     family = (LANGUAGE | OTHERS)[name]
     found = {}
     with mock.patch.object(offload, "SMALL_BYTES", 1 << 10):
@@ -281,7 +279,7 @@ FAMILIES = (
 
 
 @pytest.mark.parametrize(("name", "wrapping"), mostly_in_sweeps(FAMILIES, WRAPPINGS, few=3))
-def test_models_of_others_lose_no_bit_at_a_level(world2: World, name: str, wrapping: Any) -> None:
+def test_transformers_keep_all_bits_at_each_level(world2: World, name: str, wrapping: Any) -> None:
     kind, options = wrapping
     pytest.importorskip("transformers")
     for found in world2.run(compare_levels, kind, name, options):

@@ -1,4 +1,4 @@
-"""An attempt that fails on one rank: all ranks are as with its last sizes at once, to the bit."""
+"""After an attempt fails on one rank, the state of all ranks is as without the failure."""
 
 from typing import Any
 
@@ -29,7 +29,7 @@ from tests.sweeps import mostly_in_sweeps
 pytestmark = pytest.mark.sweep
 
 FAILS = 1  # the rank
-WRAPPERS_OWN = {"module_is_added", "hook_of_a_parameter"}  # out of a capture's reach
+WRAPPERS_OWN = {"module_is_added", "hook_of_a_parameter"}  # outside of captured state
 
 
 def ddp(model: nn.Module) -> Any:
@@ -42,7 +42,7 @@ def fsdp(model: nn.Module) -> Any:
 
 
 def compare(wrap: Any, name: str, where: str, phase: str) -> dict[str, Any]:
-    """What is otherwise on this rank than without a failure."""
+    """Compare the state on this rank with and without a failure."""
     CLOCK.seed = dist.get_rank()
     fails = CLOCK.seed == FAILS
     faults = (Failure(1, where, 2 if where == "forward" else 1, True),) if fails else ()
@@ -61,7 +61,7 @@ def compare(wrap: Any, name: str, where: str, phase: str) -> dict[str, Any]:
         FAILURES[1:], [ddp, fsdp], sorted(KINDS.keys() - NAMED - WRAPPERS_OWN)[::4], few=40
     ),
 )
-def test_all_ranks_are_as_without_the_failure_of_one(
+def test_state_of_all_ranks_is_as_without_failure(
     world2: World, where: str, wrap: Any, name: str
 ) -> None:
     phases = fully(name)[-1]

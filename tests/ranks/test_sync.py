@@ -1,4 +1,4 @@
-"""Which collectives a step runs, and that gradients are the same however late they are reduced."""
+"""Collectives of a step, and equal gradients for early and late reductions."""
 
 import contextlib
 from collections import Counter
@@ -38,7 +38,7 @@ _KINDS = {
 
 @contextlib.contextmanager
 def counting() -> Iterator[Counter[str]]:
-    """Counts the collectives of wrappers by kind; votes go past `torch.distributed`."""
+    """Count the collectives of wrappers by kind; votes bypass `torch.distributed`."""
     found: Counter[str] = Counter()
 
     def noting(name: str, original: Any) -> Any:
@@ -54,23 +54,23 @@ def counting() -> Iterator[Counter[str]]:
         yield found
 
 
-# With "each" shards are reduced with each microbatch, and replicas add up with the last one.
+# "each" reduces shards with each microbatch, and replicas with the last one.
 @pytest.mark.parametrize("sync", ["each", "auto"])
 @pytest.mark.parametrize("kind", ["ddp", "fsdp"])
 @on_ranks()
-def test_how_often_a_step_reduces(kind: str, sync: str) -> None:
+def test_number_of_reductions_per_step(kind: str, sync: str) -> None:
     require_reductions(kind, sync)
 
 
 @pytest.mark.parametrize("sync", ["each", "auto"])
 @on_ranks(4)
-def test_how_often_a_step_of_replicas_reduces(sync: str) -> None:
+def test_number_of_reductions_per_step_with_replicas(sync: str) -> None:
     require_reductions("hsdp", sync)
 
 
 def require_reductions(kind: str, sync: str) -> None:
-    """Of three steps of four microbatches, guarded first, then replayed."""
-    # DDP has one bucket before torch has ordered them, as many as modules afterwards.
+    """Check three steps of four microbatches: guarded at first, then replayed."""
+    # DDP has one bucket until torch orders parameters, and then one per module.
     expected = [{"all-reduce": 1}, {"all-reduce": MODULES}, {"all-reduce": MODULES}]
     if kind != "ddp":
         scattered = MODULES * (MICROBATCHES if sync == "each" else 1)
@@ -86,7 +86,7 @@ def require_reductions(kind: str, sync: str) -> None:
         assert found == expected[step]
 
 
-def test_asking_ddp_to_reduce_late_tries_no_size_twice(world2: World) -> None:
+def test_late_ddp_reduction_tries_no_size_twice(world2: World) -> None:
     results = world2.run(compare, "ddp", points(2)["last backward"], {"sync": "auto"})
     assert results[0]["attempts"] == 5
 
@@ -97,7 +97,7 @@ def test_replicas_recover_bit_for_bit(world4: World, point: str) -> None:
 
 
 class Choosing(nn.Module):
-    """Each row uses one of two layers of the same size: those of a microbatch the same one."""
+    """Each row uses one of two equally large layers; rows of a microbatch use the same one."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -112,7 +112,7 @@ class Choosing(nn.Module):
 
 
 def choosing_batch(ranks: Sequence[int]) -> tuple[Tensor, Tensor]:
-    """Of so many ranks: two microbatches of two rows each, which use one layer each."""
+    """Return two microbatches of two rows per rank, each of which uses one layer."""
     generator = torch.Generator().manual_seed(7)
     rows = 4 * (max(ranks) + 1)
     x = torch.randn(rows, 4, generator=generator, dtype=torch.float64)
@@ -126,10 +126,10 @@ def choosing_batch(ranks: Sequence[int]) -> tuple[Tensor, Tensor]:
 )
 @pytest.mark.parametrize("looks", [True, False])
 @on_ranks(4)
-def test_microbatches_that_train_other_parameters_add_up_each(
+def test_microbatches_with_different_parameters_reduce_separately(
     sharded: list[str], looks: bool
 ) -> None:
-    """Unless nothing looks: torch adds up what has the same place."""
+    """Without the checks, torch adds up gradients at the same position."""
     world, rank = dist.get_world_size(), dist.get_rank()
     model, plain = Choosing(), Choosing()
     wrapped("hsdp", model, *map(model.get_submodule, sharded))
@@ -153,10 +153,8 @@ def test_microbatches_that_train_other_parameters_add_up_each(
 
 @pytest.mark.parametrize(("option", "count"), [("", 1), ("coarse sums", 2), ("a hook", 2)])
 @on_ranks(4)
-def test_replicas_add_up_each_microbatch_where_somebody_would_notice(
-    option: str, count: int
-) -> None:
-    """In a second step of two microbatches, of a model of one wrapped module."""
+def test_replicas_reduce_each_microbatch_where_order_is_visible(option: str, count: int) -> None:
+    """Count in a second step with two microbatches of a model with one wrapped module."""
     policy = MixedPrecisionPolicy(reduce_dtype=torch.bfloat16 if option == "coarse sums" else None)
     model = wrapped("hsdp", nn.Linear(4, 2), mp_policy=policy)
     if option == "a hook":
@@ -177,7 +175,7 @@ def require_recovered(world: World, kind: str, plan: Sequence[Fault], **options:
 @pytest.mark.parametrize(
     "point", mostly_in_sweeps([each for each in points(2) if each != "successive batches"], few=6)
 )
-def test_whole_gradients_are_dropped_before_a_size_is(world2: World, point: str) -> None:
+def test_whole_gradients_are_dropped_before_size_shrinks(world2: World, point: str) -> None:
     found = require_recovered(world2, "fsdp", points(2)[point])
     assert found["sizes"][:3] == [16, 16, 16], "the one to start from"
     if point != "evaluation":
@@ -186,12 +184,14 @@ def test_whole_gradients_are_dropped_before_a_size_is(world2: World, point: str)
 
 
 @pytest.mark.parametrize(("kind", "size"), [("fsdp", 2), ("hsdp", 4)])
-def test_a_smaller_size_holds_whole_gradients_again(
+def test_smaller_size_holds_whole_gradients_again(
     worlds: Callable[[int], World], kind: str, size: int
 ) -> None:
     plan = [
         Fault(1, "backward", step=1, microbatch=1, layer=1),
-        Fault(1, "scatter", step=1, microbatch=0, layer=1),  # only with each microbatch
+        Fault(
+            1, "scatter", step=1, microbatch=0, layer=1
+        ),  # occurs only in reductions per microbatch
         Fault(1, "backward", step=2, microbatch=2, layer=1),
     ]
     found = require_recovered(worlds(size), kind, plan)
@@ -207,12 +207,12 @@ HALF = {"bf16": True, "norm": False}
     [
         (HALF, Sync.LAST),
         ({"rare": True}, Sync.LAST),
-        # What is not used has zeros in bf16, and the others add up in fp32.
+        # Unused parameters have zeros in bf16, and the others add up in fp32.
         ({**HALF, "rare": True}, Sync.EACH),
     ],
     ids=str,
 )
-def test_whole_gradients_of_other_models_recover(
+def test_other_models_recover_with_whole_gradients(
     world2: World, option: dict[str, Any], sync: Sync
 ) -> None:
     plan = points(2)["last backward"]
@@ -223,7 +223,7 @@ def test_whole_gradients_of_other_models_recover(
 @pytest.mark.parametrize(
     ("loss", "rows"), mostly_in_sweeps(LOSSES, [[9, 4], [3, 10], [13, 0], [0, 13]], few=6)
 )
-def test_what_counts_for_nothing_adds_nothing_to_whole_gradients(
+def test_ignored_rows_and_fillers_add_nothing_to_whole_gradients(
     world2: World, loss: str, rows: list[int]
 ) -> None:
     expected = train_on_words(None, loss, [sum(rows)], 1)
@@ -232,14 +232,14 @@ def test_what_counts_for_nothing_adds_nothing_to_whole_gradients(
 
 
 def masked_mean(outputs: Tensor, targets: Tensor) -> Tensor:
-    """Without any target it is NaN, and so is each gradient."""
+    """Without targets, the loss and its gradients are NaN."""
     counts = targets >= 0
     return ((outputs[:, 0] - targets).square() * counts).sum() / counts.sum()
 
 
 @pytest.mark.parametrize("empty", [0, 1, 2])
 @on_ranks()
-def test_nothing_that_is_nan_gets_into_whole_gradients(empty: int) -> None:
+def test_nan_of_empty_microbatch_stays_out_of_whole_gradients(empty: int) -> None:
     """One microbatch of the last rank has no target."""
     world, rank = dist.get_world_size(), dist.get_rank()
     generator = torch.Generator().manual_seed(empty)
@@ -262,21 +262,21 @@ def test_nothing_that_is_nan_gets_into_whole_gradients(empty: int) -> None:
     assert gap(model, plain) <= 1e-12
 
 
-def test_earlier_gradients_are_added_to_whole_ones(world2: World) -> None:
+def test_earlier_gradients_are_added_to_whole_gradients(world2: World) -> None:
     expected = train_on_words(None, "tokens", [13], 1, True)
     for found in world2.run(train_on_words, "fsdp", "tokens", [9, 4], 3, True, sync="auto"):
         assert furthest(found, expected) <= 1e-12
 
 
 @on_ranks()
-def test_whole_gradients_are_held_where_memory_allows_it_and_else_not() -> None:
-    """Two steps of two microbatches; whole gradients have 2 MiB, shards half of it."""
+def test_whole_gradients_are_held_only_with_enough_memory() -> None:
+    """Take two steps of two microbatches; whole gradients need 2 MiB, and shards half of it."""
     plenty, scarce = 6600 * 1024, 5600 * 1024
     state = None
     for limit_bytes, resumes, failed, sync in (
         (plenty, False, [], Sync.LAST),
-        (scarce, False, [16], Sync.REPLICAS_LAST),  # a fixed size fits without: found out once
-        (plenty, True, [], Sync.REPLICAS_LAST),  # as the run before
+        (scarce, False, [16], Sync.REPLICAS_LAST),  # a fixed size fits without them
+        (plenty, True, [], Sync.REPLICAS_LAST),  # as in the saved run
     ):
         torch.manual_seed(0)
         layers = [nn.Linear(256, 256, bias=False) for _ in range(8)]
@@ -294,14 +294,14 @@ def test_whole_gradients_are_held_where_memory_allows_it_and_else_not() -> None:
         state = step.state_dict()
 
 
-def test_an_unknown_sync_is_refused() -> None:
+def test_unknown_sync_is_refused() -> None:
     with pytest.raises(ValueError, match=r"sync='late' is not known"):
         another(nn.Linear(2, 2), sync="late")
 
 
 @on_ranks()
-def test_an_impossible_batch_says_nothing_of_whole_gradients() -> None:
-    """No row of it fits."""
+def test_batch_that_cannot_fit_keeps_whole_gradients() -> None:
+    """No row of the batch fits."""
     model = wrapped("fsdp", Choosing())
     impossible = torch.zeros(())
 

@@ -1,4 +1,4 @@
-"""A `Trainer` over real processes: the same run as in one, whatever happens on which rank."""
+"""`Trainer` on real processes: results match one process, and all ranks act together."""
 
 from pathlib import Path
 from typing import Any
@@ -31,7 +31,7 @@ class BrokenRow(Dataset[Any]):
 
 
 def differ(results: list[dict[str, Any]], alone: dict[str, Any]) -> float:
-    """The largest difference of any parameter on any rank."""
+    """Return the largest difference of any parameter on any rank."""
     return max(
         float((result["parameters"][name] - value).abs().max())
         for result in results
@@ -48,10 +48,8 @@ def require_the_same(results: list[dict[str, Any]], alone: dict[str, Any]) -> No
 
 
 @pytest.mark.parametrize("parallel", mostly_in_sweeps(MODES, quick=["ddp"]))
-def test_two_ranks_train_like_one_process_with_the_same_global_batch(
-    world2: World, parallel: str
-) -> None:
-    # 25 rows in batches of 12: one rank has no row in the last; 11 rows to evaluate on.
+def test_two_ranks_match_one_process_with_same_global_batch(world2: World, parallel: str) -> None:
+    # 25 rows in batches of 12 leave one rank without a row in the last batch; 11 rows to evaluate.
     results = world2.run(jobs.train, parallel=parallel)
     require_the_same(results, jobs.train())
     assert [result["num_devices"] for result in results] == [2, 2]
@@ -63,7 +61,7 @@ def test_two_ranks_train_like_one_process_with_the_same_global_batch(
     ("parallel", "sync"),
     [("ddp", "each"), pytest.param("fsdp", "each", marks=pytest.mark.sweep), ("fsdp", "auto")],
 )
-def test_all_ranks_recover_where_one_has_less_memory(
+def test_all_ranks_recover_when_one_has_less_memory(
     world2: World, parallel: str, sync: str
 ) -> None:
     results = world2.run(
@@ -76,13 +74,13 @@ def test_all_ranks_recover_where_one_has_less_memory(
     assert results[0]["microbatch_size"] == results[1]["microbatch_size"] < 60
 
 
-def test_a_model_that_the_caller_wrapped_is_taken_as_it_is(world2: World) -> None:
+def test_model_wrapped_by_caller_is_accepted(world2: World) -> None:
     results = world2.run(jobs.train_wrapped_by_hand)
     alone = jobs.train(eval_dataloader=None, optimizer=jobs.UNDECAYED)
     assert differ(results, alone) < 1e-9
 
 
-def test_a_callback_that_stops_on_one_rank_stops_all_after_the_same_batch(world2: World) -> None:
+def test_stop_on_one_rank_ends_all_after_same_batch(world2: World) -> None:
     stopper = jobs.Stopper(rank=1, after=2)
     results = world2.run(jobs.train, parallel="ddp", callbacks=[stopper])
     assert [result["state"][0] for result in results] == [2, 2]
@@ -91,8 +89,8 @@ def test_a_callback_that_stops_on_one_rank_stops_all_after_the_same_batch(world2
 
 @pytest.mark.parametrize("argument", ["train_dataloader", "eval_dataloader"])
 @on_ranks()
-def test_an_error_of_one_rank_is_told_to_all_by_its_number(argument: str) -> None:
-    """A row that only one rank reads cannot be read."""
+def test_error_on_one_rank_is_reported_with_its_number(argument: str) -> None:
+    """Only one rank reads the broken row."""
     loader = DataLoader(BrokenRow(jobs.make_data(24)), batch_size=6)
     given: Any = {"broken": loader} if argument == "eval_dataloader" else loader
     trainer = jobs.make_trainer(parallel="ddp", **{argument: given})
@@ -101,9 +99,7 @@ def test_an_error_of_one_rank_is_told_to_all_by_its_number(argument: str) -> Non
 
 
 @pytest.mark.parametrize("parallel", mostly_in_sweeps(MODES, quick=["ddp"]))
-def test_an_average_of_the_weights_is_evaluated_as_in_one_process(
-    world2: World, parallel: str
-) -> None:
+def test_weight_average_evaluates_as_in_one_process(world2: World, parallel: str) -> None:
     results = world2.run(
         jobs.train, parallel=parallel, callbacks=[ExponentialMovingAverage(decay=0.5)]
     )
@@ -111,7 +107,7 @@ def test_an_average_of_the_weights_is_evaluated_as_in_one_process(
 
 
 @on_ranks()
-def test_ranks_begin_with_the_same_weights_and_draw_other_numbers() -> None:
+def test_ranks_start_with_equal_weights_and_different_random_numbers() -> None:
     model = jobs.make_trainer(parallel="ddp")._run.model
     require_alike([whole(each) for each in model.parameters()])
     with pytest.raises(AssertionError):
@@ -119,13 +115,13 @@ def test_ranks_begin_with_the_same_weights_and_draw_other_numbers() -> None:
 
 
 @on_ranks()
-def test_several_processes_with_a_bare_model_are_refused() -> None:
+def test_several_processes_with_unwrapped_model_are_refused() -> None:
     with pytest.raises(ValueError, match=r"there are 2 processes.*Pass parallel='ddp'"):
         jobs.make_trainer(parallel=None)
 
 
 @pytest.mark.sweep
-def test_a_run_goes_on_in_the_middle_of_an_epoch(world2: World, tmp_path: Path) -> None:
+def test_run_resumes_in_middle_of_epoch(world2: World, tmp_path: Path) -> None:
     late: dict[str, Any] = {"parallel": "fsdp", "features": [RankReduction("auto")]}
     results = world2.run(jobs.save_and_resume, str(tmp_path), microbatch_size=2, **late)
     alone = jobs.train()

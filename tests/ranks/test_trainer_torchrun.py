@@ -1,4 +1,4 @@
-"""``torchrun -m automicro train``: a job over real processes from the command line."""
+"""``torchrun -m automicro train``: a job on real processes from the command line."""
 
 import json
 import os
@@ -13,7 +13,7 @@ from typing import IO, Any
 import pytest
 import torch
 
-pytestmark = pytest.mark.slow  # each starts processes anew, which import torch
+pytestmark = pytest.mark.slow  # each test starts processes that import torch
 
 JOB = """
 global_batch_size: 128
@@ -74,7 +74,7 @@ def free_port() -> int:
 
 
 def launch(folder: Path, *command: str, **options: Any) -> subprocess.Popen[str]:
-    """Start a command of this Python in a folder, with one thread and with more variables."""
+    """Start a Python command in a folder, with one thread and additional variables."""
     root = str(Path(__file__).resolve().parents[2])
     env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": root, **options.pop("env")}
     return subprocess.Popen(
@@ -89,7 +89,7 @@ def launch(folder: Path, *command: str, **options: Any) -> subprocess.Popen[str]
 
 
 class Run:
-    """A job under torchrun, or alone."""
+    """A job under torchrun, or in one process."""
 
     def __init__(self, folder: Path, *arguments: str, processes: int, **env: str) -> None:
         (folder / "job.yaml").write_text(JOB, encoding="utf-8")
@@ -102,7 +102,7 @@ class Run:
         self.process = launch(folder, *command, env=env)
 
     def wait_for(self, beginning: str) -> None:
-        """Read until a line begins so."""
+        """Read until a line starts with this text."""
         assert self.process.stdout is not None
         stdout: IO[str] = self.process.stdout
         lines = []
@@ -140,7 +140,7 @@ def summary(folder: Path) -> dict[str, object]:
     return found
 
 
-def test_a_job_recovers_on_all_ranks_and_gives_what_one_process_gives(tmp_path: Path) -> None:
+def test_job_recovers_and_matches_one_process(tmp_path: Path) -> None:
     for name in ("together", "alone"):
         (tmp_path / name).mkdir()
     together = Run(
@@ -168,7 +168,7 @@ def test_a_job_recovers_on_all_ranks_and_gives_what_one_process_gives(tmp_path: 
         assert float((ours[name] - value).abs().max()) < 1e-9
 
 
-def test_an_error_names_its_rank_and_the_others_end_in_a_line(tmp_path: Path) -> None:
+def test_error_names_its_rank_and_others_end_with_one_line(tmp_path: Path) -> None:
     run = Run(tmp_path, "parallel=ddp", processes=2, BROKEN="70")
     said = run.end()
     assert run.process.returncode == 1
@@ -182,10 +182,10 @@ def test_an_error_names_its_rank_and_the_others_end_in_a_line(tmp_path: Path) ->
     assert "Traceback" not in ours
 
 
-def test_a_mistake_that_all_ranks_find_is_told_by_each_in_a_line(tmp_path: Path) -> None:
+def test_config_error_is_reported_in_one_line_per_rank(tmp_path: Path) -> None:
     run = Run(tmp_path, "parallel=ddp", "max_duratoin=3ep", processes=2)
     said = run.end()
-    assert run.process.returncode == 1  # torchrun's own
+    assert run.process.returncode == 1  # the exit code of torchrun
     assert (
         len(re.findall(r"(?m)^automicro: (rank 1 of 2: )?the override .*'max_duration'", said)) == 2
     )
@@ -193,7 +193,7 @@ def test_a_mistake_that_all_ranks_find_is_told_by_each_in_a_line(tmp_path: Path)
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_sigterm_on_one_rank_ends_all_after_the_same_batch(tmp_path: Path, rank: int) -> None:
+def test_sigterm_on_one_rank_ends_all_after_same_batch(tmp_path: Path, rank: int) -> None:
     run = Run(
         tmp_path, "parallel=ddp", "max_duration=500ep", "checkpoint={}", processes=2, SLOW="0.02"
     )
@@ -212,7 +212,7 @@ def test_sigterm_on_one_rank_ends_all_after_the_same_batch(tmp_path: Path, rank:
     ],
     ids=["with checkpoints", "without"],
 )
-def test_who_outlives_a_killed_rank_says_it_whole_and_how_to_go_on(
+def test_survivor_of_killed_rank_explains_how_to_continue(
     tmp_path: Path, options: list[str], end: str
 ) -> None:
     run = Run(tmp_path, "parallel=ddp", "max_duration=500ep", *options, processes=2, SLOW="0.02")

@@ -1,4 +1,4 @@
-"""Ranks with batches of different rows and tokens train as one process on all of them."""
+"""Ranks with different numbers of rows and tokens train as one process on all rows."""
 
 import copy
 import warnings
@@ -23,7 +23,7 @@ WORDS, LENGTH = 7, 5
 
 
 class Tagger(nn.Module):
-    """Predicts a word at every position."""
+    """Predicts a word at each position."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -43,7 +43,7 @@ def tagger(kind: str | None) -> nn.Module:
 
 
 def words(num_rows: int) -> tuple[Tensor, Tensor]:
-    """Sequences whose targets are ignored more and more: those of the last two rows all."""
+    """Return sequences with growing ignored tails; the last two rows ignore all targets."""
     generator = torch.Generator().manual_seed(3)
     inputs = torch.randint(WORDS, (num_rows, LENGTH), generator=generator)
     targets = torch.randint(WORDS, (num_rows, LENGTH), generator=generator)
@@ -89,7 +89,7 @@ def train_on_words(
     earlier: bool = False,
     sync: str = "each",
 ) -> list[Tensor]:
-    """Loss and whole gradient of a step, of batches of so many rows, each given in parts."""
+    """Return loss and whole gradient of a step, for so many rows per rank, given in parts."""
     model = tagger(kind)
     microbatcher = Microbatcher(
         model, microbatch_size=3, probe=False, features=[RankReduction(sync)], **LOSSES[loss]
@@ -129,15 +129,13 @@ def require_same(
         ["ddp", "fsdp"], LOSSES, quick=[("fsdp", "tokens"), *(("ddp", each) for each in LOSSES)]
     ),
 )
-def test_gradients_and_losses_are_those_of_one_process(world2: World, kind: str, loss: str) -> None:
+def test_gradients_and_losses_match_one_process(world2: World, kind: str, loss: str) -> None:
     for rows in ROWS[2]:
         require_same(world2, kind, loss, rows)
 
 
 @pytest.mark.parametrize("kind", ["ddp", "fsdp"])
-def test_several_batches_count_as_one_and_are_added_to_earlier_gradients(
-    world2: World, kind: str
-) -> None:
+def test_accumulated_batches_add_to_earlier_gradients(world2: World, kind: str) -> None:
     require_same(world2, kind, "tokens", [9, 4], parts=3, earlier=True)
     require_same(world2, kind, "tokens", [4, 1], parts=3)
 
@@ -145,15 +143,13 @@ def test_several_batches_count_as_one_and_are_added_to_earlier_gradients(
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["ddp", "fsdp", "hsdp"])
 @pytest.mark.parametrize("loss", LOSSES)
-def test_gradients_of_four_ranks_are_those_of_one_process(
-    world4: World, kind: str, loss: str
-) -> None:
+def test_gradients_of_four_ranks_match_one_process(world4: World, kind: str, loss: str) -> None:
     for rows in ROWS[4]:
         require_same(world4, kind, loss, rows)
 
 
 class Sum:
-    """A metric of one's own."""
+    """A user's own metric."""
 
     def __init__(self) -> None:
         self.rows = 0
@@ -163,7 +159,7 @@ class Sum:
 
 
 class Noisy(nn.Module):
-    """Draws numbers and counts its forwards, also of fillers."""
+    """Draws random numbers and counts the rows of its forwards, including fillers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -203,7 +199,7 @@ def test_fillers_leave_no_trace() -> None:
 
 
 class Scaled(nn.Linear):
-    """Has a buffer that is read, and is written to from the second batch on if told so."""
+    """Reads a buffer, and can also write to it from the second batch on."""
 
     def __init__(self, *, changes: bool) -> None:
         super().__init__(4, 2)
@@ -220,8 +216,8 @@ class Scaled(nn.Linear):
 
 @pytest.mark.parametrize("changes", [False, True])
 @on_ranks()
-def test_fillers_do_not_look_like_forwards_that_change_buffers(changes: bool) -> None:
-    """In the later batches the first rank runs fillers."""
+def test_fillers_trigger_no_wrong_buffer_warnings(changes: bool) -> None:
+    """In later batches, the first rank runs fillers."""
     torch.manual_seed(0)
     rank = dist.get_rank()
     model = DistributedDataParallel(Scaled(changes=changes))
@@ -236,8 +232,8 @@ def test_fillers_do_not_look_like_forwards_that_change_buffers(changes: bool) ->
 
 
 @on_ranks()
-def test_ranks_go_on_until_the_data_of_all_have_ended() -> None:
-    """Data run out at different times; if one rank asks for the end, all are told."""
+def test_ranks_continue_until_all_data_end() -> None:
+    """Data run out at different times, and a stop request on one rank reaches all ranks."""
     rank = dist.get_rank()
     model = tagger("fsdp")
     microbatcher = Microbatcher(model, probe=False, **LOSSES["tokens"])
@@ -255,11 +251,11 @@ def test_ranks_go_on_until_the_data_of_all_have_ended() -> None:
     assert (evaluated.loss is None) is (rank == 1)
 
 
-# Means of each rank's own, which DDP averages
+# Means per rank, which DDP averages
 
 
 def batch(rank: int) -> tuple[Tensor, Tensor]:
-    """As many rows on each rank, and not as many targets that count."""
+    """Return as many rows on each rank, with different numbers of valid targets."""
     drawn = torch.Generator().manual_seed(rank)
     inputs = torch.randn(6, 5, generator=drawn, dtype=torch.float64)
     targets = torch.randint(3, (6,), generator=drawn)
@@ -280,10 +276,8 @@ def net(kind: str | None) -> Any:
      ("ddp", True, False)],
 )  # fmt: skip
 @on_ranks()
-def test_the_gradient_is_the_one_of_the_wrapper_alone_unless_it_is_scaled(
-    kind: str, scales: bool, fails: bool
-) -> None:
-    """By the targets of all ranks, of which some have more."""
+def test_gradient_matches_wrapper_alone_unless_scaled(kind: str, scales: bool, fails: bool) -> None:
+    """The scale is the number of targets on all ranks, which have different numbers."""
     rank = dist.get_rank()
     model, plain = net(kind), net(kind)
     inputs, targets = batch(rank)
@@ -316,7 +310,7 @@ def test_the_gradient_is_the_one_of_the_wrapper_alone_unless_it_is_scaled(
 
 @pytest.mark.parametrize("kind", ["bucket views", "sparse"])
 @on_ranks()
-def test_gradients_in_buckets_of_their_own_add_up_over_batches(kind: str) -> None:
+def test_bucket_view_and_sparse_gradients_add_up_over_batches(kind: str) -> None:
     torch.manual_seed(0)
     plain = nn.Sequential(nn.Embedding(WORDS, 6, sparse=kind == "sparse"), nn.Linear(6, 3))
     model = copy.deepcopy(plain)
@@ -348,7 +342,7 @@ def test_gradients_in_buckets_of_their_own_add_up_over_batches(kind: str) -> Non
 
 @pytest.mark.sweep
 @on_ranks()
-def test_a_sharded_model_that_keeps_whole_gradients_back_is_refused() -> None:
+def test_sharded_model_without_gradient_sync_is_refused() -> None:
     model = net("fsdp")
     step = Microbatcher(model, loss_fn=F.cross_entropy, loss_average="tokens", probe=False)
     model.set_requires_gradient_sync(False)

@@ -1,4 +1,4 @@
-"""Layers that not every microbatch uses: trained exactly, or refused; nobody waits."""
+"""Layers that some microbatches leave out: exact training or an error, and no rank hangs."""
 
 import contextlib
 from collections.abc import Sequence
@@ -27,7 +27,7 @@ ROWS = 12
 
 
 class Choosing(nn.Module):
-    """Has a layer for the rows that begin with a positive number, and one that nothing uses."""
+    """Has a layer for rows that begin with a positive number, and a layer that is never used."""
 
     def __init__(self, *, reentrant: bool = False) -> None:
         super().__init__()
@@ -57,7 +57,7 @@ def run_out_of_memory(_: Tensor) -> Tensor:
 
 
 def rows_of(rank: int, order: str) -> tuple[Tensor, Tensor]:
-    """A batch of a rank, where the layer is for every third row: sorted, or all, or none."""
+    """Return a batch of a rank; the order tells which rows need the rare layer."""
     generator = torch.Generator().manual_seed(rank)
     x = torch.randn(ROWS, 4, generator=generator, dtype=torch.float64)
     y = torch.randn(ROWS, 2, generator=generator, dtype=torch.float64)
@@ -79,7 +79,7 @@ def options_for(kind: str) -> dict[str, Any]:
 
 
 def plain_gradients(orders: Sequence[str]) -> dict[str, Tensor | None]:
-    """Of one process that has the rows of all."""
+    """Return the gradients of one process that has the rows of all ranks."""
     model = Choosing()
     parts = [rows_of(rank, order) for rank, order in enumerate(orders)]
     x, y = (torch.cat(each) for each in zip(*parts, strict=True))
@@ -95,9 +95,9 @@ def require_exact(
     fails_in: Sequence[int] = (),
     steps: int = 3,
 ) -> tuple[set[str], int]:
-    """Gradients are those of one process, in steps where rank 0 may fail.
+    """Check gradients against one process, in steps where rank 0 may fail.
 
-    Returns what had no gradient, and the votes of the last step.
+    Returns the parameters without a gradient, and the votes of the last step.
     """
     net = Choosing(reentrant=kind == "reentrant")
     if kind == "hooked":
@@ -130,14 +130,14 @@ def require_exact(
     return nones, votes
 
 
-# Where the rows of each rank that need the layer stand.
+# The position of rows that need the rare layer, for each rank.
 ORDERS = [("first", "last"), ("first", "first"), ("none", "last"), ("none", "none")]
 KINDS = ["plain", "bucket views", "hooked", "reentrant", "frozen later", "find unused"]
 
 
 @pytest.mark.parametrize("orders", ORDERS, ids=" and ".join)
 @on_ranks()
-def test_a_layer_that_a_last_microbatch_leaves_out_is_trained_exactly(
+def test_layer_unused_by_last_microbatch_is_trained_exactly(
     orders: tuple[str, str],
 ) -> None:
     left_out = {"never.bias", "never.weight"}
@@ -150,26 +150,26 @@ def test_a_layer_that_a_last_microbatch_leaves_out_is_trained_exactly(
 @pytest.mark.parametrize("kind", [*KINDS, "sharded"])
 @pytest.mark.parametrize("fails_in", [(), (0,), (1, 2)], ids=str)
 @on_ranks(3)
-def test_it_is_trained_exactly_however_it_is_wrapped(
+def test_rare_layer_is_trained_exactly_in_each_wrapper(
     kind: str, orders: tuple[str, str], fails_in: tuple[int, ...]
 ) -> None:
     require_exact(kind, (*orders, "first"), fails_in=fails_in, halves=bool(fails_in))
 
 
-# A sharded layer is one that torch was told to reduce where it is unused.
+# The sharded layer also reduces when it is unused.
 @pytest.mark.parametrize("kind", [*KINDS, "sharded"])
 @on_ranks()
-def test_it_is_trained_exactly_with_options(kind: str) -> None:
+def test_rare_layer_is_trained_exactly_with_options(kind: str) -> None:
     require_exact(kind, ("first", "last"), steps=2)
 
 
 @pytest.mark.parametrize("kind", mostly_in_sweeps(["ddp", "fsdp"], quick=["ddp"]))
-def test_a_model_that_leaves_layers_out_recovers(world2: World, kind: str) -> None:
+def test_model_with_unused_layers_recovers(world2: World, kind: str) -> None:
     require_recovered(world2, kind, points(2)["two ranks"], rare=True)
 
 
 @on_ranks()
-def test_only_a_parameter_that_no_rank_uses_costs_a_further_vote() -> None:
+def test_only_globally_unused_parameter_costs_another_vote() -> None:
     votes = [
         require_exact(kind, ("last", "first"))[1]
         for kind in ("frozen later", "plain", "find unused")
@@ -178,7 +178,7 @@ def test_only_a_parameter_that_no_rank_uses_costs_a_further_vote() -> None:
 
 
 @on_ranks()
-def test_an_earlier_gradient_outlives_steps_that_do_not_use_its_parameter() -> None:
+def test_earlier_gradient_of_unused_parameter_is_kept() -> None:
     net = Choosing()
     microbatcher = another(DistributedDataParallel(net))
     earlier = net.never.weight.grad = torch.ones(4, 4, dtype=torch.float64)
@@ -190,7 +190,7 @@ def test_an_earlier_gradient_outlives_steps_that_do_not_use_its_parameter() -> N
 
 
 @on_ranks()
-def test_a_forward_past_the_wrapper_is_refused_in_the_first_step() -> None:
+def test_forward_that_bypasses_wrapper_is_refused_in_first_step() -> None:
     def forward(model: Any, microbatch: Any) -> Tensor:
         return squared_error(model.module(microbatch[0]), microbatch[1])
 
@@ -202,7 +202,7 @@ def test_a_forward_past_the_wrapper_is_refused_in_the_first_step() -> None:
 
 
 def leave_a_shard_out(ranks: Sequence[int]) -> tuple[tuple[str, str], list[StepResult]]:
-    """Steps with a sharded layer; from the third on some ranks' second microbatch lacks it."""
+    """Take steps with a sharded layer; from the third on, given ranks skip it in one microbatch."""
     net = Choosing()
     wrapped("fsdp", net, net.rare)
     microbatcher = another(net, microbatch_size=ROWS // 2)
@@ -219,7 +219,7 @@ def leave_a_shard_out(ranks: Sequence[int]) -> tuple[tuple[str, str], list[StepR
 
 
 @on_ranks()
-def test_a_shard_that_all_ranks_leave_out_takes_no_smaller_microbatches() -> None:
+def test_shard_unused_by_all_ranks_keeps_microbatch_size() -> None:
     error, results = leave_a_shard_out([0, 1])
     assert error == ("", "")
     found = [(each.attempts, each.failed_sizes, each.microbatch_size) for each in results]
@@ -230,14 +230,12 @@ def test_a_shard_that_all_ranks_leave_out_takes_no_smaller_microbatches() -> Non
     ("kind", "is_known", "is_frozen"),
     [
         *((kind, is_known, False) for kind in ("ddp", "fsdp") for is_known in (False, True)),
-        ("ddp", False, True),  # it communicates with nobody
+        ("ddp", False, True),  # it does not communicate
     ],
 )
 @on_ranks()
-def test_a_second_wrapped_model_that_is_trained_through_has_to_be_known(
-    kind: str, is_known: bool, is_frozen: bool
-) -> None:
-    """A known one recovers, too."""
+def test_second_wrapped_model_must_be_declared(kind: str, is_known: bool, is_frozen: bool) -> None:
+    """A declared model also recovers from running out of memory."""
     first, second = nn.Linear(4, 4).double(), nn.Linear(4, 2).double()
     models: list[Any] = [wrapped(kind, each) for each in (first, second)]
 
@@ -262,7 +260,7 @@ def test_a_second_wrapped_model_that_is_trained_through_has_to_be_known(
 
 
 class Tied(nn.Module):
-    """Blocks, two of which share a weight."""
+    """Has blocks, two of which share a weight."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -280,7 +278,7 @@ class Tied(nn.Module):
 
 
 @on_ranks()
-def test_blocks_with_tied_weights_are_left_to_the_whole_model() -> None:
+def test_blocks_with_tied_weights_are_not_wrapped_separately() -> None:
     plain, model = Tied(), Tied()
     blocks = find_blocks(model)
     assert blocks == [model.layers[1], model.layers[3]]
@@ -293,7 +291,7 @@ def test_blocks_with_tied_weights_are_left_to_the_whole_model() -> None:
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 9])
-def test_ranks_find_what_none_of_them_used(world_size: int) -> None:
+def test_ranks_find_globally_unused_parameters(world_size: int) -> None:
     world = SimulatedWorld(world_size)
     everywhere = {3, 40, 77}
 
@@ -309,7 +307,7 @@ def test_ranks_find_what_none_of_them_used(world_size: int) -> None:
         assert found == sorted(expected)
 
 
-def test_one_rank_that_used_all_settles_it_in_one_vote() -> None:
+def test_one_rank_that_used_all_settles_in_one_vote() -> None:
     world = SimulatedWorld(2)
 
     def work(rank: int) -> tuple[int, bool]:
@@ -320,11 +318,11 @@ def test_one_rank_that_used_all_settles_it_in_one_vote() -> None:
     assert world.run(work) == [(1, False)] * 2
 
 
-# Behind this one, this world cannot go on
+# The next test leaves this world unusable, so it comes last
 
 
 @on_ranks()
-def test_a_shard_that_a_rank_leaves_out_is_named_and_not_waited_for() -> None:
+def test_shard_unused_by_one_rank_is_named_without_waiting() -> None:
     (kind, text), results = leave_a_shard_out([1])
     assert kind == "DesyncError"
     assert "all-gather of 'rare'" in text

@@ -1,6 +1,6 @@
-"""Collectives of people's own, anywhere, on one rank or all, and running out of memory.
+"""Collectives of users in many places, on one rank or all, and with out-of-memory errors.
 
-Nothing hangs: what all ranks run ends as it does without a fault, and what one runs is named.
+Nothing hangs: collectives of all ranks give the exact result, and those of one rank are named.
 """
 
 import inspect
@@ -54,14 +54,14 @@ def _ring(x: Tensor, *, both: bool = False) -> None:
     ends = [(1, -1), (-1, 1)] if both else [(1, -1)]
     sends = [dist.P2POp(dist.isend, x, (rank + to) % size) for to, _ in ends]
     receives = [
-        dist.P2POp(dist.irecv, torch.empty_like(x), (rank + come) % size) for _, come in ends
+        dist.P2POp(dist.irecv, torch.empty_like(x), (rank + reach) % size) for _, reach in ends
     ]
     for work in dist.batch_isend_irecv(sends + receives):
         work.wait()
 
 
 def _pair(x: Tensor, *, later: bool = False) -> None:
-    """Ranks 0 and 1 exchange; a third one has a message for itself alone, by another way."""
+    """Ranks 0 and 1 exchange a message, and other ranks take no part."""
     rank = dist.get_rank()
     send: Any = dist.isend if later else dist.send
     receive: Any = dist.irecv if later else dist.recv
@@ -91,7 +91,7 @@ _groups: dict[Any, list[dist.ProcessGroup]] = {}
 
 
 def _subgroup() -> dist.ProcessGroup:
-    """One group for the first two ranks, one for the others: made before anybody trains."""
+    """Return one of two kinds of groups, made before training: the first two ranks, or others."""
     found = _groups[_world()]
     return found[0] if dist.get_rank() < 2 else found[1]
 
@@ -104,7 +104,7 @@ def make_subgroups() -> None:
         _groups[_world()] = [made[0], made[max(1, dist.get_rank() - 1)] if size > 2 else made[0]]
 
 
-# By the name of the function of torch.distributed; what follows a space is a variation.
+# Keys are functions of torch.distributed; the text after a space is a variation.
 OPERATIONS: dict[str, Operation] = {
     "all_reduce": lambda x: dist.all_reduce(x),
     "all_reduce async": lambda x: dist.all_reduce(x, async_op=True).wait(),
@@ -147,7 +147,7 @@ OPERATIONS: dict[str, Operation] = {
 
 
 def operations_of_torch() -> set[str]:
-    """The functions of torch.distributed that take a group and communicate in it."""
+    """Return the functions of torch.distributed that take a group and communicate in it."""
     local = {
         "destroy_process_group",
         "get_backend",
@@ -160,9 +160,9 @@ def operations_of_torch() -> set[str]:
         "get_rank",
         "get_world_size",
         "is_backend_available",
-        "new_subgroups",  # groups are made before anybody trains
+        "new_subgroups",  # groups are made before training
         "shrink_group",
-        "reduce_op",  # is deprecated, and says so when it is looked at
+        "reduce_op",  # deprecated, and warns when it is read
     }
     found = set()
     for name in dist.distributed_c10d.__all__:
@@ -177,7 +177,7 @@ def operations_of_torch() -> set[str]:
 
 
 class Where:
-    """Runs an operation at one place, on some ranks, and runs out of memory on one."""
+    """Runs an operation at one place on some ranks, and runs out of memory on one rank."""
 
     def __init__(self, name: str, place: str, ranks: Sequence[int], oom: tuple[int, int] | None):
         self._operation, self.place, self._ranks = OPERATIONS[name], place, ranks
@@ -188,14 +188,14 @@ class Where:
         self._count.calls += 1
         return self._oom == (dist.get_rank(), self._count.calls)
 
-    def come(self, place: str, *, rows: Tensor | None = None) -> None:
+    def reach(self, place: str, *, rows: Tensor | None = None) -> None:
         if place == self.place and dist.get_rank() in self._ranks:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
                 self._operation(torch.ones(2, 3))
 
     def forward(self) -> None:
-        """Called after the collective of a forward; a look at the loss does not count."""
+        """Called after the collective in a forward; checks of the loss do not count."""
         if self.is_in_microbatch and self._is_due():
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
 
@@ -207,7 +207,7 @@ class Net(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.first(x)
-        self.where.come("forward")
+        self.where.reach("forward")
         self.where.forward()
         return self.second(torch.tanh(x))  # type: ignore[no-any-return]
 
@@ -221,7 +221,7 @@ class Rows(Dataset[Any]):
 
     def __getitem__(self, index: int) -> Any:
         if index % 4 == 2:
-            self.where.come("data set")
+            self.where.reach("data set")
         generator = torch.Generator().manual_seed(index)
         return torch.randn(4, generator=generator), index % 2
 
@@ -236,11 +236,11 @@ class Counting(Metric):
         self.add_state("total", torch.zeros(()), dist_reduce_fx="sum")
 
     def update(self, outputs: Tensor, targets: Tensor) -> None:
-        self.where.come("metric")
+        self.where.reach("metric")
         self.total += len(outputs)
 
     def compute(self) -> Tensor:
-        self.where.come("metric's compute")
+        self.where.reach("metric's compute")
         return self.total
 
     def __deepcopy__(self, memo: Any) -> "Counting":
@@ -250,7 +250,7 @@ class Counting(Metric):
 
 
 class Calling(Callback):
-    """Comes to its places, and notes the sizes of batches."""
+    """Calls the operation in callbacks, and records microbatch sizes."""
 
     def __init__(self, where: Where) -> None:
         self.where = where
@@ -263,10 +263,10 @@ class Calling(Callback):
         self.where.is_in_microbatch = False
 
     def batch_start(self, run: Any, batch: Any) -> None:
-        self.where.come("batch_start")
+        self.where.reach("batch_start")
 
     def batch_end(self, run: Any, result: Any) -> None:
-        self.where.come("callback")
+        self.where.reach("callback")
         self.sizes.append(result.microbatch_size)
 
 
@@ -283,13 +283,13 @@ def train(
     size: Any = "auto",
     rows: int | None = None,
 ) -> tuple[list[Tensor], tuple[int, ...]]:
-    """Two epochs of a Trainer; all parameters at the end, and the sizes of its batches."""
+    """Train for three epochs; return all parameters, and the microbatch sizes."""
     where = Where(name, place, ranks, oom)
     torch.manual_seed(0)
     net: nn.Module = Net(where)
 
     def loss_fn(outputs: Tensor, targets: Tensor) -> Tensor:
-        where.come("loss")
+        where.reach("loss")
         return F.cross_entropy(outputs, targets)
 
     calling = Calling(where)
@@ -313,9 +313,9 @@ def train(
 
 
 def end_of(name: str, place: str, ranks: Sequence[int], options: dict[str, Any]) -> dict[str, Any]:
-    """How a run ends: an error's kind and text, or the parameters and sizes that it ended with."""
+    """Return the error of a run, or its final parameters and sizes."""
     make_subgroups()
-    # A run that ended in an error has no votes any more; all ranks begin anew.
+    # A run that ended in an error has no votes left, so all ranks meet again.
     guard._opened = None
     if nodes := options.get("nodes"):
         os.environ["LOCAL_WORLD_SIZE"] = str(nodes[dist.get_rank()])
@@ -339,17 +339,17 @@ Case = tuple[str, str, bool, dict[str, Any]]
 
 
 def require_ended(world: World, case: Case) -> str:
-    """In a word how a case ended: "exact" or "named"."""
+    """Check how a case ended, and return "exact" or "named"."""
     name, place, on_all, options = case
     ranks = list(range(world.size)) if on_all else [1]
     ends = world.run(end_of, name, place, ranks, options)
     if not on_all:
         assert all(end["kind"] in ("DesyncError", "PeerFailedError") for end in ends), ends
-        assert any(said_of(name) in end["text"] for end in ends), ends
+        assert any(name_in_errors(name) in end["text"] for end in ends), ends
         return "named"
     kinds = {end["kind"] for end in ends}
     has_nothing_to_send = world.size > 2 and name in ("send", "isend", "send_object_list")
-    if has_nothing_to_send:  # the third rank
+    if has_nothing_to_send:  # on the third rank
         assert kinds == {"DesyncError"}, ends
         return "named"
     assert kinds == {""}, ends
@@ -363,8 +363,8 @@ def require_ended(world: World, case: Case) -> str:
     return "exact"
 
 
-def said_of(name: str) -> str:
-    """What the operation is called in errors."""
+def name_in_errors(name: str) -> str:
+    """Return the name of an operation in error messages."""
     name = name.split()[0].rpartition(".")[2]
     return {
         "all_gather_object": "all_gather",
@@ -391,14 +391,14 @@ def every_case(world_size: int, nodes: Sequence[int] = ()) -> Iterator[Case]:
                 yield name, place, on_all, {**options, "oom": (rank, 3)}
 
 
-def test_every_function_of_torch_that_communicates_is_walked() -> None:
+def test_every_communicating_torch_function_is_covered() -> None:
     known = {name.split()[0] for name in OPERATIONS}
     received = {name.replace("send", "recv") for name in known}
     assert operations_of_torch() <= known | received
 
 
 @pytest.mark.parametrize("place", PLACES)
-def test_a_few_operations_at_every_place(world2: World, place: str) -> None:
+def test_few_operations_at_every_place(world2: World, place: str) -> None:
     cases = [case for case in every_case(2) if case[1] == place]
     for case in random.Random(f"{SEED} {place}").sample(cases, 4):
         require_ended(world2, case)
@@ -414,7 +414,7 @@ def test_a_few_operations_at_every_place(world2: World, place: str) -> None:
         few=6,
     ),
 )
-def test_out_of_memory_before_a_collective_changes_nothing(
+def test_out_of_memory_before_collective_changes_no_bits(
     world2: World, kind: str, name: str, place: str, rank: int
 ) -> None:
     options: dict[str, Any] = {"kind": kind, "oom": (rank, 3)}
@@ -430,12 +430,12 @@ def test_out_of_memory_before_a_collective_changes_nothing(
 @pytest.mark.parametrize(
     "nodes", [pytest.param((), marks=pytest.mark.slow), (2, 2, 1)], ids=["one node", "two nodes"]
 )
-def test_a_few_operations_on_three_ranks(world3: World, nodes: Sequence[int]) -> None:
+def test_few_operations_on_three_ranks(world3: World, nodes: Sequence[int]) -> None:
     for case in random.Random(f"{SEED} {nodes}").sample(list(every_case(3, nodes)), 4):
         require_ended(world3, case)
 
 
-def test_a_collective_at_the_start_of_a_batch_that_one_rank_lacks_is_named(world2: World) -> None:
+def test_collective_at_batch_start_missing_on_one_rank_is_named(world2: World) -> None:
     for end in world2.run(end_of, "all_reduce", "batch_start", [0, 1], {"rows": 9}):
         assert end["kind"] == "DesyncError"
         assert "all_reduce" in end["text"]
@@ -447,10 +447,10 @@ def test_a_collective_at_the_start_of_a_batch_that_one_rank_lacks_is_named(world
 @pytest.mark.parametrize(
     ("size", "nodes"), [(2, ()), (3, ()), (3, (2, 2, 1))], ids=["two", "three", "two nodes"]
 )
-def test_every_operation_everywhere(size: int, nodes: Sequence[int], kind: str) -> None:
+def test_every_operation_at_every_place(size: int, nodes: Sequence[int], kind: str) -> None:
     counts = {"exact": 0, "named": 0}
     cases = [case for case in every_case(size, nodes) if case[3]["kind"] == kind]
-    # Groups that cases make live as long as their processes, each with threads of its own.
+    # Groups live as long as their processes and each has threads, so worlds are replaced.
     for first in range(0, len(cases), CASES_OF_A_WORLD):
         with world_of(size) as world:
             for case in cases[first : first + CASES_OF_A_WORLD]:

@@ -24,14 +24,14 @@ from automicro.ranks.interface import (
 from automicro.ranks.votes import Votes
 from tests.ranks.simulated import SimulatedWorld
 
-# Ranks, and how many of them share a node.
+# Number of ranks, and ranks per node.
 WORLDS = [(1, 1), (2, 2), (5, 2), (24, 3)]
 
 
 def run(
     world_size: int, work: Callable[[CoordinatedRanks], Any], local_world_size: int | None = None
 ) -> list[Any]:
-    """What some work gave on every rank, or the exception that it raised."""
+    """Run work on every rank; return its results or exceptions."""
     world = SimulatedWorld(world_size, local_world_size=local_world_size)
 
     def on_rank(rank: int) -> Any:
@@ -49,7 +49,7 @@ def proposal(rank: int, **changes: Any) -> Proposal:
 
 
 @pytest.mark.parametrize(("world_size", "local"), WORLDS)
-def test_an_agreement_is_the_same_on_every_rank(world_size: int, local: int) -> None:
+def test_agreement_is_equal_on_all_ranks(world_size: int, local: int) -> None:
     agreements = run(world_size, lambda ranks: ranks.agree(proposal(ranks.rank)), local)
     assert all(agreement == agreements[0] for agreement in agreements)
     agreement: Agreement = agreements[0]
@@ -60,7 +60,7 @@ def test_an_agreement_is_the_same_on_every_rank(world_size: int, local: int) -> 
     assert agreement.num_microbatches == -(-max(rows) // 4)
 
 
-def test_the_smallest_size_is_agreed_on_but_for_ranks_whose_whole_batch_fits() -> None:
+def test_smallest_size_wins_except_for_complete_batches() -> None:
     def work(ranks: CoordinatedRanks) -> int:
         num_rows, size = [(2, 2), (8, 4), (8, 5), (0, 1)][ranks.rank]
         agreement = ranks.agree(proposal(0, num_rows=num_rows, microbatch_size=size))
@@ -69,7 +69,7 @@ def test_the_smallest_size_is_agreed_on_but_for_ranks_whose_whole_batch_fits() -
     assert run(4, work) == [4, 4, 4, 4]
 
 
-def test_the_highest_level_counts_and_the_smallest_size_at_it_and_any_wish_to_stop() -> None:
+def test_highest_level_and_any_stop_request_win() -> None:
     def work(ranks: CoordinatedRanks) -> list[tuple[int, int]]:
         found = []
         for levels in ([0, 0, 0], [0, 1, 1], [1, 1, 2], [0, 0, 2]):
@@ -85,7 +85,7 @@ def test_the_highest_level_counts_and_the_smallest_size_at_it_and_any_wish_to_st
     assert run(3, work) == [[(0, 2), (1, 4), (2, 4), (2, 4), (1, 8)]] * 3
 
 
-def test_there_may_be_more_losses_than_a_ballot_has_room_for() -> None:
+def test_losses_may_exceed_size_of_a_ballot() -> None:
     names = [f"loss {index}" for index in range(19)]
 
     def work(ranks: CoordinatedRanks) -> dict[str, float]:
@@ -97,7 +97,7 @@ def test_there_may_be_more_losses_than_a_ballot_has_room_for() -> None:
 
 @pytest.mark.parametrize(("world_size", "local"), WORLDS[1:])
 @pytest.mark.parametrize("status", [Status.TWO_ROWS, Status.OUT_OF_MEMORY])
-def test_one_rank_stops_the_attempt_of_all(world_size: int, local: int, status: Status) -> None:
+def test_one_rank_stops_attempt_on_all_ranks(world_size: int, local: int, status: Status) -> None:
     culprit = world_size - 1
 
     def work(ranks: CoordinatedRanks) -> tuple[Status, int]:
@@ -108,7 +108,7 @@ def test_one_rank_stops_the_attempt_of_all(world_size: int, local: int, status: 
                 ranks.vote()
             failure = caught.value
         together = ranks.stop(failure, status if ranks.rank == culprit else Status.FATAL)
-        # The next attempt begins anew, for all of them.
+        # The next attempt starts from the beginning on all ranks.
         ranks.agree(proposal(ranks.rank))
         ranks.vote()
         return together, ranks.num_votes
@@ -116,7 +116,7 @@ def test_one_rank_stops_the_attempt_of_all(world_size: int, local: int, status: 
     assert run(world_size, work, local) == [(status, 4)] * world_size
 
 
-def test_the_worst_status_counts() -> None:
+def test_worst_status_wins() -> None:
     def work(ranks: CoordinatedRanks) -> Status:
         ranks.agree(proposal(0))
         return ranks.stop(MemoryError(), [Status.TWO_ROWS, Status.OUT_OF_MEMORY][ranks.rank])
@@ -125,7 +125,7 @@ def test_the_worst_status_counts() -> None:
 
 
 @pytest.mark.parametrize(("world_size", "local"), WORLDS[1:])
-def test_a_fatal_error_is_named_on_every_rank(world_size: int, local: int) -> None:
+def test_fatal_error_is_named_on_every_rank(world_size: int, local: int) -> None:
     def work(ranks: CoordinatedRanks) -> Any:
         ranks.agree(proposal(ranks.rank))
         if ranks.rank == 1:
@@ -144,7 +144,7 @@ def test_a_fatal_error_is_named_on_every_rank(world_size: int, local: int) -> No
         assert "rank 1: ValueError: wrong" in str(result)
 
 
-def test_who_ran_out_of_memory_beside_a_fatal_error_is_no_culprit() -> None:
+def test_rank_out_of_memory_is_not_blamed_for_fatal_error() -> None:
     def work(ranks: CoordinatedRanks) -> Status:
         ranks.agree(proposal(0))
         if ranks.rank == 0:
@@ -158,7 +158,7 @@ def test_who_ran_out_of_memory_beside_a_fatal_error_is_no_culprit() -> None:
 
 
 @pytest.mark.parametrize("meets", ["agree", "agree after a retry", "ready"])
-def test_an_error_outside_of_an_attempt_meets_what_the_peers_ask_next(meets: str) -> None:
+def test_error_outside_attempt_reaches_next_request_of_peers(meets: str) -> None:
     def work(ranks: CoordinatedRanks) -> Any:
         if "retry" in meets:
             ranks.agree(proposal(0))
@@ -175,7 +175,7 @@ def test_an_error_outside_of_an_attempt_meets_what_the_peers_ask_next(meets: str
     assert "rank 1: OSError: disk full" in str(error)
 
 
-def test_a_model_that_swallows_the_stop_meets_it_again() -> None:
+def test_model_that_swallows_stop_receives_it_again() -> None:
     def work(ranks: CoordinatedRanks) -> int:
         ranks.agree(proposal(0))
         failure: BaseException = MemoryError()
@@ -201,7 +201,7 @@ def test_ranks_at_different_points_are_told_where_they_are(world_size: int, loca
         assert "rank 1: being done with a batch, after 0 attempts to train on a batch" in str(error)
 
 
-def test_a_rank_that_left_a_step_out_is_found() -> None:
+def test_skipped_step_on_one_rank_is_detected() -> None:
     def work(ranks: CoordinatedRanks) -> None:
         ranks.agree(proposal(0))
         votes = ranks._votes
@@ -211,7 +211,7 @@ def test_a_rank_that_left_a_step_out_is_found() -> None:
     assert all(isinstance(error, DesyncError) for error in run(2, work))
 
 
-def test_a_vote_gives_up_when_a_peer_does_not_come_and_stays_given_up() -> None:
+def test_vote_times_out_on_missing_peer_and_stays_failed() -> None:
     world = SimulatedWorld(3, timeout_seconds=0.2)
 
     def work(rank: int) -> list[str]:
@@ -224,14 +224,14 @@ def test_a_vote_gives_up_when_a_peer_does_not_come_and_stays_given_up() -> None:
                 ranks.agree(proposal(0))
             texts.append(str(caught.value))
         assert ranks.stop(caught.value, Status.FATAL) is Status.FATAL
-        ranks.fail(caught.value)  # nobody is left to be told, and nobody is waited for
+        ranks.fail(caught.value)  # returns at once: no peer can be told
         return texts
 
     first, second, _ = world.run(work)
     assert len(set(first)) == len(set(second)) == 1
 
 
-def test_a_peer_that_is_lost_while_ranks_tell_why_is_named_as_lost() -> None:
+def test_peer_lost_during_explanation_is_reported() -> None:
     world = SimulatedWorld(2, timeout_seconds=0.2)
 
     def work(rank: int) -> str:
@@ -246,13 +246,13 @@ def test_a_peer_that_is_lost_while_ranks_tell_why_is_named_as_lost() -> None:
 
 
 @pytest.mark.parametrize("nodes", [2, 9, 16, 64])
-def test_the_cost_of_a_vote_does_not_grow_with_the_ranks(nodes: int) -> None:
+def test_messages_per_vote_are_bounded_for_many_ranks(nodes: int) -> None:
     world = SimulatedWorld(4 * nodes, local_world_size=4)
     world.run(lambda rank: world.exchange(rank).ballots(healthy("here", 1)))
     most = max(map(world.messages, range(world.world_size)))
     levels = len(levels_of(4 * nodes, 4))
     assert most <= levels * 2 * (FAN_OUT - 1)
-    # A leaf has sent to its node only.
+    # A leaf has sent messages only to its node.
     assert world.messages(world.world_size - 1) == 3
     assert threading.active_count() < 8
 
@@ -265,12 +265,12 @@ def levels_of(world_size: int, local_world_size: int) -> list[list[list[int]]]:
 
 @given(world_size=st.integers(1, 700), local_world_size=st.integers(1, 16))
 @settings(max_examples=60, deadline=None)
-def test_the_tree_reaches_everybody_once(world_size: int, local_world_size: int) -> None:
+def test_tree_reaches_each_rank_once(world_size: int, local_world_size: int) -> None:
     levels = levels_of(world_size, local_world_size)
     there = list(range(world_size))
     for blocks in levels:
         assert sorted(rank for block in blocks for rank in block) == there
-        there = [block[0] for block in blocks]  # only the first of a group goes on
+        there = [block[0] for block in blocks]  # only the first of a group continues
     assert there == [0]
 
 
@@ -284,7 +284,7 @@ def test_ballots_can_be_counted_in_any_grouping(order: list[int], cut: int) -> N
 
 
 @given(num_rows=st.integers(0, 50), count=st.integers(1, 20), min_rows=st.integers(1, 2))
-def test_every_row_lands_in_one_microbatch_and_fillers_make_up_the_number(
+def test_rows_are_divided_over_microbatches_with_fillers(
     num_rows: int, count: int, min_rows: int
 ) -> None:
     sizes = rows_of_microbatches(num_rows, count, min_rows=min_rows)
@@ -296,7 +296,7 @@ def test_every_row_lands_in_one_microbatch_and_fillers_make_up_the_number(
     assert all(size >= min_rows for size in filled) or num_rows < min_rows
 
 
-def test_what_ranks_tell_with_a_vote_is_added_up_or_the_highest_counts() -> None:
+def test_reports_are_summed_or_maximized_over_ranks() -> None:
     def work(ranks: CoordinatedRanks) -> Any:
         ranks.agree(proposal(0))
         mine = [float(ranks.rank)] * 19
@@ -308,7 +308,7 @@ def test_what_ranks_tell_with_a_vote_is_added_up_or_the_highest_counts() -> None
     assert run(3, work) == [([3.0] * 19, [0.0, 6.0])] * 3
 
 
-def test_what_a_failed_rank_measured_is_known_to_all() -> None:
+def test_measurements_of_failed_rank_reach_all_ranks() -> None:
     def work(ranks: CoordinatedRanks) -> Any:
         ranks.agree(proposal(0))
         if ranks.rank == 1:
@@ -322,7 +322,7 @@ def test_what_a_failed_rank_measured_is_known_to_all() -> None:
     assert run(2, work) == [[7.0, 1.0, -math.inf]] * 2
 
 
-def test_one_process_agrees_with_itself_for_free() -> None:
+def test_one_rank_agrees_without_communication() -> None:
     alone = OneRank()
     agreement = alone.agree(proposal(0, num_rows=9, microbatch_size=4))
     assert agreement.num_microbatches == 3
@@ -337,7 +337,7 @@ def message(peer: int, shape: str, *, sends: bool) -> Call:
 
 
 @pytest.mark.parametrize("num_sent", [1, 9, 40])
-def test_messages_under_way_hide_none_that_was_not_sent(num_sent: int) -> None:
+def test_pending_messages_do_not_hide_wrong_ones(num_sent: int) -> None:
     world = SimulatedWorld(3, local_world_size=2)
 
     def on_rank(rank: int) -> None:
@@ -352,7 +352,7 @@ def test_messages_under_way_hide_none_that_was_not_sent(num_sent: int) -> None:
     world.run(on_rank)
 
 
-def test_any_number_of_equal_messages_may_be_under_way() -> None:
+def test_any_number_of_equal_messages_may_be_pending() -> None:
     world = SimulatedWorld(3, local_world_size=2)
 
     def on_rank(rank: int) -> None:
@@ -366,7 +366,7 @@ def test_any_number_of_equal_messages_may_be_under_way() -> None:
     world.run(on_rank)
 
 
-def test_a_failure_between_sending_and_receiving_ends_all_ranks() -> None:
+def test_failure_between_send_and_receive_ends_all_ranks() -> None:
     def work(ranks: CoordinatedRanks) -> Any:
         ranks.agree(proposal(0))
         sent = message((ranks.rank + 1) % 3, "3", sends=True)

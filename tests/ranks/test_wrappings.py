@@ -1,4 +1,4 @@
-"""However a transformer is wrapped: exact, and bit for bit the same where memory runs out."""
+"""A transformer in many wrappings: exact, and bit-identical after running out of memory."""
 
 import contextlib
 import functools
@@ -83,7 +83,7 @@ class Transformer(nn.Module):
 
 
 def sharded(model: Transformer, *groups: Any, root: bool = True, **options: Any) -> Any:
-    """Shards modules or lists of them, then the root."""
+    """Shard modules or lists of modules, then the root."""
     for group in (*groups, *[model] * root):
         fully_shard(group, **options)
     return model
@@ -110,7 +110,7 @@ def nested(model: Transformer) -> Any:
 
 
 def nested_empty(model: Transformer) -> Any:
-    """Blocks, too, have none of their own."""
+    """Blocks have no parameters outside of their nested modules either."""
     parts = [[block.attention, block.mlp, block.norm, block] for block in model.blocks]
     return sharded(model, *itertools.chain(*parts), *ends(model))
 
@@ -222,7 +222,7 @@ SGD = functools.partial(torch.optim.SGD, lr=0.1)
 
 
 def words(step: int, *ranks: int) -> tuple[Tensor, Tensor]:
-    """A batch of the ranks' rows, and the words to come."""
+    """Return a batch with the rows of these ranks, and the next words as targets."""
     found = torch.cat(
         [
             torch.randint(WORDS, (4, 5), generator=torch.Generator().manual_seed(10 * step + rank))
@@ -239,7 +239,7 @@ def train(
     sizes: Sequence[int] = (),
     sync: str = "each",
 ) -> tuple[list[Tensor], list[int], bool]:
-    """Three steps; all parameters, the size of each step, and whether the fault came."""
+    """Train three steps; return all parameters, the sizes, and whether the fault occurred."""
     torch.manual_seed(0)
     model = {**WRAPPINGS, **ON_FOUR}[name](Transformer())
     failing = FailingOperation(-1 if fault is None else fault[2])
@@ -261,7 +261,7 @@ def train(
 
 
 def compare(name: str, faults: Sequence[tuple[int, int, int]]) -> dict[str, Any]:
-    """Whether runs that run out of memory end as those at the same sizes that do not."""
+    """Compare runs that run out of memory with runs at the same sizes that do not."""
     clean: dict[tuple[int, ...], list[Tensor]] = {}
     differing, fired = [], 0
     for fault in [None, *faults]:
@@ -276,7 +276,7 @@ def compare(name: str, faults: Sequence[tuple[int, int, int]]) -> dict[str, Any]
 
 
 def plain_error(name: str, sync: str = "each") -> float:
-    """How far three steps are from those of one process with all rows, without a wrapper."""
+    """Return the difference from one unwrapped process with all rows, after three steps."""
     state, _, _ = train(name, sizes=[2, 3, 1], sync=sync)
     torch.manual_seed(0)
     model = Transformer()
@@ -292,8 +292,8 @@ def plain_error(name: str, sync: str = "each") -> float:
     return furthest(state, [each.detach() for each in model.parameters()])
 
 
-def one_after_the_other(names: Sequence[str]) -> list[list[Any]]:
-    """Several models in one process, each of which runs out of memory once."""
+def compare_in_sequence(names: Sequence[str]) -> list[list[Any]]:
+    """Compare several models in one process, each of which runs out of memory once."""
     last = dist.get_world_size() - 1
     return [compare(name, [(1, last, 60)])["differing"] for name in names]
 
@@ -306,7 +306,7 @@ def require_equal(world: World, name: str, operations: range) -> int:
         (step, rank, k) for step in (0, 2) for rank in (0, world.size - 1) for k in operations
     ]
     fired = 0
-    for at in range(0, len(faults), 4):  # a few at a time, so that each makes progress
+    for at in range(0, len(faults), 4):  # a few per job, to stay within its time limit
         for found in world.run(compare, name, faults[at : at + 4]):
             assert found["differing"] == []
             fired += found["fired"]
@@ -314,22 +314,22 @@ def require_equal(world: World, name: str, operations: range) -> int:
 
 
 @pytest.mark.parametrize("name", random.Random(SEED).sample(SMOKE, 3))
-def test_a_wrapped_model_is_exact(world2: World, name: str) -> None:
+def test_wrapped_model_trains_exactly(world2: World, name: str) -> None:
     for sync in SYNCS:
         assert max(world2.run(plain_error, name, sync)) < 1e-6
     assert require_equal(world2, name, range(60, 61)) == 4
 
 
-def test_models_train_one_after_the_other(world2: World) -> None:
+def test_models_train_in_sequence(world2: World) -> None:
     names = ["all in children", "ddp", "nested, nothing of their own"]
-    assert world2.run(one_after_the_other, names) == [[[]] * 3] * 2
+    assert world2.run(compare_in_sequence, names) == [[[]] * 3] * 2
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
 @pytest.mark.filterwarnings("ignore:FSDP2-wrapped module")
 @pytest.mark.parametrize("name", WRAPPINGS)
-def test_every_way_to_wrap_a_model_is_exact(world2: World, name: str) -> None:
+def test_every_wrapping_trains_exactly(world2: World, name: str) -> None:
     for sync in SYNCS:
         most = 1e-2 if name == "half precision" else 1e-6
         assert max(world2.run(plain_error, name, sync)) < most
@@ -339,7 +339,7 @@ def test_every_way_to_wrap_a_model_is_exact(world2: World, name: str) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("name", ON_FOUR)
-def test_every_way_to_wrap_a_model_on_four_ranks_is_exact(world4: World, name: str) -> None:
+def test_every_wrapping_on_four_ranks_trains_exactly(world4: World, name: str) -> None:
     for sync in SYNCS:
         assert max(world4.run(plain_error, name, sync)) < 1e-6
     assert require_equal(world4, name, range(0, 300, 120)) > 5

@@ -1,4 +1,4 @@
-"""What each rank of a real world does with a `Trainer`."""
+"""Jobs with a `Trainer` for each rank of a real world."""
 
 from typing import Any
 
@@ -18,7 +18,7 @@ FEATURES, CLASSES = 6, 3
 
 
 class Block(nn.Module):
-    """One of several equal layers."""
+    """A block with a residual connection."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -29,7 +29,7 @@ class Block(nn.Module):
 
 
 class Net(nn.Module):
-    """Blocks in a list, as transformers have them."""
+    """A model with a list of blocks, like a transformer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -77,7 +77,7 @@ def make_trainer(model: nn.Module | None = None, **options: Any) -> Trainer:
 
 
 def train(model: nn.Module | None = None, **options: Any) -> dict[str, Any]:
-    """Train; what all ranks should have alike."""
+    """Train; return results that are equal on all ranks."""
     trainer = make_trainer(model, **options)
     summary = trainer.fit()
     return {
@@ -96,7 +96,7 @@ def train(model: nn.Module | None = None, **options: Any) -> dict[str, Any]:
 
 
 class Stopper(Callback):
-    """Asks for the end on one rank."""
+    """Asks one rank to stop."""
 
     def __init__(self, *, rank: int, after: int) -> None:
         self._rank = rank
@@ -108,7 +108,7 @@ class Stopper(Callback):
 
 
 def train_wide(*, limit_of_last: str | None, **options: Any) -> dict[str, Any]:
-    """Train where rows need much more memory than parameters, with a limit on the last rank."""
+    """Train rows that need more memory than the parameters, with a limit on the last rank."""
     world_size = dist.get_world_size() if dist.is_initialized() else 1
     is_last = dist.is_initialized() and dist.get_rank() == world_size - 1
     torch.manual_seed(3)
@@ -124,12 +124,12 @@ def train_wide(*, limit_of_last: str | None, **options: Any) -> dict[str, Any]:
 
 
 def train_wrapped_by_hand() -> dict[str, Any]:
-    """A model that the caller put into DDP."""
+    """Train a model that the caller wrapped in DDP."""
     return train(DistributedDataParallel(Net()), optimizer=UNDECAYED, eval_dataloader=None)
 
 
 def save_and_resume(folder: str, **options: Any) -> dict[str, Any]:
-    """Stop in the middle of an epoch, and go on with another trainer."""
+    """Stop in the middle of an epoch, and resume with another trainer."""
     checkpoint = CheckpointConfig(folder=folder)
     make_trainer(max_duration="1ba", checkpoint=checkpoint, **options).fit()
     return train(max_duration="2ep", checkpoint=checkpoint, **options)

@@ -1,4 +1,4 @@
-"""Real worlds: processes that stay up for many cases and are never left behind."""
+"""Real worlds: processes that run many cases and are never left behind."""
 
 import contextlib
 import datetime
@@ -18,16 +18,16 @@ from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from typing import Any, cast
 
-PROGRESS_SECONDS = 90.0  # the machines are shared: a stall of these is no verdict on a case
+PROGRESS_SECONDS = 90.0  # long, because shared machines can stall
 GROUP_TIMEOUT = datetime.timedelta(minutes=30)
 
 
 class WorldStuckError(AssertionError):
-    """A world made no progress."""
+    """No rank of a world made progress in time."""
 
 
 class World:
-    """So many processes with a gloo group, each running the jobs it is sent."""
+    """Processes with a gloo group that run the jobs they receive."""
 
     def __init__(self, size: int) -> None:
         context = multiprocessing.get_context("forkserver")
@@ -54,14 +54,14 @@ class World:
             self.processes.append(process)
 
     def start(self, job: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
-        if self._is_killed:  # by a test that failed: the next one is not its victim
+        if self._is_killed:  # a failed test must not affect the next one
             self.close()
             self._begin()
         for pipe in self._pipes:
             pipe.send((job, args, kwargs))
 
     def results(self, *, within_seconds: float = PROGRESS_SECONDS) -> list[Any]:
-        """What each rank returned; an exception (with its text) where it raised or died."""
+        """Return the result of each rank, or an exception with its text if it raised or died."""
         results: list[Any] = [None] * self.size
         waiting = {pipe: rank for rank, pipe in enumerate(self._pipes)}
         end = time.monotonic() + within_seconds
@@ -84,9 +84,9 @@ class World:
         return results
 
     def run(self, job: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
-        """Run a job on every rank; what each returned.
+        """Run a job on every rank and return the results.
 
-        Raises what the first rank raised, after all have ended.
+        Raises the errors of the ranks, after all ranks have ended.
         """
         self.start(job, *args, **kwargs)
         results = self.results()
@@ -99,7 +99,7 @@ class World:
         return results
 
     def ends(self, job: Callable[..., Any], *args: Any, **kwargs: Any) -> list[tuple[str, str]]:
-        """How a job ended on every rank: the class of its error and what that says, or nothing."""
+        """Return the class and the text of the error on every rank, or empty strings."""
         self.start(job, *args, **kwargs)
         return [
             (each.kind, each.said) if isinstance(each, RaisedError) else ("", "")
@@ -115,7 +115,7 @@ class World:
         self._is_killed = True
         for rank, process in enumerate(self.processes):
             if process.is_alive():
-                with contextlib.suppress(ProcessLookupError):  # it ended meanwhile
+                with contextlib.suppress(ProcessLookupError):  # it already ended
                     self.signal(rank, signal.SIGKILL)
             process.join()
 
@@ -139,7 +139,7 @@ def work(rank: int, size: int, folder: str, pipe: Connection) -> None:
     import torch
     import torch.distributed as dist
 
-    gc.freeze()  # all that was imported: running out of memory collects cycles
+    gc.freeze()  # imported objects: collections after failures skip them
     torch.set_num_threads(1)
     dist.init_process_group(
         "gloo",
@@ -157,7 +157,7 @@ def work(rank: int, size: int, folder: str, pipe: Connection) -> None:
             result = job(*args, **kwargs)
             pipe.send(result)
             if isinstance(result, dict) and result.get("kind") == "PeerLostError":
-                os._exit(1)  # as a program ends by it; so those notice who wait for this one
+                os._exit(1)  # end like a program, so waiting peers notice
         except BaseException as error:
             text = "".join(traceback.format_exception(error))
             said = "\n".join([str(error), *getattr(error, "__notes__", [])])
@@ -175,14 +175,14 @@ class RaisedError(AssertionError):
 
 
 def on_ranks(size: int = 2) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Run a test on every rank of a world, which the module shares (the fixture `worlds`)."""
+    """Run a test on every rank of a world that the module shares (fixture `worlds`)."""
 
     def decorate(body: Callable[..., None]) -> Callable[..., None]:
         @functools.wraps(body)
         def test(worlds: Callable[[int], World], **arguments: Any) -> None:
             worlds(size).run(run_body, body.__module__, body.__name__, arguments)
 
-        # Pytest reads from it which fixtures and parameters to pass.
+        # Pytest reads the fixtures and parameters to pass from this signature.
         world = inspect.Parameter("worlds", inspect.Parameter.POSITIONAL_OR_KEYWORD)
         own = inspect.signature(body)
         given = own.replace(parameters=[world, *own.parameters.values()])

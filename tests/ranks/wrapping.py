@@ -1,4 +1,4 @@
-"""Models as the ranks of a world wrap them, whole tensors, and errors as text."""
+"""Wrappers for models, access to unsharded tensors, and errors as text."""
 
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -21,7 +21,7 @@ def mesh_of(kind: str) -> DeviceMesh:
 
 
 def wrapped(kind: str | None, model: nn.Module, *parts: nn.Module, **options: Any) -> Any:
-    """In DDP, or sharded: the parts first, then the whole; without a kind as it is."""
+    """Wrap a model in DDP, or shard the parts and then the whole; "plain" leaves it unwrapped."""
     if kind in (None, "plain"):
         return model
     if kind == "ddp":
@@ -37,7 +37,7 @@ def local(tensor: Tensor) -> Tensor:
 
 
 def whole(tensor: Any) -> Tensor:
-    """Of all ranks, without its history. All of them have to ask for it."""
+    """Return the unsharded tensor without history. All ranks must call this."""
     found: Tensor = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
     return found.detach()
 
@@ -51,7 +51,7 @@ def whole_parameters(model: nn.Module) -> dict[str, Tensor]:
 
 
 def gap(model: nn.Module, plain: nn.Module) -> float:
-    """How far whole gradients are from those of one process; one that is missing is zero."""
+    """Return the largest difference from gradients of one process; missing gradients are zero."""
     pairs = zip(model.parameters(), plain.parameters(), strict=True)
     both = [(one.grad, other.grad) for one, other in pairs if other.grad is not None]
     ours = [torch.zeros_like(other) if one is None else whole(one) for one, other in both]
@@ -59,13 +59,13 @@ def gap(model: nn.Module, plain: nn.Module) -> float:
 
 
 def furthest(found: Iterable[Tensor], expected: Iterable[Tensor]) -> float:
-    """The largest difference of one tensor from the other; NaN where there is one."""
+    """Return the largest difference between tensors; NaN if any difference is NaN."""
     pairs = zip(found, expected, strict=True)
     return float(torch.stack([(one - other).abs().max().double() for one, other in pairs]).max())
 
 
 def raised(work: Callable[[], object]) -> tuple[str, str]:
-    """The class of what was raised, and its text with all notes; empty if nothing was."""
+    """Return the class of the error and its text with notes, or empty strings."""
     try:
         work()
     except Exception as error:
@@ -73,13 +73,13 @@ def raised(work: Callable[[], object]) -> tuple[str, str]:
             text = "\n".join([str(error), *getattr(error, "__notes__", [])])
         except Exception:
             text = "?"
-        # A lone surrogate cannot go home by a pipe.
+        # A lone surrogate cannot be sent through a pipe.
         return type(error).__name__, text.encode(errors="backslashreplace").decode()
     return "", ""
 
 
 def require_alike(value: Any) -> None:
-    """All ranks have the same, to the bit."""
+    """Require that a value is identical on all ranks."""
     found: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(found, value)
     assert all(same_values(each, found[0]) for each in found), found
@@ -88,7 +88,7 @@ def require_alike(value: Any) -> None:
 def require_told(
     work: Callable[[], object], kind: str, *, rank: int = 1, told: str, own: str = ""
 ) -> None:
-    """The work fails on one rank by an error of its own, and on the others by one that says so."""
+    """Require an error on one rank, and errors on the other ranks that report it."""
     found, text = raised(work)
     is_culprit = dist.get_rank() == rank
     assert found == (kind if is_culprit else "PeerFailedError"), text
