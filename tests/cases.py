@@ -1,4 +1,4 @@
-"""Gradients and their differences, and losses that tests share."""
+"""Gradient comparisons and losses that tests share."""
 
 from collections.abc import Mapping
 from typing import Any

@@ -1,4 +1,4 @@
-"""C++ of the tests, compiled against torch's headers once, and shared through a folder."""
+"""Compiles the C++ code of tests against torch once and caches it in a folder."""
 
 import fcntl
 import functools

@@ -1,4 +1,4 @@
-"""A small config to be changed in one place, and what is said of it."""
+"""A small config that tests vary, and the errors that it raises."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -25,31 +25,31 @@ def load_config(
     *,
     num_devices: int = 1,
 ) -> RunConfig:
-    """The typed keys of a file, or of several."""
+    """Load the typed keys of one or several files."""
     several = [paths] if isinstance(paths, str | Path) else paths
     return read_config(several, overrides, num_devices=num_devices).config
 
 
 def build_trainer(config: RunConfig) -> Trainer:
-    """Make everything that a config describes, and the trainer of it."""
+    """Build everything that a config describes, including its trainer."""
     recipe = Recipe(config)
     return recipe.make_trainer(recipe.make_model())
 
 
 def job(*overrides: str, text: str = JOB) -> RunConfig:
-    """Write a config where we are, and load it."""
+    """Write a config to the working directory and load it."""
     Path("job.yaml").write_text(text, encoding="utf-8")
     return load_config("job.yaml", overrides)
 
 
-def complaint(*overrides: str, text: str = JOB) -> str:
-    """What is said of a config that is wrong."""
+def config_error(*overrides: str, text: str = JOB) -> str:
+    """Return the error message of an invalid config."""
     with pytest.raises(ConfigError) as caught:
         build_trainer(job(*overrides, text=text))
     return str(caught.value)
 
 
 def args_of(config: RunConfig, key: str) -> dict[str, object]:
-    """The arguments of a node, which the config has to have."""
+    """Return the arguments of a node that the config must have."""
     args: dict[str, object] = getattr(config, key)["args"]
     return args

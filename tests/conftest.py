@@ -59,7 +59,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture(autouse=True, scope="module")
-def little_for_the_collector() -> None:
+def freeze_gc() -> None:
     """Hide objects of imports and earlier modules from the garbage collector.
 
     After running out of memory automicro collects cycles, hundreds of times in these tests.
@@ -68,8 +68,8 @@ def little_for_the_collector() -> None:
 
 
 @pytest.fixture(autouse=True, scope="session")
-def batches_that_do_not_fit(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Let runs save these with the other output of tests."""
+def failed_batch_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Save failed batches in the temporary folder of the tests."""
     folder = tmp_path_factory.mktemp("automicro-kept", numbered=False)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("automicro.trainer.failed_batch.new_folder", lambda: folder)

@@ -5,7 +5,7 @@ from torch.utils.data import BatchSampler
 
 
 class WholeBatches(BatchSampler):
-    """A custom batch sampler, whose whole batches are shared, because it cannot be cut again."""
+    """A custom batch sampler, which cannot be split: ranks share its whole batches."""
 
 
 def seeded_generator() -> torch.Generator:

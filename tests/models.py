@@ -1,6 +1,6 @@
 """Small models and batches, shared by the tests of exactness.
 
-Eleven rows leave a rest at every size but one and eleven.
+Eleven rows leave a remainder at every size except one and eleven.
 """
 
 from typing import Any

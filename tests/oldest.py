@@ -2,9 +2,9 @@
 
     python -m tests.oldest {hosts,libraries} [ARGUMENTS OF PYTEST]
 
-The versions are the lower bounds of the requirements in ``pyproject.toml``: of the hosts, for the
-tests of the integrations, or of torch and all other requirements, for tests of the parts that
-use them. The present environment provides everything else.
+The versions are the lower bounds of the requirements in ``pyproject.toml``. With ``hosts``, these
+are the hosts, for tests of the integrations; with ``libraries``, torch and all other requirements,
+for tests of the parts that use them. The current environment provides everything else.
 """
 
 import subprocess
@@ -17,8 +17,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 HOSTS = ("accelerate", "keras", "lightning", "transformers")
-# Not for these: FSDP2 and some losses came later, and messages of YAML and rich have changed.
-OF_LIBRARIES = (
+# Other folders need FSDP2, newer losses, or messages of newer versions of YAML and rich.
+LIBRARY_TESTS = (
     *("batch", "callbacks", "checkpoints", "data", "loss", "memory", "optimizer", "oracle"),
     *("policy", "remembered", "savers", "state", "step", "trainer", "transaction"),
 )
@@ -61,7 +61,7 @@ def main(what: str, *arguments: str) -> int:
     extras = project["optional-dependencies"]
     requirements, tests = {
         "hosts": ([each for name in HOSTS for each in extras[name]], ["integrations"]),
-        "libraries": (project["dependencies"], OF_LIBRARIES),
+        "libraries": (project["dependencies"], LIBRARY_TESTS),
     }[what]
     python = make_environment(ROOT / f".venv-{what}", oldest(requirements))
     command = [python, "-m", "pytest", "-q", *(f"tests/{each}" for each in tests), *arguments]

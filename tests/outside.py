@@ -1,6 +1,6 @@
-"""State of tests that a failed attempt must not undo: their triggers and counts.
+"""Test state that the rollback of a failed attempt must not undo, such as triggers and counts.
 
-All of it is in defaults of context variables, which no capture reaches.
+It is stored in defaults of context variables, which state capture does not reach.
 """
 
 from contextvars import ContextVar
@@ -8,7 +8,7 @@ from typing import Any
 
 
 class Outside:
-    """Attributes that no capture reaches.
+    """Attributes that state capture does not reach.
 
     >>> trigger = Outside(left=1)
     >>> trigger.left -= 1
@@ -37,7 +37,7 @@ def _of(values: dict[str, Any]) -> Outside:
 
 
 class Unreached:
-    """One such attribute, in an object whose other attributes are reached.
+    """An attribute that state capture does not reach, unlike the object's other attributes.
 
     >>> class Model:
     ...     calls = Unreached()

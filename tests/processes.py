@@ -1,4 +1,4 @@
-"""Work in forked processes, each with a deadline, and ended with all processes that it started."""
+"""Runs work in forked processes with a deadline, and ends them with their child processes."""
 
 import contextlib
 import os
@@ -50,7 +50,7 @@ def end(number: int, *, log: Path, timeout_seconds: float = 60.0) -> int:
     """
     deadline = time.monotonic() + timeout_seconds
     is_late = False
-    # Without reaping it, so that its number still refers to its session.
+    # WNOWAIT does not reap it, so its number still refers to its session.
     while os.waitid(os.P_PID, number, os.WEXITED | os.WNOWAIT | os.WNOHANG) is None:
         is_late = time.monotonic() > deadline
         if is_late:

@@ -1,4 +1,4 @@
-"""Cases of which make test tries a few, make sweeps a sample, and make nightly the others."""
+"""Parametrized cases: make test runs a few, make sweeps a sample, make nightly the others."""
 
 import itertools
 import os
@@ -14,14 +14,14 @@ SEED = int(os.environ.get("AUTOMICRO_SEED", "0"))  # the date in make nightly
 def mostly_in_sweeps(
     *values: Iterable[Any], quick: Collection[Any] = (), few: int | None = None
 ) -> list[Any]:
-    """Return all combinations of the values, of which only the quick ones are not sweeps.
+    """Return all combinations of the values, all of them sweeps except the quick ones.
 
     Args:
-        values: of each argument.
-        quick: what make test tries: a value, or a tuple with one of each argument. In a module of
-            sweeps they are the first of the sample.
-        few: how many are sweeps, where the others are slow: a sample by the seed, which has every
-            value of an argument where that many suffice.
+        values: the values of each argument.
+        quick: cases of make test: a value, or a tuple with one of each argument. In a module of
+            sweeps they come first in the sample.
+        few: the number of sweeps; all other cases are slow. The seed draws the sample, which has
+            every value of each argument if the number suffices.
     """
     axes = [[*each] for each in values]
     cases = [*itertools.product(*(range(len(each)) for each in axes))]
@@ -46,7 +46,7 @@ def mostly_in_sweeps(
 
 
 def _sample(cases: list[tuple[int, ...]], few: int) -> list[tuple[int, ...]]:
-    """Draw cases, always one of those with the most values that no earlier one has."""
+    """Draw cases, preferring those with the most values that no earlier case has."""
     left = random.Random(SEED).sample(cases, len(cases))
     seen: set[tuple[int, int]] = set()
     chosen = []

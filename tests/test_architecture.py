@@ -25,7 +25,7 @@ from tests.tree import (
     unit,
 )
 
-# From the bottom up. A folder or top-level file imports only from lower layers, and from itself.
+# From the bottom up. A folder or top-level file imports only from lower layers and from itself.
 # Imports within a folder are free unless they form a cycle.
 LAYERS = (
     (
@@ -95,7 +95,7 @@ PUBLIC = {*automicro.__all__, "LengthBatchSampler"}
 
 
 @pytest.fixture(autouse=True, scope="module")
-def trees_that_stay() -> Iterator[None]:
+def gc_disabled() -> Iterator[None]:
     """Disable the garbage collector, which would traverse half a million nodes repeatedly."""
     gc.disable()
     yield
@@ -142,7 +142,7 @@ def layered() -> Iterator[tuple[str, Path]]:
     yield from ((name, path) for name, path in MODULES.items() if unit(name) not in GATHERING)
 
 
-def test_every_module_stands_in_a_layer() -> None:
+def test_every_module_belongs_to_layer() -> None:
     for module, _ in layered():
         layer_of(module)
     names = [name for names in LAYERS for name in names]
@@ -150,7 +150,7 @@ def test_every_module_stands_in_a_layer() -> None:
     assert not gone, f"{gone} stand in LAYERS and are no more: take them out"
 
 
-def test_imports_point_down_only() -> None:
+def test_imports_point_only_downward() -> None:
     wrong = []
     for module, path in layered():
         for name in imports(path):
@@ -166,11 +166,11 @@ def test_imports_point_down_only() -> None:
     assert not wrong, "\n".join(wrong)
 
 
-def test_a_microbatcher_loads_the_path_of_a_step_alone() -> None:
+def test_microbatcher_imports_only_step_modules() -> None:
     assert {unit(module) for module in loaded_by("automicro.microbatcher")} == NEEDED_BY_EACH_STEP
 
 
-def test_only_the_command_line_imports_tools() -> None:
+def test_only_cli_imports_tools() -> None:
     wrong = [
         f"{module} imports {name}: tools stand beside training, so that training does without them"
         for module, path in layered()
@@ -180,7 +180,7 @@ def test_only_the_command_line_imports_tools() -> None:
     assert not wrong, "\n".join(wrong)
 
 
-def test_no_module_imports_itself_in_a_circle() -> None:
+def test_modules_have_no_import_cycles() -> None:
     graph: dict[str, set[str]] = {}
     for module, path in MODULES.items():
         targets = {own_module(name) for name in imports(path, top_only=True)}
@@ -206,7 +206,7 @@ def test_optional_packages_are_imported_where_they_are_used() -> None:
     assert not wrong, "\n".join(wrong)
 
 
-def test_private_names_of_torch_stand_in_one_place() -> None:
+def test_private_torch_names_are_in_one_place() -> None:
     wrong = []
     for module, path in MODULES.items():
         if unit(module) in PRIVATE_NAMES_OF_TORCH_IN:
@@ -232,13 +232,13 @@ def test_private_names_of_torch_stand_in_one_place() -> None:
     assert not wrong, "\n".join(wrong)
 
 
-def test_every_module_says_what_it_is() -> None:
+def test_every_module_has_docstring_and_clear_name() -> None:
     for module, path in MODULES.items():
         assert ast.get_docstring(parsed(path)), f"{module} has no docstring"
         assert path.stem not in FORBIDDEN_STEMS, f"{module} does not say what it holds: rename it"
 
 
-def test_functions_take_a_few_parameters() -> None:
+def test_functions_have_few_parameters() -> None:
     wrong = []
     for module, path in MODULES.items():
         for scope in nodes(path):
@@ -264,7 +264,7 @@ def test_every_public_name_exists_and_is_documented() -> None:
         assert documented, f"automicro.{name} has no docstring of its own"
 
 
-def test_contributing_names_what_is_there() -> None:
+def test_contributing_lists_existing_files() -> None:
     text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
     rows = re.findall(r"^\| (`.*?) \|", text, re.MULTILINE)
     names = [name for row in rows for name in re.findall(r"`(\w+)/?`", row)]
@@ -280,7 +280,7 @@ NO_PROSE = re.compile(r"```.*?```|^\|.*?$|\]\([^)]*\)", re.DOTALL | re.MULTILINE
 MOST_WORDS = 35
 
 
-def test_prose_says_who_does_what() -> None:
+def test_prose_has_no_vague_words_or_long_sentences() -> None:
     pages = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md")]
     found = [
         f"{path.relative_to(ROOT)}: {line.strip()}"

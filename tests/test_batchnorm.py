@@ -36,7 +36,7 @@ def in_eval_mode(layer: nn.Module) -> nn.Module:
     return layer.eval()
 
 
-SEES_THE_BATCH: dict[str, Callable[[], nn.Module]] = {
+BATCH_DEPENDENT: dict[str, Callable[[], nn.Module]] = {
     "BatchNorm1d": lambda: nn.BatchNorm1d(4),
     "BatchNorm2d": lambda: nn.BatchNorm2d(4),
     "BatchNorm3d": lambda: nn.BatchNorm3d(4),
@@ -50,35 +50,35 @@ SEES_THE_BATCH: dict[str, Callable[[], nn.Module]] = {
         nn.BatchNorm1d(4, track_running_stats=False)
     ),
 }
-SEES_ROWS_ONLY: dict[str, Callable[[], nn.Module]] = {
+ROWWISE: dict[str, Callable[[], nn.Module]] = {
     "BatchNorm in eval mode": lambda: in_eval_mode(nn.BatchNorm2d(4)),
     "SyncBatchNorm in eval mode": lambda: in_eval_mode(nn.SyncBatchNorm(4)),
-    "InstanceNorm that tracks, eval": lambda: in_eval_mode(
+    "InstanceNorm, tracking, in eval mode": lambda: in_eval_mode(
         nn.InstanceNorm2d(4, track_running_stats=True)
     ),
     "InstanceNorm": lambda: nn.InstanceNorm2d(4),
-    "InstanceNorm that tracks": lambda: nn.InstanceNorm2d(4, track_running_stats=True),
-    "lazy InstanceNorm that tracks": lambda: nn.LazyInstanceNorm1d(track_running_stats=True),
+    "InstanceNorm, tracking": lambda: nn.InstanceNorm2d(4, track_running_stats=True),
+    "lazy InstanceNorm, tracking": lambda: nn.LazyInstanceNorm1d(track_running_stats=True),
     "FrozenBatchNorm2d": lambda: FrozenBatchNorm2d(4),
     "GroupNorm": lambda: nn.GroupNorm(2, 4),
     "LayerNorm": lambda: nn.LayerNorm(4),
 }
 
 
-@pytest.mark.parametrize("kind", SEES_THE_BATCH)
-def test_layers_that_see_the_batch_are_found_by_name(kind: str) -> None:
-    model = nn.Sequential(nn.Linear(4, 4), nn.Sequential(SEES_THE_BATCH[kind]()))
+@pytest.mark.parametrize("kind", BATCH_DEPENDENT)
+def test_batch_dependent_layers_are_found_by_name(kind: str) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Sequential(BATCH_DEPENDENT[kind]()))
     assert find_batchnorm(model) == ["1.0"]
 
 
-@pytest.mark.parametrize("kind", SEES_ROWS_ONLY)
-def test_layers_that_see_rows_only_are_not_found(kind: str) -> None:
-    model = nn.Sequential(SEES_ROWS_ONLY[kind]())
+@pytest.mark.parametrize("kind", ROWWISE)
+def test_rowwise_layers_are_not_found(kind: str) -> None:
+    model = nn.Sequential(ROWWISE[kind]())
     assert find_batchnorm(model) == []
     assert batchnorm_buffers(model) == set()
 
 
-def test_a_model_that_is_itself_batchnorm_goes_by_its_class() -> None:
+def test_batchnorm_model_is_named_by_its_class() -> None:
     assert find_batchnorm(nn.BatchNorm1d(4)) == ["BatchNorm1d"]
     assert "running_mean" in batchnorm_buffers(nn.BatchNorm1d(4))
 
@@ -87,17 +87,17 @@ def test_a_model_that_is_itself_batchnorm_goes_by_its_class() -> None:
 
 
 @pytest.mark.parametrize(("count", "more"), [(5, None), (6, "and 1 more"), (53, "and 48 more")])
-def test_the_message_lists_five_layers_at_most(count: int, more: str | None) -> None:
+def test_message_lists_at_most_five_layers(count: int, more: str | None) -> None:
     message = batchnorm_message([f"bn{i}" for i in range(count)], 1, 2)
     assert "bn4" in message
     assert "bn5" not in message
     assert (more in message) if more else ("more" not in message)
 
 
-# The floor of two rows
+# The minimum of two rows
 
 
-def test_other_refusals_are_not_mistaken_for_it() -> None:
+def test_other_errors_are_not_two_row_errors() -> None:
     with pytest.raises(ValueError, match="more than 1 spatial element") as raised:
         nn.InstanceNorm1d(4)(torch.randn(2, 4, 1))
     assert not needs_two_rows(raised.value)

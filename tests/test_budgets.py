@@ -1,7 +1,7 @@
 """The size of the package, limited by a table that `make shape` prints.
 
 Each row of tests/budgets.toml has a budget and a goal. A figure above its budget fails; a budget
-only falls. After a reduction write the table down to what is measured:
+only falls. After a reduction, lower the table to the measured values:
 
     python -m tests.test_budgets --lower
 """
@@ -175,7 +175,7 @@ def rows() -> list[Row]:
     ]
 
 
-def test_no_figure_is_above_its_budget() -> None:
+def test_no_figure_exceeds_its_budget() -> None:
     without = [f"{row.section}: {row.name}" for row in rows() if row.budget is None]
     assert without == [], "add it to tests/budgets.toml, and take as much from another"
     above = [
@@ -186,7 +186,7 @@ def test_no_figure_is_above_its_budget() -> None:
     assert above == [], "budgets only fall: make room in the same change"
 
 
-def test_every_budget_is_of_something_that_is_there() -> None:
+def test_every_budget_has_measured_figure() -> None:
     there = {(row.section, row.name) for row in rows()}
     listed = {
         (section, name)

@@ -1,4 +1,4 @@
-"""The command line: what it prints, where, and with which exit code it ends."""
+"""The command line's output, streams and exit codes."""
 
 import argparse
 import functools
@@ -29,11 +29,11 @@ def run(arguments):
 
 
 @pytest.fixture(autouse=True)
-def in_a_folder_with_a_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def job_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     enter_folder_with_job(tmp_path, monkeypatch)
 
 
-def test_the_config_is_printed_before_training_with_the_keys_that_are_set(
+def test_train_first_prints_set_config_keys(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     assert main(["train", "job.yaml", "max_duration=1ba", "optimizer.args.lr=0.5"]) == 0
@@ -43,7 +43,7 @@ def test_the_config_is_printed_before_training_with_the_keys_that_are_set(
     assert not any(line.startswith("seed") for line in shown)
 
 
-def test_the_summary_as_json_is_alone_on_stdout(capsys: pytest.CaptureFixture[str]) -> None:
+def test_json_summary_is_only_output_on_stdout(capsys: pytest.CaptureFixture[str]) -> None:
     talking = "loss_fn={call: cli_job.talking_loss}"
     assert main(["train", "job.yaml", "--json", "max_duration=2ba", talking]) == 0
     out, err = capsys.readouterr()
@@ -55,7 +55,7 @@ def test_the_summary_as_json_is_alone_on_stdout(capsys: pytest.CaptureFixture[st
     assert "training on the CPU" in err
 
 
-def test_a_path_may_hold_an_equals_sign(capsys: pytest.CaptureFixture[str]) -> None:
+def test_config_path_may_contain_equals_sign(capsys: pytest.CaptureFixture[str]) -> None:
     Path("lr=0.1").mkdir()
     Path("job.yaml").rename("lr=0.1/job.yaml")
     assert main(["train", "lr=0.1/job.yaml", "max_duration=1ba", "progress=false"]) == 0
@@ -66,17 +66,17 @@ def test_a_path_may_hold_an_equals_sign(capsys: pytest.CaptureFixture[str]) -> N
     ("command", "first"),
     {"config --keys": "What is made\n", "train job.yaml max_duration=500ep": "model:\n"}.items(),
 )
-def test_a_closed_pipe_is_no_traceback(command: str, first: str) -> None:
+def test_closed_pipe_shows_no_traceback(command: str, first: str) -> None:
     command = f"{sys.executable} -m automicro {command} | head -n 1"
     done = subprocess.run(
         ["bash", "-o", "pipefail", "-c", command], capture_output=True, text=True, check=False
     )
     assert done.stdout == first
     assert done.stderr == ""
-    assert done.returncode in (0, 141)  # 0 where all was written before the pipe closed
+    assert done.returncode in (0, 141)  # 0 if everything was written before the pipe closed
 
 
-def test_colours_are_for_terminals_that_want_them(
+def test_colors_follow_environment_variables(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     wrong = ["train", "job.yaml", "sede=1"]
@@ -92,7 +92,7 @@ def test_colours_are_for_terminals_that_want_them(
     assert "\x1b[1;31m" not in capsys.readouterr().err
 
 
-def test_modules_beside_the_config_are_found_from_anywhere_and_come_first(
+def test_modules_beside_config_take_precedence(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     elsewhere = tmp_path / "elsewhere"
@@ -103,7 +103,7 @@ def test_modules_beside_the_config_are_found_from_anywhere_and_come_first(
     assert capsys.readouterr().err == ""
 
 
-def test_help_shows_every_command_with_an_example(capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_shows_every_command_with_example(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--help"]) == 0
     out, err = capsys.readouterr()
     for name, command in COMMANDS.items():
@@ -116,7 +116,7 @@ def test_help_shows_every_command_with_an_example(capsys: pytest.CaptureFixture[
     assert err == ""
 
 
-def test_the_help_of_a_command_shows_its_own_examples(
+def test_command_help_shows_its_examples(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     for name, command in COMMANDS.items():
@@ -127,7 +127,7 @@ def test_the_help_of_a_command_shows_its_own_examples(
             assert f"\n  {example}\n" in out
 
 
-def test_debug_shows_the_traceback_of_a_mistake(capsys: pytest.CaptureFixture[str]) -> None:
+def test_debug_shows_traceback(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--debug", "train", "job.yaml", "model={call: cli_job.bug}"]) == 2
     before = capsys.readouterr().err
     assert main(["train", "--debug", "job.yaml", "model={call: cli_job.bug}"]) == 2
@@ -138,7 +138,7 @@ def test_debug_shows_the_traceback_of_a_mistake(capsys: pytest.CaptureFixture[st
     assert err.splitlines()[-2] == "  while making model (cli_job.bug)"
 
 
-def test_a_new_command_is_one_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_new_command_needs_one_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "more").mkdir()
     (tmp_path / "more" / "count.py").write_text(NEW_COMMAND, encoding="utf-8")
     monkeypatch.setattr(commands, "__path__", [*commands.__path__, str(tmp_path / "more")])
@@ -149,9 +149,7 @@ def test_a_new_command_is_one_file(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.parametrize("remedy", ["microbatch_size=None", "batchnorm='disable'"])
-def test_the_remedies_of_a_run_that_fails_can_be_copied(
-    remedy: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_suggested_remedies_can_be_copied(remedy: str, capsys: pytest.CaptureFixture[str]) -> None:
     norm = "model={call: cli_job.with_batchnorm}"
     arguments = ["train", "job.yaml", norm, "batchnorm=error", "microbatch_size=4"]
     assert main(arguments) == 1
@@ -159,7 +157,7 @@ def test_the_remedies_of_a_run_that_fails_can_be_copied(
     assert main([*arguments, *shlex.split(remedy)]) == 0
 
 
-def test_an_interruption_says_in_one_line_where_training_stood(
+def test_interruption_message_names_position_in_one_line(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     loss = "loss_fn={call: cli_job.interrupting_loss}"
@@ -169,7 +167,7 @@ def test_an_interruption_says_in_one_line_where_training_stood(
     assert sum("interrupted" in line for line in err) == 1
 
 
-def test_python_m_automicro_is_the_same_command() -> None:
+def test_python_m_automicro_runs_same_command() -> None:
     command = [sys.executable, "-m", "automicro", "--version"]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
     assert ended.stdout == f"automicro {automicro.__version__}\n"
@@ -177,7 +175,7 @@ def test_python_m_automicro_is_the_same_command() -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_the_installed_command_trains_the_digits_and_its_last_lines_say_what_it_survived() -> None:
+def test_installed_command_trains_digits_and_reports_ooms() -> None:
     root = Path(__file__).resolve().parent.parent
     command = [str(Path(sys.executable).parent / "automicro"), "train", "configs/digits.yaml"]
     # On a busy machine, threads that wait for each other take several times as long.
@@ -193,7 +191,7 @@ def test_the_installed_command_trains_the_digits_and_its_last_lines_say_what_it_
 DIGITS = str(Path(__file__).resolve().parent.parent / "configs" / "digits.yaml")
 
 
-def test_verify_says_whether_splitting_is_exact(capsys: pytest.CaptureFixture[str]) -> None:
+def test_verify_reports_whether_splitting_is_exact(capsys: pytest.CaptureFixture[str]) -> None:
     small = ["train_dataloader.args.batch_size=9", "model.args.channels=8"]
     assert main(["verify", DIGITS, *small]) == 0
     printed = capsys.readouterr().out
@@ -203,13 +201,13 @@ def test_verify_says_whether_splitting_is_exact(capsys: pytest.CaptureFixture[st
     assert printed.startswith("exact with loss_average=")
 
 
-def test_verify_of_one_row_cannot_tell(capsys: pytest.CaptureFixture[str]) -> None:
+def test_verify_of_one_row_is_inconclusive(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["verify", DIGITS, "train_dataloader.args.batch_size=1"]) == 3
     assert "cannot be verified" in capsys.readouterr().out
 
 
 @pytest.mark.sweep
-def test_plan_tells_the_largest_microbatch_that_fits_whatever_data_print(
+def test_plan_reports_largest_fitting_microbatch(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from automicro.demo import digits
@@ -217,12 +215,12 @@ def test_plan_tells_the_largest_microbatch_that_fits_whatever_data_print(
     make = digits.loader
 
     @functools.wraps(make)
-    def loudly(*arguments: Any, **options: Any) -> Any:
+    def printing_loader(*arguments: Any, **options: Any) -> Any:
         print("reading the digits")
         return make(*arguments, **options)
 
     with monkeypatch.context() as patch:
-        patch.setattr(digits, "loader", loudly)
+        patch.setattr(digits, "loader", printing_loader)
         assert main(["plan", DIGITS, "--memory", "4MiB", "--json"]) == 0
     printed = capsys.readouterr()
     assert "reading the digits" in printed.err
@@ -250,7 +248,7 @@ def test_plan_tells_the_largest_microbatch_that_fits_whatever_data_print(
         ("--max-rows=-3", "--max-rows: -3 is below 1"),
     ],
 )
-def test_explore_refuses_what_means_nothing(
+def test_explore_refuses_invalid_limits(
     option: str, words: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["explore", DIGITS, option]) == 2

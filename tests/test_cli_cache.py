@@ -1,4 +1,4 @@
-"""The command `automicro cache`: what it prints, what it removes, how it ends."""
+"""The command `automicro cache`: its output, removals and exit codes."""
 
 import dataclasses
 import json
@@ -32,7 +32,7 @@ EVAL = {**KEY, "phase": "eval", "memory_bytes": None}
 
 @pytest.fixture
 def cache(own_cache: Path, monkeypatch: pytest.MonkeyPatch) -> SizeCache:
-    """Three sizes of different age, and a clock that stands still."""
+    """Return a cache with three sizes of different ages, and stop the clock."""
     cache = SizeCache()
     ages = {SIZE: 3 * DAY, size_of(24, GPT2): 40 * DAY, size_of(64, EVAL): 59}
     for size, age in ages.items():
@@ -41,7 +41,7 @@ def cache(own_cache: Path, monkeypatch: pytest.MonkeyPatch) -> SizeCache:
     return cache
 
 
-def test_in_json_all_is_there_and_in_the_table_it_is_short(
+def test_json_is_complete_and_table_is_abbreviated(
     own_cache: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     shapes = dict.fromkeys(("input_ids", "attention_mask", "labels", "a", "b"), "int64[128]")
@@ -52,7 +52,7 @@ def test_in_json_all_is_there_and_in_the_table_it_is_short(
     assert json.loads(capsys.readouterr().out)[0]["key"]["shapes"] == shapes
 
 
-def test_without_a_size_it_says_where_one_will_be(
+def test_empty_cache_message_names_folder(
     own_cache: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["cache"]) == 0
@@ -66,7 +66,7 @@ def test_without_a_size_it_says_where_one_will_be(
     assert not own_cache.exists()
 
 
-def test_clear_removes_all(cache: SizeCache, capsys: pytest.CaptureFixture[str]) -> None:
+def test_clear_removes_all_sizes(cache: SizeCache, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["cache", "--clear"]) == 0
     assert capsys.readouterr().out == f"removed 3 sizes from {cache.folder}\n"
     assert cache.entries() == []
@@ -74,7 +74,7 @@ def test_clear_removes_all(cache: SizeCache, capsys: pytest.CaptureFixture[str])
 
 # Tests turn warnings into errors; users do not.
 @pytest.mark.filterwarnings("default::automicro.SizeCacheWarning")
-def test_damaged_files_are_told_and_the_rest_is_listed(
+def test_damaged_file_gives_warning_and_others_are_listed(
     cache: SizeCache, capsys: pytest.CaptureFixture[str]
 ) -> None:
     damaged = Path(cache.folder, f"{'0' * 64}.json")
@@ -89,7 +89,7 @@ def test_damaged_files_are_told_and_the_rest_is_listed(
 
 
 @pytest.mark.filterwarnings("default::automicro.SizeCacheWarning")
-def test_what_cannot_be_removed_is_told_and_ends_with_1(
+def test_failed_removal_gives_warning_and_exit_code_1(
     cache: SizeCache, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = Path(cache.folder, f"{'0' * 64}.json")
@@ -100,7 +100,7 @@ def test_what_cannot_be_removed_is_told_and_ends_with_1(
     assert err.startswith(f"automicro: warning: {folder} cannot be removed (")
 
 
-def test_text_of_a_file_neither_marks_up_nor_steers_the_terminal(
+def test_file_text_is_escaped_for_terminal(
     own_cache: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     SizeCache().remember(size_of(16, {**KEY, "model": "[red]\x1b[2J|Net"}))
@@ -120,7 +120,7 @@ def test_unknown_arguments_are_named(capsys: pytest.CaptureFixture[str]) -> None
     assert "--json and --clear do not go together" in capsys.readouterr().err
 
 
-def test_the_table_in_the_documentation_is_one_of_these() -> None:
+def test_documented_table_matches_command_output() -> None:
     root = Path(__file__).resolve().parent.parent
     page = (root / "benchmarks" / "results" / "measured_sizes.md").read_text("utf-8")
     rows = [line for line in page.splitlines() if line.startswith("|")]

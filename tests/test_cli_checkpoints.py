@@ -1,4 +1,4 @@
-"""A run that is started again with the same command, and weights from its checkpoints."""
+"""Runs resume with the same command, and weights load from their checkpoints."""
 
 import json
 import os
@@ -12,7 +12,7 @@ from automicro.cli import main
 from automicro.trainer.report import TIME_IS_OVER
 from tests.cli_jobs import enter_folder_with_job
 
-# Sends a signal in the middle of a batch, once.
+# Sends a signal once, in the middle of a batch.
 STOPPING = """
 
 def stopping_loss(number, after):
@@ -35,7 +35,7 @@ EVAL_DATA = "{call: cli_job.loader, args: {batch_size: 8}}"
 
 
 @pytest.fixture(autouse=True)
-def in_a_folder_with_a_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def job_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     enter_folder_with_job(tmp_path, monkeypatch)
     with Path("cli_job.py").open("a", encoding="utf-8") as file:
         file.write(STOPPING)
@@ -46,7 +46,7 @@ def train(*overrides: str) -> int:
 
 
 def interrupted(*overrides: str, number: int = signal.SIGINT) -> tuple[int, list[str]]:
-    """Train in a folder until a signal comes in the fifth batch; the same command for later."""
+    """Train until a signal in the fifth batch; return the exit code and the command."""
     Path("armed").touch()
     node = f"loss_fn={{call: cli_job.stopping_loss, args: {{number: {int(number)}, after: 5}}}}"
     command = [node, *overrides]
@@ -62,7 +62,7 @@ def weights(path: str) -> torch.Tensor:
     ("number", "code", "name"),
     [(signal.SIGINT, 130, "Ctrl-C"), (signal.SIGTERM, 143, "SIGTERM")],
 )
-def test_the_same_command_goes_on_after_an_interruption_to_the_same_weights(
+def test_same_command_resumes_interrupted_run_to_same_weights(
     number: int, code: int, name: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert train("run_dir=whole") == 0
@@ -78,7 +78,7 @@ def test_the_same_command_goes_on_after_an_interruption_to_the_same_weights(
     assert torch.equal(weights("a/weights.pt"), weights("whole/weights.pt"))
 
 
-def test_a_second_signal_in_the_same_batch_says_how_to_go_on_as_well(
+def test_second_signal_in_batch_explains_how_to_resume(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     Path("impatient").touch()
@@ -86,33 +86,33 @@ def test_a_second_signal_in_the_same_batch_says_how_to_go_on_as_well(
     assert capsys.readouterr().err.splitlines()[-1].endswith("the same command resumes from there")
 
 
-GOING_ON: dict[str, tuple[list[str], str]] = {
+RESUME_HINTS: dict[str, tuple[list[str], str]] = {
     "no folder": (
         [],
         "without a checkpoint: the same command starts over; with run_dir=runs/first "
         "checkpoint={} it can resume",
     ),
-    "a folder named after the time": (
+    "folder named by interpolation": (
         ["run_dir=${oc.env:A_NAME}", "checkpoint={}"],
         "saved in b c/checkpoints: the same command with 'run_dir=b c' resumes from there",
     ),
-    "a folder of checkpoints alone": (
+    "checkpoint folder only": (
         ["checkpoint={folder: saved}"],
         "saved in saved: the same command resumes from there",
     ),
-    "never resumed unless told": (
+    "resume is never": (
         ["run_dir=a", "checkpoint={resume: never}"],
         "saved in a/checkpoints: the same command with checkpoint.resume=auto resumes from there",
     ),
-    "a folder without checkpoints": (
+    "run folder without checkpoints": (
         ["run_dir=a"],
         "without a checkpoint: the same command starts over; with checkpoint={} it can resume",
     ),
 }
 
 
-@pytest.mark.parametrize(("options", "end"), GOING_ON.values(), ids=GOING_ON)
-def test_ctrl_c_is_told_once_with_how_to_go_on(
+@pytest.mark.parametrize(("options", "end"), RESUME_HINTS.values(), ids=RESUME_HINTS)
+def test_ctrl_c_message_explains_how_to_resume(
     options: list[str],
     end: str,
     capsys: pytest.CaptureFixture[str],
@@ -125,7 +125,7 @@ def test_ctrl_c_is_told_once_with_how_to_go_on(
     assert (out + err).count("stopped after") == 1
 
 
-def test_a_finished_run_started_again_trains_nothing_and_says_what_it_came_to(
+def test_restarted_finished_run_prints_summary_without_training(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     never_better = "{call: automicro.callbacks.EarlyStopping, args: {patience: 1, min_delta: 9.0}}"
@@ -149,7 +149,7 @@ def test_a_finished_run_started_again_trains_nothing_and_says_what_it_came_to(
     assert "holds the summary.json and the weights.pt of a run already" in capsys.readouterr().err
 
 
-def test_a_run_whose_time_was_over_goes_on(
+def test_run_stopped_by_max_time_resumes(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     command = ["run_dir=a", "checkpoint={}", "--json"]
@@ -163,7 +163,7 @@ def test_a_run_whose_time_was_over_goes_on(
     assert json.loads(Path("a/summary.json").read_text())["steps"] == 8
 
 
-def test_a_longer_run_goes_on_from_the_checkpoints_of_another_and_then_from_its_own(
+def test_longer_run_resumes_from_other_then_own_checkpoints(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     assert train("run_dir=short", "checkpoint={}", "max_duration=2ep") == 0
@@ -177,7 +177,7 @@ def test_a_longer_run_goes_on_from_the_checkpoints_of_another_and_then_from_its_
     assert "after batch 9\n" in out
 
 
-def test_a_checkpoint_is_stronger_than_weights_and_this_is_said(
+def test_checkpoint_overrides_weights_with_message(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     assert train("run_dir=first") == 0
@@ -196,7 +196,7 @@ def test_checkpoints_can_be_evaluated(capsys: pytest.CaptureFixture[str]) -> Non
     assert train(*command) == 0
     trained = json.loads(capsys.readouterr().out)["eval_metrics"]["loss"]
     newest = max(Path("a/checkpoints").iterdir())
-    # As it was trained, and with no run_dir at all, where no checkpoint could be saved.
+    # With the config of the run, and without the run_dir that saving a checkpoint would need.
     for job in (["a/config.yaml"], ["job.yaml", f"eval_dataloader={EVAL_DATA}", "checkpoint={}"]):
         for path in ("a/checkpoints", str(newest)):
             assert main(["eval", *job, f"weights={path}", "--json"]) == 0
@@ -204,7 +204,7 @@ def test_checkpoints_can_be_evaluated(capsys: pytest.CaptureFixture[str]) -> Non
             assert loss == pytest.approx(trained, rel=1e-6)
 
 
-def test_the_checkpoint_of_another_model_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+def test_checkpoint_of_another_model_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert train("run_dir=a", "checkpoint={}") == 0
     larger = ["model.args.out_features=3", f"eval_dataloader={EVAL_DATA}"]
     assert main(["eval", "job.yaml", *larger, "weights=a/checkpoints"]) == 2

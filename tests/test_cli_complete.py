@@ -1,4 +1,4 @@
-"""What the Tab key offers: commands, options and files, by shtab."""
+"""Shell completion of commands, options and files by shtab."""
 
 import subprocess
 import sys
@@ -12,7 +12,7 @@ from automicro.cli.commands.complete import SHELLS
 
 
 @pytest.mark.parametrize("shell", SHELLS)
-def test_each_shell_has_a_script_with_every_command(
+def test_each_shell_script_contains_every_command(
     shell: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["complete", shell]) == 0
@@ -30,7 +30,7 @@ def test_each_shell_has_a_script_with_every_command(
         ("complete fi", ["fish"]),
     ],
 )
-def test_bash_completes(
+def test_bash_completes_words(
     words: str, expected: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for name in ("job.yaml", "report.json"):
@@ -47,7 +47,7 @@ printf '%s\\n' "${{COMPREPLY[@]}}"
     assert done.stdout.splitlines() == expected
 
 
-def test_without_shtab_the_command_that_installs_it_is_named(
+def test_missing_shtab_error_names_install_command(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setitem(sys.modules, "shtab", None)

@@ -1,4 +1,4 @@
-"""Looking at configs and keys, and starting a config from the template."""
+"""The command `automicro config` shows configs and keys, and prints a template."""
 
 from pathlib import Path
 
@@ -13,7 +13,7 @@ EVALUATION = ("data", "metrics", "microbatch_size", "max_batches", "interval")
 
 
 @pytest.fixture(autouse=True)
-def in_a_folder_with_a_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def job_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     enter_folder_with_job(tmp_path, monkeypatch)
 
 
@@ -24,7 +24,7 @@ def printed(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
     return out
 
 
-def test_with_set_only_the_keys_that_are_set(capsys: pytest.CaptureFixture[str]) -> None:
+def test_set_option_prints_only_set_keys(capsys: pytest.CaptureFixture[str]) -> None:
     out = printed(capsys, "job.yaml", "seed=3", "--set")
     Path("again.yaml").write_text(out, encoding="utf-8")
     assert set(read_file(Path("again.yaml"))[0]) == {
@@ -33,7 +33,7 @@ def test_with_set_only_the_keys_that_are_set(capsys: pytest.CaptureFixture[str])
 
 
 @pytest.mark.parametrize("wrong", ["model.call=torch.nn.Linaer", "weights=none.pt"])
-def test_all_that_train_would_check_is_checked_with_the_same_words(
+def test_config_reports_same_errors_as_train(
     wrong: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["train", "job.yaml", wrong]) == 2
@@ -67,7 +67,7 @@ def test_all_keys_are_listed_with_type_default_and_meaning(
         "checkpoint.keep": ["checkpoint.keep_last", "checkpoint.keep_best"],
     }.items(),
 )
-def test_keys_are_found_by_part_of_a_name_or_by_pattern(
+def test_keys_are_found_by_substring_or_pattern(
     pattern: str, keys: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = printed(capsys, "--keys", pattern)
@@ -96,7 +96,7 @@ def make_loader(batch_size):
 """
 
 
-def test_the_template_filled_in_with_a_users_module_trains(
+def test_completed_template_trains_user_module(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     template = printed(capsys, "--template")

@@ -1,4 +1,4 @@
-"""Evaluating with weights from a file."""
+"""The command `automicro eval` with weights from a file."""
 
 import json
 from pathlib import Path
@@ -14,11 +14,11 @@ DATA = "eval_dataloader={call: cli_job.loader, args: {batch_size: 8}}"
 
 
 @pytest.fixture(autouse=True)
-def in_a_folder_with_a_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def job_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     enter_folder_with_job(tmp_path, monkeypatch)
 
 
-def test_loss_and_metrics_are_printed_one_per_line_or_as_one_object(
+def test_loss_and_metrics_are_printed_as_lines_or_json(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     weight = torch.zeros(2, 1024)
@@ -37,7 +37,7 @@ def test_loss_and_metrics_are_printed_one_per_line_or_as_one_object(
     assert json.loads(out) == {"loss": None, "accuracy": 1}  # JSON has no NaN
 
 
-def test_initial_weights_are_warned_of_on_stderr(capsys: pytest.CaptureFixture[str]) -> None:
+def test_initial_weights_give_warning_on_stderr(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["eval", "job.yaml", DATA]) == 0
     out, err = capsys.readouterr()
     assert out.startswith("loss  ")
@@ -46,7 +46,7 @@ def test_initial_weights_are_warned_of_on_stderr(capsys: pytest.CaptureFixture[s
     )
 
 
-def test_what_only_training_needs_is_neither_required_nor_looked_at() -> None:
+def test_eval_ignores_training_keys() -> None:
     broken = [
         "optimizer.call=no.such",
         "scheduler={call: no.such}",

@@ -1,4 +1,4 @@
-"""What the command line says of a mistake in the user's own code, data and config: whole blocks."""
+"""Complete error messages for mistakes in the user's code, data and config."""
 
 import re
 import sys
@@ -71,7 +71,7 @@ BROKEN_LOADER = "train_dataloader={call: my_code.broken, args: {batch_size: 12}}
 
 
 @pytest.fixture(autouse=True)
-def in_a_folder_with_a_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def job_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     enter_folder_with_job(tmp_path, monkeypatch)
     for name in ("my_code", "slip", "typo"):
         monkeypatch.delitem(sys.modules, name, raising=False)
@@ -82,7 +82,7 @@ def in_a_folder_with_a_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def said(capsys: pytest.CaptureFixture[str]) -> list[str]:
-    """The lines on stderr, numbers of lines in torch left out."""
+    """Return the lines on stderr, without line numbers in torch."""
     err = capsys.readouterr().err
     return re.sub(r"(at torch[\w/]*\.py):\d+", r"\1:…", err).splitlines()
 
@@ -137,7 +137,7 @@ FAILED = {
 
 
 @pytest.mark.parametrize(("arguments", "lines"), FAILED.items(), ids=str)
-def test_a_run_that_fails_says_in_one_block_what_when_and_where(
+def test_failed_run_reports_error_position_and_code_line(
     arguments: tuple[str, ...], lines: tuple[str, ...], capsys: pytest.CaptureFixture[str]
 ) -> None:
     command, *overrides = arguments
@@ -194,18 +194,18 @@ MADE = {
 
 
 @pytest.mark.parametrize(("override", "lines"), MADE.items())
-def test_what_cannot_be_made_is_a_mistake_in_the_config_with_its_place(
+def test_construction_error_names_config_location(
     override: str, lines: tuple[str, ...], capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["train", "job.yaml", override]) == 2
     first, *rest = lines
     expected = [line if line == HINT else f"  {line}" for line in rest]
-    in_part = override.partition("=")[0].count(".") > 0  # the rest of the section is the file's
+    in_part = override.partition("=")[0].count(".") > 0  # the file has the rest of the section
     place = "job.yaml:4 + " * in_part + f"the override {override!r}"
     assert said(capsys) == [f"automicro: {place}: {first}", *expected]
 
 
-def test_a_function_can_be_handed_over_as_the_message_says(
+def test_suggested_function_syntax_works(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     tokens = "{call: pkgutil.resolve_name, args: {name: my_code.count_tokens}}"
@@ -215,7 +215,7 @@ def test_a_function_can_be_handed_over_as_the_message_says(
     assert re.search(r"^tokens +24,576$", capsys.readouterr().out, re.MULTILINE)
 
 
-def test_warnings_are_one_line_each_and_those_of_one_line_of_torch_come_once(
+def test_warnings_take_one_line_and_repeat_once(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     before = warnings.showwarning
@@ -234,7 +234,7 @@ def test_warnings_are_one_line_each_and_those_of_one_line_of_torch_come_once(
     assert warnings.showwarning is before
 
 
-def test_what_is_known_of_an_exception_is_kept_whatever_its_class_does() -> None:
+def test_error_facts_are_kept_for_frozen_exceptions() -> None:
     class FrozenError(Exception):
         def __setattr__(self, name: str, value: object) -> None:
             raise AttributeError("frozen")
@@ -249,7 +249,7 @@ def test_what_is_known_of_an_exception_is_kept_whatever_its_class_does() -> None
 
 
 @pytest.mark.parametrize("command", ["train", "config"])
-def test_help_may_be_written_as_a_word(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_works_as_command(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([command, "--help"]) == 0
     wanted = capsys.readouterr().out
     assert main(["help", command]) == 0

@@ -1,4 +1,4 @@
-"""What the command line imports: people who ask for help do not wait for torch."""
+"""The command line imports heavy packages only when needed, so help does not wait for torch."""
 
 import json
 import subprocess
@@ -31,8 +31,8 @@ LIGHT = (
     "cache --json --clear",
     "explore",
 )
-# Each in one process, so what is imported is told of the first that does so.
-SAY_WHAT_IS_IMPORTED = """\
+# All commands share one process; each reports the heavy modules that it imports.
+LIST_IMPORTS = """\
 import contextlib, io, json, sys
 heavy, commands = json.loads(sys.argv[1])
 from automicro.cli import main
@@ -47,8 +47,8 @@ print(json.dumps(found))
 """
 
 
-def imported_by(code: str, *arguments: str, folder: Path) -> str:
-    """What a fresh Python prints."""
+def run_python(code: str, *arguments: str, folder: Path) -> str:
+    """Return the output of a new Python process."""
     done = subprocess.run(
         [sys.executable, "-c", code, *arguments],
         capture_output=True,
@@ -59,18 +59,18 @@ def imported_by(code: str, *arguments: str, folder: Path) -> str:
     return done.stdout
 
 
-def test_help_mistakes_and_the_cache_import_nothing_heavy(tmp_path: Path, own_cache: Path) -> None:
+def test_help_errors_and_cache_import_nothing_heavy(tmp_path: Path, own_cache: Path) -> None:
     asked = json.dumps([HEAVY, LIGHT])
-    found = json.loads(imported_by(SAY_WHAT_IS_IMPORTED, asked, folder=tmp_path))
+    found = json.loads(run_python(LIST_IMPORTS, asked, folder=tmp_path))
     assert {command: names for command, (_, names) in found.items() if names} == {}
     ended = {command: code for command, (code, _) in found.items()}
     assert ended["--help"] == ended["cache"] == ended["config --template"] == 0
     assert ended["train"] == ended["trian job.yaml"] == ended["cache --json --clear"] == 2
 
 
-def test_errors_take_torch_only_for_the_one_that_is_an_error_of_torch(tmp_path: Path) -> None:
+def test_errors_import_torch_only_for_sample_too_large(tmp_path: Path) -> None:
     code = "import sys, automicro.errors as e; e.ConfigError; print('torch' in sys.modules)"
-    assert imported_by(code, folder=tmp_path) == "False\n"
+    assert run_python(code, folder=tmp_path) == "False\n"
     code = """\
 import pickle, torch
 from automicro.errors import SampleTooLargeError
@@ -79,11 +79,11 @@ assert automicro.SampleTooLargeError is automicro.errors.SampleTooLargeError is 
 assert issubclass(SampleTooLargeError, (automicro.AutomicroError, torch.OutOfMemoryError))
 print(repr(pickle.loads(pickle.dumps(SampleTooLargeError("one row")))))
 """
-    assert imported_by(code, folder=tmp_path) == "SampleTooLargeError('one row')\n"
+    assert run_python(code, folder=tmp_path) == "SampleTooLargeError('one row')\n"
 
 
-# What one process that trains has no use for, and seconds to import.
-FOR_OTHERS = (
+# Packages that training in one process does not need; importing them takes seconds.
+UNNEEDED = (
     "torch.distributed.fsdp",
     "torch.distributed.tensor",
     "torchmetrics",
@@ -93,7 +93,7 @@ FOR_OTHERS = (
     "matplotlib",
     "transformers",
 )
-SAY_WHO_IMPORTS = """\
+RECORD_IMPORTERS = """\
 import json, sys
 watched = json.loads(sys.argv[1])
 importers = {}
@@ -108,26 +108,26 @@ sys.meta_path.insert(0, Watch())
 """
 
 
-def test_nothing_of_several_processes_or_of_metrics_is_imported_with_the_trainer(
+def test_trainer_does_not_import_distributed_or_metrics(
     tmp_path: Path,
 ) -> None:
-    code = f"""{SAY_WHO_IMPORTS}
+    code = f"""{RECORD_IMPORTERS}
 import automicro, automicro.cli.config.build, automicro.cli.job
 automicro.Trainer, automicro.Microbatcher, automicro.verify
 print([name for name in watched if name in sys.modules])
 """
-    assert imported_by(code, json.dumps(FOR_OTHERS), folder=tmp_path) == "[]\n"
+    assert run_python(code, json.dumps(UNNEEDED), folder=tmp_path) == "[]\n"
 
 
-def test_training_the_digits_imports_none_of_it_by_itself(tmp_path: Path) -> None:
-    # Optimizers of torch import its compiler, which imports FSDP, and torchmetrics what it likes.
+def test_digits_training_imports_no_unneeded_packages(tmp_path: Path) -> None:
+    # torch's optimizers import its compiler, which imports FSDP; torchmetrics imports much else.
     digits = str(Path(__file__).resolve().parent.parent / "configs" / "digits.yaml")
-    code = f"""{SAY_WHO_IMPORTS}
+    code = f"""{RECORD_IMPORTERS}
 from automicro.cli import main
 assert main(["train", {digits!r}, "metrics={{}}", "max_duration=1ba", "eval_interval=null"]) == 0
 print(json.dumps({{name: by for name, by in importers.items() if name in sys.modules}}))
 """
-    last = imported_by(code, json.dumps(FOR_OTHERS), folder=tmp_path).splitlines()[-1]
+    last = run_python(code, json.dumps(UNNEEDED), folder=tmp_path).splitlines()[-1]
     importers = json.loads(last)
     assert set(importers) <= {"torch.distributed.fsdp", "torch.distributed.tensor"}
     for path in importers.values():
@@ -136,7 +136,7 @@ print(json.dumps({{name: by for name, by in importers.items() if name in sys.mod
 
 
 @pytest.mark.parametrize("name", ["SampleTooSmallError", "torch_"])
-def test_an_error_that_is_none_is_no_attribute(name: str) -> None:
+def test_unknown_error_name_raises_attribute_error(name: str) -> None:
     import automicro.errors
 
     with pytest.raises(AttributeError, match=f"'automicro.errors' has no attribute '{name}'"):

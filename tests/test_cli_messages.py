@@ -1,4 +1,4 @@
-"""Wrong command lines, and wrong configs as the command line tells of them: whole messages."""
+"""Complete error messages for wrong command lines and wrong configs."""
 
 import io
 import os
@@ -19,7 +19,7 @@ DEBUG = "(--debug shows the traceback)"
 
 
 @pytest.fixture(autouse=True)
-def in_a_folder_with_a_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def job_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     enter_folder_with_job(tmp_path, monkeypatch)
 
 
@@ -49,7 +49,7 @@ WRONG_COMMANDS = {
 
 
 @pytest.mark.parametrize(("arguments", "message"), WRONG_COMMANDS.items(), ids=str)
-def test_a_wrong_command_line_is_answered_with_the_usage_and_one_line(
+def test_wrong_command_line_prints_usage_and_one_error_line(
     arguments: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(list(arguments)) == 2
@@ -137,7 +137,7 @@ WRONG_USES: dict[tuple[str, ...], str] = {
 
 
 @pytest.fixture
-def weights_of_all_kinds() -> None:
+def weight_files() -> None:
     linear = torch.nn.Linear(1024, 2).state_dict()
     torch.save(linear, "good.pt")
     Path("text.pt").write_text("weights", encoding="utf-8")
@@ -147,9 +147,9 @@ def weights_of_all_kinds() -> None:
     torch.save(torch.nn.Linear(8, 2).state_dict(), "shape.pt")
 
 
-@pytest.mark.usefixtures("weights_of_all_kinds")
+@pytest.mark.usefixtures("weight_files")
 @pytest.mark.parametrize(("arguments", "message"), WRONG_USES.items(), ids=str)
-def test_a_mistake_ends_with_2_and_one_message(
+def test_wrong_use_gives_exit_code_2_and_message(
     arguments: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(list(arguments)) == 2
@@ -176,7 +176,7 @@ def test_a_mistake_ends_with_2_and_one_message(
         "precision: bf61": "precision='bf61' is not known",
     }.items(),
 )
-def test_a_mistake_is_told_with_what_brought_it_in(
+def test_config_error_names_its_source(
     line: str, message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     Path("also.yaml").write_text(f"# more\n{line}\n", encoding="utf-8")
@@ -187,11 +187,11 @@ def test_a_mistake_is_told_with_what_brought_it_in(
     ):
         assert main(["config", "job.yaml", *inputs]) == 2
         assert capsys.readouterr().err.startswith(f"automicro: {place}: {message}")
-    # A mistake that a later override puts right is none.
+    # A later override can correct an error.
     assert main(["config", "job.yaml", "seed=many", "seed=1"]) == 0
 
 
-def test_behind_a_pipe_an_error_comes_after_what_was_printed(
+def test_piped_error_follows_earlier_output(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     pipe = io.BytesIO()
@@ -213,7 +213,7 @@ def test_several_processes_without_parallel_are_refused(
     assert "parallel='ddp'" in error
 
 
-def test_one_process_of_torchrun_is_a_process_like_any_other(
+def test_single_torchrun_process_is_accepted(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("WORLD_SIZE", "1")

@@ -1,4 +1,4 @@
-"""Which of several processes says what went wrong."""
+"""Error reports of several processes."""
 
 import json
 from pathlib import Path
@@ -13,7 +13,7 @@ from automicro.errors import ConfigError, DesyncError, PeerFailedError, PeerLost
 
 @pytest.fixture
 def torchrun(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
-    """Two processes under torchrun; this one is rank 0."""
+    """Act as rank 0 of two processes under torchrun."""
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setenv("RANK", "0")
     return monkeypatch
@@ -25,7 +25,7 @@ def said(error: BaseException, capsys: pytest.CaptureFixture[str]) -> str:
 
 
 @pytest.mark.parametrize("kind", [ConfigError, DesyncError])
-def test_what_all_ranks_find_is_said_by_the_first_in_full_and_by_others_in_a_line(
+def test_first_rank_reports_common_error_in_full(
     kind: type[Exception], torchrun: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     text = "no model; " + "give one " * 60
@@ -36,7 +36,7 @@ def test_what_all_ranks_find_is_said_by_the_first_in_full_and_by_others_in_a_lin
     assert len(line) < 400
 
 
-def test_who_stops_because_of_another_says_so_in_a_line(
+def test_rank_stopped_by_peer_reports_one_line(
     torchrun: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     text = said(
@@ -56,7 +56,7 @@ LOST = (
     ("is_saved", "end"),
     [(True, "the same command resumes from there"), (False, "the same command starts over")],
 )
-def test_a_lost_rank_is_told_whole_with_how_to_go_on(
+def test_lost_rank_error_explains_how_to_resume(
     is_saved: bool,
     end: str,
     tmp_path: Path,
@@ -75,13 +75,13 @@ def test_a_lost_rank_is_told_whole_with_how_to_go_on(
     assert said(caught.value, capsys) == (f"automicro: {LOST}; {end}\n")
 
 
-def test_torchrun_is_left_what_went_wrong_of_the_rank_that_it_went_wrong_on(
+def test_torchrun_error_file_contains_only_original_error(
     torchrun: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "error.json"
     torchrun.setenv("TORCHELASTIC_ERROR_FILE", str(path))
     said(PeerFailedError("rank 1 failed"), capsys)
-    assert not path.exists()  # what only followed would be taken for the cause
+    assert not path.exists()  # torchrun would take the consequence for the cause
     said(RuntimeError("a mistake"), capsys)
     message = json.loads(path.read_text(encoding="utf-8"))["message"]
     assert message["message"] == "RuntimeError: a mistake"

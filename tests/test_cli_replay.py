@@ -1,4 +1,4 @@
-"""``automicro replay`` and rehearsals from a config: from the failure to the size that fits."""
+"""``automicro replay`` and rehearsals from a config report failures and the sizes that fit."""
 
 import json
 import re
@@ -12,13 +12,13 @@ from tests.cli_jobs import enter_folder_with_job
 
 
 @pytest.fixture(autouse=True)
-def in_a_folder_with_a_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def job_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     enter_folder_with_job(tmp_path, monkeypatch)
 
 
 @pytest.fixture
-def kept(capsys: pytest.CaptureFixture[str]) -> Path:
-    """What a run has left whose batches do not fit."""
+def saved_batch(capsys: pytest.CaptureFixture[str]) -> Path:
+    """Return the failed batch that a run saved."""
     limit = "memory_limit=14KiB"
     assert main(["train", "job.yaml", limit, "run_dir=runs/first", "rehearse=worst"]) == 1
     out, err = capsys.readouterr()
@@ -29,28 +29,26 @@ def kept(capsys: pytest.CaptureFixture[str]) -> Path:
     return path
 
 
-def test_a_batch_that_did_not_fit_is_replayed_with_the_config_beside_it(
-    kept: Path, capsys: pytest.CaptureFixture[str]
+def test_failed_batch_is_replayed_with_adjacent_config(
+    saved_batch: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["replay", str(kept)]) == 1
+    assert main(["replay", str(saved_batch)]) == 1
     out = capsys.readouterr().out
     assert "does not fit: not even 1 row of 12" in out
-    # Of 15 KiB one was refused: no device of 14 KiB held them.
+    # A refused allocation would have reached 15 KiB, above the limit of 14 KiB.
     assert "needed at least: 15.00 KiB of 14.00 KiB" in out
     assert "at any size: parameters 8.50 KiB" in out
     assert "peak" not in out
-    assert main(["replay", str(kept), "memory_limit=1MiB"]) == 0
+    assert main(["replay", str(saved_batch), "memory_limit=1MiB"]) == 0
     out = capsys.readouterr().out
     assert "fits now: 1 × 12 of 12 rows" in out
     assert re.search(r"\npeak: [\d.]+ KiB of 1.00 MiB\n", out)
-    assert main(["replay", str(kept), "job.yaml", "--json"]) == 0
+    assert main(["replay", str(saved_batch), "job.yaml", "--json"]) == 0
     report = json.loads(capsys.readouterr().out)
     assert (report["fits"], report["rows"], report["failed"]["limit_bytes"]) == (True, 12, 14336)
 
 
-def test_what_cannot_be_replayed_is_answered_with_a_remedy(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_replay_errors_name_remedy(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     def fails(*command: str) -> str:
         assert main(["replay", *command]) == 2
         return capsys.readouterr().err

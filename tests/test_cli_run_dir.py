@@ -1,4 +1,4 @@
-"""The folder that a run leaves: complete, loadable, never overwritten."""
+"""The folder of a run is complete, loadable and never overwritten."""
 
 import json
 import os
@@ -18,7 +18,7 @@ ANOTHER = "give another run_dir, such as 'runs/${now:%Y-%m-%d_%H-%M-%S}', or rem
 
 
 @pytest.fixture(autouse=True)
-def in_a_folder_with_a_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def job_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     enter_folder_with_job(tmp_path, monkeypatch)
 
 
@@ -26,7 +26,7 @@ def train(*overrides: str) -> int:
     return main(["train", "job.yaml", "seed=0", "progress=false", *overrides])
 
 
-def test_the_config_that_is_left_gives_the_same_run_again() -> None:
+def test_saved_config_reproduces_run() -> None:
     sizes = ["global_batch_size=8", "train_dataloader.args.batch_size=${global_batch_size}"]
     assert train("run_dir=a", *sizes, "accumulate_batches=2") == 0
     again = load_config("a/config.yaml")
@@ -38,37 +38,37 @@ def test_the_config_that_is_left_gives_the_same_run_again() -> None:
     assert torch.equal(first, second)
 
 
-def complaint(capsys: pytest.CaptureFixture[str], *overrides: str) -> str:
+def error_of(capsys: pytest.CaptureFixture[str], *overrides: str) -> str:
     capsys.readouterr()
     assert train(*overrides) == 2
     first = capsys.readouterr().err.splitlines()[0]
     return first.removeprefix(f"automicro: the override {overrides[0]!r}: ")
 
 
-def test_another_run_in_the_folder_is_named_by_what_differs(
+def test_error_lists_differences_from_existing_run(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     assert train("run_dir=a") == 0
-    assert complaint(capsys, "run_dir=a", "optimizer.args={lr: 0.2, momentum: 0.9}", "seed=1") == (
+    assert error_of(capsys, "run_dir=a", "optimizer.args={lr: 0.2, momentum: 0.9}", "seed=1") == (
         "run_dir='a' holds another run (optimizer.args.lr: 0.1 → 0.2, seed: 0 → 1, "
         f"optimizer.args.momentum: not set → 0.9): {ANOTHER}"
     )
 
 
-def test_a_finished_run_of_the_same_config_is_not_overwritten(
+def test_finished_run_of_same_config_is_not_overwritten(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     assert train("run_dir=a") == 0
     written = {each: each.read_bytes() for each in Path("a").iterdir()}
     message = f"run_dir='a' holds the summary.json and the weights.pt of a run already: {ANOTHER}"
-    assert complaint(capsys, "run_dir=a") == message
-    # The same folder under another name is no difference between the runs.
+    assert error_of(capsys, "run_dir=a") == message
+    # Another path to the same folder does not count as a difference.
     message = message.replace("'a'", f"'{Path('a').resolve()}'")
-    assert complaint(capsys, f"run_dir={Path('a').resolve()}") == message
+    assert error_of(capsys, f"run_dir={Path('a').resolve()}") == message
     assert {each: each.read_bytes() for each in Path("a").iterdir()} == written
 
 
-def test_a_file_appears_whole_or_not_at_all(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_write_leaves_no_partial_file(monkeypatch: pytest.MonkeyPatch) -> None:
     def run_out_of_disk(state: object, file: object) -> None:
         raise OSError(28, "No space left on device")
 
@@ -80,7 +80,7 @@ def test_a_file_appears_whole_or_not_at_all(monkeypatch: pytest.MonkeyPatch) -> 
     assert os.listdir("a") == ["config.yaml"]
 
 
-def test_every_file_is_on_the_disk_before_it_has_its_name(
+def test_files_are_synced_before_rename(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     synced: list[int] = []
@@ -102,16 +102,16 @@ def test_every_file_is_on_the_disk_before_it_has_its_name(
     assert order == ["file", "config.yaml", "folder"]
 
 
-def test_a_run_that_failed_before_it_left_anything_is_in_nobodys_way() -> None:
+def test_folder_of_failed_run_can_be_reused() -> None:
     wrong = "model={call: torch.nn.Linear, args: {in_features: 7, out_features: 2}}"
     assert train("run_dir=a", wrong) == 1
     assert [each.name for each in Path("a").iterdir()] == ["config.yaml"]
     assert train("run_dir=a") == 0
 
 
-def test_a_longer_run_is_told_how_it_goes_on(capsys: pytest.CaptureFixture[str]) -> None:
+def test_error_explains_how_to_extend_run(capsys: pytest.CaptureFixture[str]) -> None:
     assert train("run_dir=a", "checkpoint={}") == 0
-    message = complaint(capsys, "run_dir=a", "checkpoint={}", "max_duration=9ep")
+    message = error_of(capsys, "run_dir=a", "checkpoint={}", "max_duration=9ep")
     more = "run_dir=a-2 checkpoint.resume=a/checkpoints"
     assert message.endswith(f"{ANOTHER}; to resume from it, add {more} to the same command")
     longer = ["run_dir=b", "checkpoint={resume: a/checkpoints}", "max_duration=9ep"]

@@ -1,4 +1,4 @@
-"""Times as text."""
+"""Times are parsed from text."""
 
 from datetime import timedelta
 
@@ -22,5 +22,5 @@ from automicro.durations import parse_time
         (timedelta(minutes=1.5), 90),
     ],
 )
-def test_a_time_is_read(text: str | timedelta, seconds: int) -> None:
+def test_times_are_parsed(text: str | timedelta, seconds: int) -> None:
     assert parse_time(text) == seconds

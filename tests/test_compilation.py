@@ -1,4 +1,4 @@
-"""Compiled models: how often they are compiled, what is refused, and that nothing else changes."""
+"""Models compile at most a few times, give exact results, and refuse invalid options."""
 
 import copy
 import re
@@ -20,19 +20,19 @@ FEATURES, CLASSES = 6, 3
 ROWS = (64, 61, 50, 64)
 ROOM = 8
 
-# Torch's compiler looks at the gradient of what lies between two graphs, and warns of that.
+# torch's compiler reads the gradient of tensors between two graphs, which gives a warning.
 between_graphs = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
 
 
 @pytest.fixture(autouse=True)
-def nothing_compiled_before() -> Iterator[None]:
+def reset_compiler() -> Iterator[None]:
     torch._dynamo.reset()
     yield
     torch._dynamo.reset()
 
 
 class Net(nn.Module):
-    """Dropout, so that random numbers matter, and a break in the graph where asked for."""
+    """A model with dropout, so that random numbers matter, and an optional graph break."""
 
     def __init__(self, *, dropout: float = 0.0, breaks: bool = False) -> None:
         super().__init__()
@@ -49,7 +49,7 @@ class Net(nn.Module):
         return self.last(hidden)
 
 
-class OneOfMany(nn.CrossEntropyLoss):
+class LimitedCrossEntropy(nn.CrossEntropyLoss):
     """Cross entropy that runs out of memory with too many rows."""
 
     def __init__(self, room: int = ROOM) -> None:
@@ -71,29 +71,29 @@ def batch_of(rows: int) -> tuple[Tensor, Tensor]:
 
 
 def compiled(model: nn.Module, backend: str = "eager", **options: Any) -> Any:
-    """Compile in place; the counter tells how many graphs were compiled."""
+    """Compile in place, and return a counter of compiled graphs."""
     counter = CompileCounterWithBackend(backend)
     compile_model(model, {"backend": counter, **options}, sizes_change=True)
     return counter
 
 
 def train(model: nn.Module, rows: tuple[int, ...] = ROWS, **options: Any) -> list[int]:
-    """The microbatch sizes that a run over batches of these rows ended with."""
-    microbatcher = Microbatcher(model, **{"loss_fn": OneOfMany(), **options})
+    """Return the final microbatch size of each batch, for batches of these rows."""
+    microbatcher = Microbatcher(model, **{"loss_fn": LimitedCrossEntropy(), **options})
     return [microbatcher.backward(batch_of(count)).microbatch_size for count in rows]
 
 
-# How often
+# Number of compilations
 
 
-def test_a_second_compilation_serves_every_other_size_of_training() -> None:
+def test_training_compiles_twice_for_all_sizes() -> None:
     model = Net()
     counter = compiled(model)
     assert train(model) == [8, 8, 8, 8]  # 64 → 32 → 16 → 8, then 61 as 8 … 7 and 50 as 8 … 7
     assert counter.frame_count == 2
 
 
-def test_evaluation_adds_one_compilation_whatever_the_sizes() -> None:
+def test_evaluation_adds_one_compilation_for_all_sizes() -> None:
     model = Net()
     counter = compiled(model)
     train(model)
@@ -105,21 +105,21 @@ def test_evaluation_adds_one_compilation_whatever_the_sizes() -> None:
     assert counter.frame_count == 3
 
 
-def test_rows_in_another_dimension_are_compiled_at_most_three_times() -> None:
+def test_rows_in_other_dimension_compile_at_most_three_times() -> None:
     class Transposed(Net):
         def forward(self, inputs: Tensor) -> Any:
             return super().forward(inputs.mT)
 
     model = Transposed()
     counter = compiled(model)
-    microbatcher = Microbatcher(model, loss_fn=OneOfMany(), batch_layout={"0": 1})
+    microbatcher = Microbatcher(model, loss_fn=LimitedCrossEntropy(), batch_layout={"0": 1})
     for rows in ROWS:
         inputs, targets = batch_of(rows)
         microbatcher.backward((inputs.T.contiguous(), targets))
     assert counter.frame_count <= 3  # whole batches and parts of them have other strides
 
 
-def in_a_wrapper(net: Net, counter: Any) -> nn.Module:
+def in_wrapper(net: Net, counter: Any) -> nn.Module:
     return torch.compile(net, backend=counter)  # type: ignore[return-value]
 
 
@@ -138,8 +138,8 @@ def in_part(net: Net, counter: Any) -> nn.Module:
     return nn.Sequential(net, nn.Tanh())
 
 
-@pytest.mark.parametrize("compile_it", [in_a_wrapper, in_place, as_forward, in_part])
-def test_models_that_their_owner_compiled_are_served_too(
+@pytest.mark.parametrize("compile_it", [in_wrapper, in_place, as_forward, in_part])
+def test_models_compiled_by_caller_compile_twice(
     compile_it: Callable[[Net, Any], nn.Module],
 ) -> None:
     counter = CompileCounterWithBackend("eager")
@@ -147,7 +147,7 @@ def test_models_that_their_owner_compiled_are_served_too(
     assert counter.frame_count == 2
 
 
-def test_row_dims_leave_out_what_has_no_rows_or_lies_in_single_rows() -> None:
+def test_row_dims_exclude_shared_item_and_sparse_tensors() -> None:
     batch = {
         "x": torch.zeros(5, 4, 2),
         "mask": torch.ones(4, 4),
@@ -165,11 +165,11 @@ def test_row_dims_leave_out_what_has_no_rows_or_lies_in_single_rows() -> None:
 @between_graphs
 @pytest.mark.parametrize("breaks", [False, True])
 @pytest.mark.sweep
-def test_compiled_gradients_equal_those_of_the_whole_batch(breaks: bool) -> None:
+def test_compiled_gradients_match_whole_batch(breaks: bool) -> None:
     model = Net(breaks=breaks).double()
     expected = copy.deepcopy(model)
     compiled(model, "aot_eager")
-    microbatcher = Microbatcher(model, loss_fn=OneOfMany())
+    microbatcher = Microbatcher(model, loss_fn=LimitedCrossEntropy())
     for rows in ROWS:
         inputs, targets = batch_of(rows)
         microbatcher.backward((inputs.double(), targets))
@@ -179,7 +179,7 @@ def test_compiled_gradients_equal_those_of_the_whole_batch(breaks: bool) -> None
 
 
 @pytest.mark.sweep
-def test_a_retry_draws_the_same_dropout_as_a_run_at_the_final_size() -> None:
+def test_retry_draws_same_dropout_as_run_at_final_size() -> None:
     gradients = []
     for policy in ("auto", Fixed(8)):
         torch.manual_seed(3)
@@ -192,7 +192,7 @@ def test_a_retry_draws_the_same_dropout_as_a_run_at_the_final_size() -> None:
         assert torch.equal(one, other)
 
 
-def test_memory_that_runs_out_inside_compiled_code_is_retried() -> None:
+def test_oom_in_compiled_code_is_retried() -> None:
     def small_device(graph: Any, _: Any) -> Any:
         def run(*inputs: Any) -> Any:
             tensors = [each for each in inputs if isinstance(each, Tensor)]
@@ -210,7 +210,7 @@ def test_memory_that_runs_out_inside_compiled_code_is_retried() -> None:
     assert (result.microbatch_size, result.ooms) == (8, 3)
 
 
-def test_another_error_while_compiling_is_not_taken_for_memory() -> None:
+def test_other_compile_errors_are_not_out_of_memory() -> None:
     def broken(graph: Any, _: Any) -> Any:
         raise RuntimeError("no compiler")
 
@@ -221,7 +221,7 @@ def test_another_error_while_compiling_is_not_taken_for_memory() -> None:
     assert not is_out_of_memory(caught.value)
 
 
-# What is accepted and refused
+# Options
 
 
 @pytest.mark.parametrize(
@@ -244,7 +244,7 @@ def test_cuda_graphs_need_fixed_sizes(options: dict[str, Any]) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated")
-def test_models_compiled_to_cuda_graphs_need_fixed_sizes_too() -> None:
+def test_models_with_cuda_graphs_need_fixed_sizes() -> None:
     net = Net()
     net.last.compile(mode="reduce-overhead")
     with pytest.raises(ValueError, match=r"last \(Linear\) was compiled with CUDA graphs"):
@@ -268,12 +268,12 @@ def test_models_compiled_to_cuda_graphs_need_fixed_sizes_too() -> None:
         ({"mode": "default", "options": {}}, ValueError, "Either mode or options can be"),
     ],
 )
-def test_wrong_options_are_named(options: Any, kind: type[Exception], message: str) -> None:
+def test_wrong_options_are_refused(options: Any, kind: type[Exception], message: str) -> None:
     with pytest.raises(kind, match=message):
         check_compile(options, sizes_change=False, device=CPU)
 
 
-def test_a_simulated_device_cannot_see_compiled_code() -> None:
+def test_compile_with_simulated_device_is_refused() -> None:
     said = r"compile=True does not work with memory_limit='24MiB' on"
     with pytest.raises(ValueError, match=said):
         compile_model(Net(), True, sizes_change=True, memory_limit="24MiB")
@@ -286,13 +286,13 @@ def test_a_simulated_device_cannot_see_compiled_code() -> None:
     assert check_compile(True, sizes_change=True, device=real, memory_limit="1GiB") == {}
 
 
-def test_a_model_is_not_compiled_twice() -> None:
+def test_compiling_compiled_model_is_refused() -> None:
     with pytest.raises(ValueError, match=r"model \(Net\) is already compiled\. Leave compile out"):
         compile_model(in_place(Net(), "eager"), True, sizes_change=True)
 
 
 @pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated")
-def test_the_callers_options_are_left_alone() -> None:
+def test_options_of_caller_are_not_modified() -> None:
     options = {"options": {"guard_filter_fn": list, "max_autotune": True}}
     compile_model(Net(), options, sizes_change=False)
     assert options == {"options": {"guard_filter_fn": list, "max_autotune": True}}
@@ -310,7 +310,7 @@ class _InPool(torch.autograd.Function):
 
 
 class Captured(nn.Module):
-    """Its loss lies where the next one will, as the outputs of a CUDA graph do."""
+    """A model whose next loss overwrites the last one, like the outputs of a CUDA graph."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -325,7 +325,7 @@ class Captured(nn.Module):
 
 @pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated")
 @pytest.mark.parametrize("evaluates", [False, True])
-def test_a_loss_of_a_cuda_graph_is_kept_before_the_next_run_overwrites_it(evaluates: bool) -> None:
+def test_loss_of_cuda_graph_is_copied_before_next_run(evaluates: bool) -> None:
     model, x = Captured(), torch.randn(6, 4)
     step = Microbatcher(
         model,

@@ -1,4 +1,4 @@
-"""Configs: what is read from them, and what is made of it."""
+"""Configs are read, and trainers are built from them."""
 
 from pathlib import Path
 
@@ -15,11 +15,11 @@ DIGITS = ROOT / "configs" / "digits.yaml"
 
 
 @pytest.fixture(autouse=True)
-def in_an_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
 
 
-def test_overrides_set_nested_keys_replace_mappings_and_pick_from_lists() -> None:
+def test_overrides_set_nested_keys_mappings_and_list_items() -> None:
     config = job(
         "optimizer.args.lr=1e-3",
         "model={call: torch.nn.Bilinear}",
@@ -38,7 +38,7 @@ def test_overrides_set_nested_keys_replace_mappings_and_pick_from_lists() -> Non
     assert config.max_duration == "4ep"
 
 
-def test_the_seed_decides_the_initial_weights_and_nothing_before_it_does() -> None:
+def test_seed_alone_determines_initial_weights() -> None:
     def weights(seed: int) -> torch.Tensor:
         model: nn.Module = Recipe(job(f"seed={seed}")).make_model()
         return next(model.parameters()).detach().clone()
@@ -49,14 +49,14 @@ def test_the_seed_decides_the_initial_weights_and_nothing_before_it_does() -> No
     assert not torch.equal(weights(6), first)
 
 
-def test_a_node_can_make_the_loss_average() -> None:
+def test_loss_average_can_come_from_node() -> None:
     Path("averages.py").write_text("def by_rows():\n    return lambda batch: len(batch[0])\n")
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(".")
         build_trainer(job("loss_average={call: averages.by_rows}"))
 
 
-def test_the_digits_survive_running_out_of_memory_in_train_and_eval() -> None:
+def test_digits_recover_from_oom_in_train_and_eval() -> None:
     summary = build_trainer(load_config(DIGITS, ["max_duration=2ba", "progress=false"])).fit()
     assert summary.steps == 2
     assert summary.train_ooms >= 2
@@ -70,7 +70,7 @@ def test_the_digits_survive_running_out_of_memory_in_train_and_eval() -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_the_digits_end_above_97_percent() -> None:
+def test_digits_accuracy_exceeds_97_percent() -> None:
     summary = build_trainer(load_config(DIGITS, ["progress=false"])).fit()
     assert summary.eval_metrics["accuracy"] > 0.97
     assert summary.train_ooms >= 2

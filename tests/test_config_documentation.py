@@ -22,7 +22,7 @@ MISTAKES = re.findall(r"^\$ automicro (.*)\n(automicro: .*(?:\n  .*)*)$", PAGE, 
 
 
 @pytest.fixture(autouse=True)
-def in_a_folder_with_the_documented_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def documented_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [each for each in sys.path if each])
     monkeypatch.delitem(sys.modules, "my_data", raising=False)
@@ -31,12 +31,12 @@ def in_a_folder_with_the_documented_files(tmp_path: Path, monkeypatch: pytest.Mo
         Path(name).write_text(text, encoding="utf-8")
 
 
-def test_the_files_are_there() -> None:
+def test_page_contains_expected_files() -> None:
     assert [name for name, _ in FILES] == FILE_NAMES
 
 
 @pytest.mark.slow
-def test_every_command_ends_well(capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_command_succeeds(capsys: pytest.CaptureFixture[str]) -> None:
     assert len(LINES) >= 15
     for line in LINES:
         program, *arguments = shlex.split(line)
@@ -44,7 +44,7 @@ def test_every_command_ends_well(capsys: pytest.CaptureFixture[str]) -> None:
         assert main(arguments) == 0, f"{line}\n{capsys.readouterr().err}"
 
 
-def test_the_documented_job_runs_out_of_memory_and_survives(
+def test_documented_job_recovers_from_oom(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     assert main(["train", "job.yaml"]) == 0
@@ -57,7 +57,7 @@ def test_the_documented_job_runs_out_of_memory_and_survives(
 
 
 @pytest.mark.parametrize(("command", "message"), MISTAKES)
-def test_every_mistake_is_answered_as_shown(
+def test_every_mistake_gives_documented_message(
     command: str, message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(shlex.split(command)) == 2
@@ -66,17 +66,17 @@ def test_every_mistake_is_answered_as_shown(
         assert line.startswith(shown.removesuffix("…").rstrip())
 
 
-def test_three_mistakes_are_shown_and_every_command_has_a_row() -> None:
+def test_page_shows_three_mistakes_and_every_command() -> None:
     assert len(MISTAKES) == 3
     for name in COMMANDS:
         assert f"\n| `{name}` | " in PAGE
 
 
-def test_exit_codes_are_those_of_the_help() -> None:
+def test_documented_exit_codes_match_help() -> None:
     documented = set(map(int, re.findall(r"^\| (\d+) \|", PAGE, re.MULTILINE)))
     assert documented == set(EXIT_CODES)
 
 
-def test_keys_in_the_prose_exist() -> None:
+def test_referenced_keys_exist() -> None:
     for name in re.findall(r"`\$\{([a-z_]+)(?:\.[a-z_.]+)?\}`", PAGE):
         assert name in KEYS or name == "key"

@@ -1,4 +1,4 @@
-"""Several files of one config, and the batch sizes that are shared out."""
+"""Configs from several files, and batch sizes divided among devices."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -15,7 +15,7 @@ from tests.config_jobs import JOB, args_of, job, load_config
 
 
 @pytest.fixture(autouse=True)
-def in_a_folder_with_a_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def job_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     Path("base.yaml").write_text(JOB, encoding="utf-8")
 
@@ -25,7 +25,7 @@ def write(name: str, text: str) -> str:
     return name
 
 
-def test_a_node_that_calls_another_class_keeps_no_arguments_of_the_earlier_one() -> None:
+def test_node_with_other_call_drops_earlier_arguments() -> None:
     other = write("adam.yaml", "optimizer: {call: torch.optim.Adam}\n")
     assert args_of(load_config(["base.yaml", other]), "optimizer") == {}
     same = write("same.yaml", "optimizer: {call: torch.optim.SGD, args: {momentum: 0.9}}\n")
@@ -35,7 +35,7 @@ def test_a_node_that_calls_another_class_keeps_no_arguments_of_the_earlier_one()
     assert merged["loss_fn"]["args"]["weight"] == {"call": "e.F"}
 
 
-def test_merging_changes_neither_side() -> None:
+def test_merge_changes_neither_input() -> None:
     earlier = {"optimizer": {"call": "a.B", "args": {"lr": 1}}}
     later = {"optimizer": {"args": {"lr": 2}}}
     merge(earlier, later)
@@ -43,14 +43,14 @@ def test_merging_changes_neither_side() -> None:
     assert later == {"optimizer": {"args": {"lr": 2}}}
 
 
-def test_now_is_one_instant() -> None:
+def test_now_is_same_for_all_configs() -> None:
     config = job("run_dir=runs/${now:%Y-%m-%d_%H-%M-%S-%f}")
     assert config.run_dir is not None
     assert config.run_dir.startswith("runs/2")
     assert job("run_dir=runs/${now:%Y-%m-%d_%H-%M-%S-%f}").run_dir == config.run_dir
 
 
-def test_a_written_config_keeps_references_and_what_resolvers_gave() -> None:
+def test_written_config_keeps_references_and_resolved_values() -> None:
     overrides = ["run_dir=runs/${now:%f}", "optimizer.args.lr=${seed}", "seed=1"]
     loaded = read_config(["base.yaml"], overrides)
     assert loaded.written["run_dir"] == loaded.config.run_dir
@@ -68,7 +68,7 @@ def test_a_written_config_keeps_references_and_what_resolvers_gave() -> None:
         (0, 1, 1, "1 × 1: give a multiple of 1, such as 1"),
     ],
 )
-def test_a_batch_that_cannot_be_shared_names_the_numbers(
+def test_indivisible_batch_size_error_names_numbers(
     rows: int, devices: int, accumulated: int, remedy: str
 ) -> None:
     with pytest.raises(ConfigError) as caught:
@@ -80,7 +80,7 @@ def test_a_batch_that_cannot_be_shared_names_the_numbers(
     )
 
 
-def test_a_remainder_of_accumulation_is_told_of_the_config() -> None:
+def test_indivisible_accumulation_error_names_override() -> None:
     with pytest.raises(
         ConfigError,
         match=r"^the override 'global_batch_size=7': global_batch_size=7 cannot be divided",
@@ -102,9 +102,9 @@ TREES = st.recursive(
 
 @given(values=st.dictionaries(st.sampled_from(["a", "b", "on"]), TREES, min_size=1))
 @pytest.mark.sweep
-def test_any_values_survive_being_written(values: Mapping[str, object]) -> None:
+def test_any_values_survive_write_and_read(values: Mapping[str, object]) -> None:
     if "???" in repr(values):
-        return  # to be filled in, whoever wrote it
+        return  # OmegaConf's mark of a missing value
     Path("values.yaml").write_text(to_yaml(escape(values)), encoding="utf-8")
     again = OmegaConf.to_container(
         OmegaConf.create(read_file(Path("values.yaml"))[0]), resolve=True

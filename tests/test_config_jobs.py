@@ -1,4 +1,4 @@
-"""Every config that is shipped is read, checked, and trains a few steps."""
+"""Every shipped config loads and trains a few steps."""
 
 import gc
 from pathlib import Path
@@ -13,8 +13,8 @@ from tests.sweeps import mostly_in_sweeps
 CONFIGS = sorted((Path(__file__).resolve().parent.parent / "configs").glob("*.yaml"))
 
 
-def these(*quick: str) -> pytest.MarkDecorator:
-    """Every shipped config; make test tries those of these names."""
+def shipped_configs(*quick: str) -> pytest.MarkDecorator:
+    """Parametrize by every shipped config; make test runs the named ones."""
     paths = [path for path in CONFIGS if path.stem in quick]
     assert len(paths) == len(quick)
     return pytest.mark.parametrize(
@@ -24,19 +24,19 @@ def these(*quick: str) -> pytest.MarkDecorator:
 
 def train(path: Path, options: list[str]) -> FitSummary:
     trainer = build_trainer(load_config(path, options))
-    # What a config imports would be looked through whenever memory has run out.
+    # Otherwise, the garbage collector would traverse all imports after each OOM.
     gc.freeze()
     return trainer.fit()
 
 
-@these("digits")
-def test_a_shipped_config_trains_a_few_steps(path: Path) -> None:
+@shipped_configs("digits")
+def test_shipped_config_trains_two_steps(path: Path) -> None:
     # Evaluation would take most of the time, and a schedule may need more steps than these.
     left_out = ["eval_interval=null", "scheduler=null", "run_dir=null"]
     short = ["max_duration=2ba", "progress=false", *left_out]
     summary = train(path, short)
     assert summary.steps == 2
-    # They are there to show what happens when memory is short.
+    # The configs show training with too little memory for a whole batch.
     if summary.nested_sizes:
         assert min(summary.nested_sizes.values()) < summary.batch_size
     elif summary.rehearsed is None:
@@ -46,8 +46,8 @@ def test_a_shipped_config_trains_a_few_steps(path: Path) -> None:
         assert summary.train_ooms == 0
 
 
-@these("digits")
-def test_no_shipped_config_fits_in_whole_batches(path: Path) -> None:
+@shipped_configs("digits")
+def test_whole_batches_of_shipped_config_do_not_fit(path: Path) -> None:
     whole = ["microbatch_size=null", "microbatch_unit=rows", "rehearse=null", "max_duration=1ep"]
     whole += ["nested=null", *(["model.args.microbatch_size=null"] * (path.stem == "two_towers"))]
     quiet = ["eval_interval=null", "scheduler=null", "run_dir=null", "progress=false"]
@@ -55,5 +55,5 @@ def test_no_shipped_config_fits_in_whole_batches(path: Path) -> None:
         train(path, [*whole, *quiet])
 
 
-def test_there_are_configs_to_try() -> None:
+def test_shipped_configs_include_digits() -> None:
     assert "digits" in {path.stem for path in CONFIGS}

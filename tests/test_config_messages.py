@@ -1,4 +1,4 @@
-"""What is said of a config that is wrong; single values are in tests/messages.md."""
+"""Error messages of wrong configs; those of single values are in tests/messages.md."""
 
 from pathlib import Path
 
@@ -6,14 +6,14 @@ import pytest
 
 from automicro.cli import main
 from automicro.errors import ConfigError
-from tests.config_jobs import JOB, build_trainer, complaint, job
+from tests.config_jobs import JOB, build_trainer, config_error, job
 
 CALLBACKS = "automicro.callbacks"
 STOPPING = f"{CALLBACKS}.EarlyStopping"
 
 
 @pytest.fixture(autouse=True)
-def in_an_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
 
 
@@ -30,7 +30,7 @@ def in_an_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         ("device=cuda:99",): "device='cuda:99' cannot be used here (",
     }.items(),
 )
-def test_what_this_machine_or_the_compiler_cannot_do_is_refused(
+def test_unsupported_device_and_compile_options_are_refused(
     overrides: tuple[str, ...], beginning: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     Path("job.yaml").write_text(JOB, encoding="utf-8")
@@ -72,11 +72,11 @@ def test_what_this_machine_or_the_compiler_cannot_do_is_refused(
         ),
     }.items(),
 )
-def test_a_file_that_is_no_config_says_where_and_why(text: str, message: str) -> None:
-    assert complaint(text=text) == message
+def test_invalid_config_file_error_names_position_and_cause(text: str, message: str) -> None:
+    assert config_error(text=text) == message
 
 
-def test_weights_that_are_no_checkpoint_are_refused_with_what_lies_there() -> None:
+def test_weights_without_checkpoint_are_refused() -> None:
     Path("runs/first/checkpoints").mkdir(parents=True)
     with pytest.raises(ConfigError) as caught:
         build_trainer(job("weights=runs/first"))

@@ -1,4 +1,4 @@
-"""Configs that are not there, and code in them that fails."""
+"""Missing config files, and import errors of the code that configs name."""
 
 import re
 from pathlib import Path
@@ -10,7 +10,7 @@ from tests.config_jobs import build_trainer, job, load_config
 
 
 @pytest.fixture(autouse=True)
-def in_an_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
 
 
@@ -28,7 +28,7 @@ def in_an_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         ".": ". cannot be read ([Errno 21] Is a directory: '.'): give a YAML file",
     }.items(),
 )
-def test_a_file_that_is_not_there_is_answered_with_those_that_are(path: str, message: str) -> None:
+def test_missing_file_error_lists_existing_files(path: str, message: str) -> None:
     Path("configs").mkdir()
     Path("configs/digits.yaml").touch()
     Path("job.yaml").touch()
@@ -36,7 +36,7 @@ def test_a_file_that_is_not_there_is_answered_with_those_that_are(path: str, mes
         load_config(path)
 
 
-def test_an_error_while_a_module_is_imported_passes_through(
+def test_import_error_of_module_propagates_with_note(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     Path("broken_job.py").write_text("import no_such_module_anywhere")

@@ -1,4 +1,4 @@
-"""The keys: the same as the Trainer's options, each documented once."""
+"""Config keys match the Trainer's options, and each is documented once."""
 
 import inspect
 import pkgutil
@@ -27,24 +27,24 @@ from tests.config_jobs import JOB, build_trainer, load_config
 OPTIONS = inspect.signature(Trainer).parameters
 
 INSIDE = tuple(f"{key}.{name}" for key in KEYS for name in keys_inside(key))
-# Further modules would have to be shared with the forward: nodes make things of their own.
+# Additional modules must be shared with the forward, but each node creates a new object.
 ONLY_IN_PYTHON = {"modules", "features"}
-OF_OTHERS = {"carry_layout", "repeatable", "state", "scales_for_ranks"}
+WITHOUT_KEY = {"carry_layout", "repeatable", "state", "scales_for_ranks"}
 
 
-def test_every_option_of_the_trainer_and_of_the_primitive_has_a_key() -> None:
+def test_every_trainer_and_microbatcher_option_has_key() -> None:
     of_a_run = {"weights", "global_batch_size", "eval_global_batch_size", "run_dir", "max_time"}
     of_makers = {"sampling_mode", "parameter_groups"}
-    options = {*OPTIONS, *WORDS} - ONLY_IN_PYTHON - OF_OTHERS
+    options = {*OPTIONS, *WORDS} - ONLY_IN_PYTHON - WITHOUT_KEY
     assert set(KEYS) - of_a_run - of_makers == options
-    # The Trainer scales the loss itself, for fp16, and listens itself; state is carried from batch
-    # to batch in loops of people's own; a seed says that a run is to be repeatable; and trainers of
-    # others have state, averages and ranks of their own.
-    others = {"backward", *ONLY_IN_PYTHON, *OF_OTHERS}
+    # The Trainer itself scales the loss for fp16 and listens to events; only custom loops carry
+    # state from batch to batch; a seed makes a run repeatable; and only other trainers pass their
+    # own state, averages and ranks.
+    others = {"backward", *ONLY_IN_PYTHON, *WITHOUT_KEY}
     assert {*inspect.signature(Microbatcher).parameters, *WORDS} - set(KEYS) <= others
 
 
-def test_defaults_and_types_are_those_of_the_signatures() -> None:
+def test_defaults_and_types_match_signatures() -> None:
     plain = {name: value for name, value in defaults().items() if name in OPTIONS}
     made_of_nothing: dict[str, object] = {
         "metrics": {},
@@ -61,14 +61,14 @@ def test_defaults_and_types_are_those_of_the_signatures() -> None:
     assert defaults("eval_dataloader")["interval"] == "inherited"
 
 
-def test_each_row_is_of_a_key_and_names_what_there_is() -> None:
+def test_each_row_belongs_to_key_and_resolves() -> None:
     assert sorted(KEYS) == sorted([*defaults(), *BATCH_SIZES])
     assert {*KEYS, *INSIDE} >= ROWS.keys()
     for row in ROWS.values():
         assert all(map(pkgutil.resolve_name, filter(None, (row.choices, row.read))))
 
 
-def test_every_key_is_explained_in_the_words_of_a_config() -> None:
+def test_every_key_is_explained_in_config_terms() -> None:
     for key, meaning in documentation().items():
         assert len(meaning) > (20 if key in KEYS else 8), key
         for of_python in ("None", "``", "see `Microbatcher`"):
@@ -76,7 +76,7 @@ def test_every_key_is_explained_in_the_words_of_a_config() -> None:
         assert type_in_words(key), key
 
 
-def test_entries_are_read_whole_and_in_one_line() -> None:
+def test_docstring_entries_are_joined_into_one_line() -> None:
     class Documented:
         """Something.
 
@@ -103,9 +103,7 @@ def test_every_key_is_described_once_in_its_group() -> None:
     assert {*GROUPS} <= {*describe_keys()}
 
 
-def test_defaults_are_those_of_a_config_that_sets_nothing_more(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_defaults_match_minimal_config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     Path("job.yaml").write_text(JOB, encoding="utf-8")
     config = load_config("job.yaml")
@@ -115,7 +113,7 @@ def test_defaults_are_those_of_a_config_that_sets_nothing_more(
             assert (list(value) if isinstance(value, tuple) else value) == default, key
 
 
-def test_every_plain_option_reaches_the_trainer(
+def test_every_plain_option_reaches_trainer(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)

@@ -17,11 +17,11 @@ STOPPING = "{call: automicro.callbacks.EarlyStopping, args: {patience: 2}}"
 
 
 @pytest.fixture(autouse=True)
-def in_an_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
 
 
-def test_what_is_written_reads_back_as_the_same_config_in_any_folder() -> None:
+def test_written_config_reads_back_identically() -> None:
     Path("job.yaml").write_text(JOB, encoding="utf-8")
     overrides = [
         f"eval_dataloader={{seen: {DATA}, new: {{data: {DATA}, max_batches: 3, interval: null}}}}",
@@ -35,7 +35,7 @@ def test_what_is_written_reads_back_as_the_same_config_in_any_folder() -> None:
     for values in (loaded.written, loaded.everything):
         Path("again.yaml").write_text(to_yaml(values), encoding="utf-8")
         assert load_config("again.yaml") == loaded.config
-        # Another run leaves the files of this one alone.
+        # Another run writes to its own files.
         other = load_config("again.yaml", ["run_dir=b"])
         assert other.checkpoint["folder"] == "b/checkpoints"
         assert other.loggers[0]["args"] == {"path": "b/log.jsonl"}
@@ -44,7 +44,7 @@ def test_what_is_written_reads_back_as_the_same_config_in_any_folder() -> None:
     assert "metrics" not in loaded.written["eval_dataloader"]["new"]
 
 
-def test_loggers_take_down_the_config_as_it_ran() -> None:
+def test_loggers_record_effective_config() -> None:
     Path("rows.py").write_text(
         "import torch\n\n\ndef loader():\n"
         "    return [(torch.ones(2, 8), torch.zeros(2, dtype=torch.long))]\n"
@@ -71,20 +71,20 @@ TRAINING = (
 
 
 def sampler_of(*overrides: str) -> LengthBatchSampler:
-    """What gives the batches of a config."""
+    """Return the batch sampler of a config."""
     loader = Recipe(job(TRAINING, *overrides)).make("train_dataloader")
     assert isinstance(loader.batch_sampler, LengthBatchSampler)
     return loader.batch_sampler
 
 
-def test_a_mode_takes_the_batch_size_of_the_loader_and_the_seed_of_the_run() -> None:
+def test_sampling_mode_uses_loader_batch_size_and_run_seed() -> None:
     sampler = sampler_of("sampling_mode=fixed", "seed=3")
     assert (sampler.mode, sampler.seed) == ("fixed", 3)
     assert sorted(map(len, sampler)) == [2, 2]
     assert sampler_of("sampling_mode.mode=fixed", "sampling_mode.seed=5", "seed=3").seed == 5
 
 
-def test_a_mode_has_options_with_nodes_inside() -> None:
+def test_sampling_mode_options_may_contain_nodes() -> None:
     function = "{call: pkgutil.resolve_name, args: {name: builtins.len}}"
     mode = f"sampling_mode={{mode: duration, lengths: {function}, batch_length: 2, shuffle: false}}"
     assert list(sampler_of(mode)) == [[0], [1], [2], [3]]
@@ -105,9 +105,7 @@ def test_a_mode_has_options_with_nodes_inside() -> None:
         "sampling_mode={mode: duration, lengths: {call: no.such}}": "sampling_mode.lengths.call",
     }.items(),
 )
-def test_a_mode_that_means_nothing_is_refused_before_anything_is_made(
-    override: str, words: str
-) -> None:
+def test_invalid_sampling_mode_is_refused_before_construction(override: str, words: str) -> None:
     with pytest.raises(ConfigError) as caught:
         Recipe(job(TRAINING, override))
     assert words in str(caught.value)

@@ -1,4 +1,4 @@
-"""Contrastive losses: the gradient of the whole batch, with encoders slice by slice."""
+"""Contrastive losses give the gradient of the whole batch, with encoders run in slices."""
 
 import contextlib
 import copy
@@ -22,7 +22,7 @@ TEMPERATURE = float(torch.exp(-torch.tensor(-math.log(0.07)).double()))  # a flo
 
 
 class Text(nn.Module):
-    """The mean over tokens that are there."""
+    """Encodes text as the mean over unmasked tokens."""
 
     def __init__(self, dropout: float = 0.0) -> None:
         super().__init__()
@@ -37,7 +37,7 @@ class Text(nn.Module):
 
 
 class Image(nn.Module):
-    """Convolutions."""
+    """Encodes images with a convolution."""
 
     def __init__(self, dropout: float = 0.0) -> None:
         super().__init__()
@@ -69,7 +69,7 @@ def towers(dropout: float = 0.0) -> dict[str, nn.Module]:
 
 
 def plain_loss(text: Tensor, image: Tensor, temperature: Any = TEMPERATURE) -> Tensor:
-    """As in the papers: the whole square of similarities."""
+    """Return the loss as in the papers, from the full matrix of similarities."""
     similarities = F.normalize(text, dim=-1) @ F.normalize(image, dim=-1).T / temperature
     right = torch.arange(len(text))
     return (F.cross_entropy(similarities, right) + F.cross_entropy(similarities.T, right)) / 2
@@ -92,7 +92,7 @@ def contrastive(size: Any = "auto", dropout: float = 0.0, **options: Any) -> Con
     return Contrastive(towers(dropout), loss, microbatch_size=size)
 
 
-def of_whole_batch() -> tuple[Tensor, dict[str, Tensor]]:
+def on_whole_batch() -> tuple[Tensor, dict[str, Tensor]]:
     whole = nn.ModuleDict(towers())
     batch = batch_of()
     loss = plain_loss(whole["text"](**batch["text"]), whole["image"](batch["image"]))
@@ -100,7 +100,7 @@ def of_whole_batch() -> tuple[Tensor, dict[str, Tensor]]:
     return loss.detach(), gradients(whole)
 
 
-def test_a_trained_temperature_has_the_gradient_of_the_whole_batch() -> None:
+def test_trained_temperature_gradient_matches_whole_batch() -> None:
     model = contrastive(3)
     model(**batch_of())["loss"].backward()
     found = gradients(model)["loss.log_scale"]
@@ -120,7 +120,7 @@ def test_dropout_is_replayed() -> None:
     outputs = model(**batch)
     outputs["loss"].backward()
     found = gradients(model.encoders)
-    # The same slices one after the other, all activations kept.
+    # The same slices in order, with all activations kept.
     whole = nn.ModuleDict(towers(0.5))
     sizes = model.sizes["text"]
     torch.manual_seed(5)
@@ -145,7 +145,7 @@ def test_one_encoder_may_have_two_names() -> None:
     assert_same(gradients(tower), gradients(plain))
 
 
-def test_negatives_are_candidates_for_anchors_alone() -> None:
+def test_negatives_are_candidates_only_for_anchors() -> None:
     torch.manual_seed(0)
     rows = [torch.randn(4, 3, dtype=torch.double) for _ in range(3)]
     loss = InfoNCE(0.5, is_symmetric=False).double()(*rows)
@@ -154,13 +154,13 @@ def test_negatives_are_candidates_for_anchors_alone() -> None:
     torch.testing.assert_close(loss, F.cross_entropy(among, torch.arange(4)))
 
 
-def test_microbatcher_and_trainer_have_the_gradient_of_the_whole_batch() -> None:
+def test_microbatcher_and_trainer_gradients_match_whole_batch() -> None:
     model = contrastive(4, trains_temperature=False)
     microbatcher = Microbatcher(
         model, microbatch_size=None, eval_microbatch_size=None, loss_average="samples"
     )
     result = microbatcher.backward(batch_of())
-    loss, wanted = of_whole_batch()
+    loss, wanted = on_whole_batch()
     assert float(result.loss) == pytest.approx(float(loss), rel=1e-9)
     assert_same(gradients(model.encoders), wanted)
     before = copy.deepcopy(model.state_dict())
@@ -191,18 +191,18 @@ def peak(rows: int, size: Any) -> int:
     return budget.peak_bytes
 
 
-def test_the_peak_grows_with_representations_alone() -> None:
+def test_peak_memory_grows_only_with_representations() -> None:
     rows = (32, 64, 128)
     peaks = [peak(each, 8) for each in rows]
-    # Two of 8 numbers a row with their gradients, copies and sums of gradients: far below what a
-    # row keeps in an encoder, which is two times 2048 numbers for each of two.
+    # Each row adds two representations of 8 numbers, with gradients, copies and sums: far less
+    # than its activations in the encoders, twice 2048 numbers in each of the two.
     grown = (peaks[-1] - peaks[0]) / (rows[-1] - rows[0])
     assert grown < 0.05 * 2 * 2 * 2048 * 4
     assert peaks[-1] < 1.5 * peaks[0]
     assert peak(128, None) > 4 * peaks[-1]
 
 
-def test_memory_that_runs_out_shrinks_the_encoder_alone() -> None:
+def test_oom_shrinks_only_slices_of_large_encoder() -> None:
     torch.manual_seed(0)
     small, large = (
         nn.Linear(32, 8),
@@ -238,7 +238,7 @@ WHOLE: Any = {
 
 
 def distance(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> float:
-    """The largest of any parameter's, as a share of its gradient."""
+    """Return the largest error of any parameter, relative to its gradient."""
     assert found.keys() == wanted.keys()
     return max(float((found[name] - each).norm() / each.norm()) for name, each in wanted.items())
 
@@ -261,7 +261,7 @@ def test_encoders_may_be_compiled(how: str) -> None:
     Microbatcher(model, **WHOLE).backward(batch_of())
     found = gradients(model.encoders)
     assert_same(
-        {name.replace("_orig_mod.", ""): each for name, each in found.items()}, of_whole_batch()[1]
+        {name.replace("_orig_mod.", ""): each for name, each in found.items()}, on_whole_batch()[1]
     )
     assert model.sizes["text"] == [4, 3, 3, 3]
 
@@ -288,7 +288,7 @@ def layered(size: Any, dropout: float) -> Contrastive:
 
 @pytest.mark.parametrize("level", mostly_in_sweeps([1, 2], quick=[2]))
 @pytest.mark.parametrize("size", [4, None, "auto"])
-def test_levels_change_no_bit(size: Any, level: int) -> None:
+def test_levels_give_identical_bits(size: Any, level: int) -> None:
     torch.manual_seed(1)
     batch = {name: torch.randn(ROWS, 8, dtype=torch.double) for name in ("one", "other")}
     found: list[Any] = []
@@ -308,7 +308,7 @@ def test_levels_change_no_bit(size: Any, level: int) -> None:
     assert torch.equal(rest[1], others[1])
 
 
-def test_layers_of_encoders_compute_again_and_not_encoders_that_do_so_already() -> None:
+def test_recompute_applies_to_layers_within_encoders() -> None:
     model = layered(4, dropout=0.0)
     assert list(find_blocks([model])) == ["encoders.one", "encoders.other"]
     microbatcher = Microbatcher(model, features=[WhenTooLarge("recompute")], **WHOLE)
@@ -328,7 +328,7 @@ def test_layers_of_encoders_compute_again_and_not_encoders_that_do_so_already() 
 
 
 class Embeddings(nn.Module):
-    """What an encoder of transformers' gives, as a tensor."""
+    """Returns one output of a transformers encoder as a tensor."""
 
     def __init__(self, model: nn.Module, name: str) -> None:
         super().__init__()
@@ -340,7 +340,7 @@ class Embeddings(nn.Module):
 
 
 @pytest.mark.parametrize("level", [0, 1])
-def test_clip_of_transformers_has_the_gradient_of_its_own_loss(level: int) -> None:
+def test_transformers_clip_gradient_matches_its_own_loss(level: int) -> None:
     transformers = pytest.importorskip("transformers")
     small = {
         "hidden_size": 16,

@@ -71,14 +71,12 @@ def cases() -> list[Any]:
 
 
 @pytest.mark.parametrize(("name", "code", "shown"), cases())
-def test_the_code_in_the_documentation_runs_and_prints_what_is_shown(
-    name: str, code: str, shown: list[str]
-) -> None:
+def test_documented_code_prints_shown_output(name: str, code: str, shown: list[str]) -> None:
     printed = run(name, code)
     assert not not_printed(shown, printed), "\n".join(printed)
 
 
-def test_output_that_is_shown_wrongly_is_found() -> None:
+def test_wrong_shown_output_is_detected() -> None:
     page = "```python\nprint(1 + 1)  # 2\nprint('a b c')  # a …\n```\nIt says\n```output\n2\n```\n"
     [(code, shown)] = snippets(page)
     assert shown == ["2", "a …", "2"]
@@ -90,11 +88,11 @@ def test_some_output_is_shown() -> None:
     assert sum(len(shown) for _, _, shown in blocks()) >= 6
 
 
-def test_the_readme_shows_code() -> None:
+def test_readme_shows_code() -> None:
     assert sum(name.startswith("README") for name, _, _ in blocks()) >= 2
 
 
-def test_links_lead_somewhere() -> None:
+def test_links_point_to_existing_files() -> None:
     links = [
         (page, target)
         for page in PAGES
@@ -106,15 +104,15 @@ def test_links_lead_somewhere() -> None:
 
 
 @pytest.mark.parametrize("command", ["make train", "make test"])
-def test_the_two_commands_of_the_readme_are_targets(command: str) -> None:
+def test_readme_commands_are_make_targets(command: str) -> None:
     assert command in (ROOT / "README.md").read_text(encoding="utf-8")
     target = command.removeprefix("make ")
     assert re.search(rf"^{target}:", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE)
 
 
-def test_every_public_name_is_in_the_reference() -> None:
+def test_every_public_name_is_in_reference() -> None:
     shown = set(re.findall(r"^::: automicro\.(\S+)$", REFERENCE.read_text("utf-8"), re.MULTILINE))
-    # A name that comes or goes is a decision, so the page pins them.
+    # Adding or removing a name is a decision, so the page pins them.
     assert {name for name in shown if "." not in name} == set(automicro.__all__)
     for module in ("features", "callbacks", "loggers", "data", "checkpoints"):
         names = importlib.import_module(f"automicro.{module}").__all__
@@ -125,7 +123,7 @@ def test_every_public_name_is_in_the_reference() -> None:
 
 
 @pytest.mark.sweep
-def test_the_notebook_runs_from_top_to_bottom() -> None:
+def test_notebook_runs_from_top_to_bottom() -> None:
     notebook = json.loads((ROOT / "docs" / "tour.ipynb").read_text(encoding="utf-8"))
     cells = ["".join(each["source"]) for each in notebook["cells"] if each["cell_type"] == "code"]
     printed = run("tour.ipynb", "\n".join(cells))

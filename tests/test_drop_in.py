@@ -1,4 +1,4 @@
-"""The example in docs/drop_in: three changed lines, one loop that fails and one that does not."""
+"""The example in docs/drop_in changes three lines, and only the plain loop runs out of memory."""
 
 import copy
 import difflib
@@ -33,7 +33,7 @@ def code(name: str) -> list[str]:
     return [line for line in lines if line.strip()]
 
 
-def test_three_lines_of_the_plain_loop_are_changed() -> None:
+def test_example_changes_three_lines() -> None:
     diff = list(difflib.unified_diff(code("plain_loop"), code("microbatched_loop"), n=0))[2:]
     added = [line for line in diff if line.startswith("+")]
     removed = [line for line in diff if line.startswith("-")]
@@ -41,7 +41,7 @@ def test_three_lines_of_the_plain_loop_are_changed() -> None:
     assert len(removed) == 2, removed
 
 
-def test_the_page_shows_the_change_that_the_files_make() -> None:
+def test_page_shows_changed_lines() -> None:
     page = (DOCS.parent / "drop_in.md").read_text(encoding="utf-8")
     changed = set(code("microbatched_loop")) ^ set(code("plain_loop"))
     assert len(changed) == 5
@@ -50,12 +50,12 @@ def test_the_page_shows_the_change_that_the_files_make() -> None:
     assert LIMIT.replace("MiB", " MiB") in page
 
 
-def test_the_plain_loop_dies_under_the_limit() -> None:
+def test_plain_loop_runs_out_of_memory_under_limit() -> None:
     with pytest.raises(torch.OutOfMemoryError), MemoryBudget(LIMIT):
         load("plain_loop").train()
 
 
-def test_the_changed_loop_gives_the_same_losses_on_a_device_too_small() -> None:
+def test_microbatched_loop_gives_same_losses_under_limit() -> None:
     expected = load("plain_loop").train()
     with MemoryBudget(LIMIT) as budget:
         losses = load("microbatched_loop").train()
@@ -64,7 +64,7 @@ def test_the_changed_loop_gives_the_same_losses_on_a_device_too_small() -> None:
     torch.testing.assert_close(losses, expected, rtol=1e-5, atol=1e-6)
 
 
-def test_without_a_limit_the_losses_are_the_same_bit_for_bit() -> None:
+def test_losses_without_limit_are_bit_identical() -> None:
     assert load("microbatched_loop").train() == load("plain_loop").train()
 
 
@@ -72,7 +72,7 @@ def test_without_a_limit_the_losses_are_the_same_bit_for_bit() -> None:
 
 
 def small() -> tuple[nn.Module, nn.Module, list[Any]]:
-    """Return a model twice, and batches."""
+    """Return two copies of a model, and batches."""
     model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 3))
     batches = [(torch.randn(32, 8), torch.randint(3, (32,))) for _ in range(3)]
     return model, copy.deepcopy(model), batches
@@ -83,7 +83,7 @@ def are_equal(one: nn.Module, other: nn.Module) -> bool:
 
 
 @pytest.mark.parametrize("how", ["precision", "around", "scaler"])
-def test_autocast_trains_to_the_weights_of_the_plain_loop(how: str) -> None:
+def test_autocast_gives_weights_of_plain_loop(how: str) -> None:
     model, plain, batches = small()
     loss_fn = nn.CrossEntropyLoss()
     ours, theirs = (torch.optim.SGD(each.parameters(), lr=0.1) for each in (model, plain))
@@ -111,7 +111,7 @@ def test_autocast_trains_to_the_weights_of_the_plain_loop(how: str) -> None:
     assert are_equal(model, plain)
 
 
-def test_lbfgs_ends_where_the_plain_loop_does_in_a_closure() -> None:
+def test_lbfgs_closure_gives_weights_of_plain_loop() -> None:
     model, plain, batches = small()
     loss_fn = nn.CrossEntropyLoss()
     ours, theirs = (torch.optim.LBFGS(each.parameters(), max_iter=5) for each in (model, plain))
@@ -133,7 +133,7 @@ def test_lbfgs_ends_where_the_plain_loop_does_in_a_closure() -> None:
     assert are_equal(model, plain)
 
 
-def test_a_gan_trains_to_the_weights_of_the_plain_loop() -> None:
+def test_gan_gives_weights_of_plain_loop() -> None:
     page = (DOCS.parent / "drop_in.md").read_text(encoding="utf-8")
     code = next(each for each in page.split("```python\n") if "generator" in each).split("```")[0]
     nets: dict[str, Any] = {}
@@ -162,7 +162,7 @@ def test_a_gan_trains_to_the_weights_of_the_plain_loop() -> None:
         assert are_equal(net, trained[name]), name
 
 
-def test_a_loaders_next_batch_is_on_the_host() -> None:
+def test_loader_batches_stay_on_host() -> None:
     rows = TensorDataset(torch.randn(64, 1024))
     loader = DataLoader(rows, batch_size=16)
     with MemoryBudget(None) as budget:

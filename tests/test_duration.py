@@ -1,4 +1,4 @@
-"""How long to train, as users write it."""
+"""Training durations are parsed as users write them."""
 
 import pytest
 from hypothesis import given
@@ -24,17 +24,17 @@ from automicro.durations import Duration, Unit
         ("45 sec", 45, Unit.SECONDS),
     ],
 )
-def test_parse_reads_a_number_and_a_unit(text: str, value: int, unit: Unit) -> None:
+def test_parse_reads_number_and_unit(text: str, value: int, unit: Unit) -> None:
     assert Duration.parse(text) == Duration(value=value, unit=unit)
 
 
 @given(value=st.integers(1, 10**15), unit=st.sampled_from(Unit))
-def test_text_and_repr_lead_back_to_the_duration(value: int, unit: Unit) -> None:
+def test_text_and_repr_round_trip(value: int, unit: Unit) -> None:
     duration = Duration(value=value, unit=unit)
     assert Duration.parse(str(duration)) == duration
     assert eval(repr(duration)) == duration
 
 
-def test_seconds_are_written_in_the_largest_unit_that_is_whole() -> None:
+def test_seconds_are_written_in_largest_whole_unit() -> None:
     texts = ("7200sec", "5400sec", "90sec", "1sec")
     assert [str(Duration.parse(text)) for text in texts] == ["2h", "90min", "90sec", "1sec"]

@@ -31,7 +31,7 @@ class Merging(nn.Module):
         return x @ (self.large if self.merged else self.large + self.small).T
 
 
-def test_an_evaluation_of_many_batches_changes_modes_once() -> None:
+def test_evaluation_of_many_batches_changes_mode_once() -> None:
     layer = Merging()
     batches = [data(seed) for seed in range(5)]
     trainer = Trainer(
@@ -44,7 +44,7 @@ def test_an_evaluation_of_many_batches_changes_modes_once() -> None:
     assert layer.modes == [False, True] * 2
 
 
-def test_modes_come_back_where_an_evaluation_fails() -> None:
+def test_modes_are_restored_after_failed_evaluation() -> None:
     model = nn.Sequential(nn.Dropout(), nn.Linear(4, 3).double().eval())
     with pytest.raises(RuntimeError, match="mine"), evaluation_mode([model]):
         raise RuntimeError("mine")

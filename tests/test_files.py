@@ -1,4 +1,4 @@
-"""Files that appear whole or not at all."""
+"""Files are written completely or not at all."""
 
 import os
 import stat
@@ -15,7 +15,7 @@ def fail_halfway(file: IO[bytes]) -> None:
     raise RuntimeError("no more")
 
 
-def test_a_file_that_cannot_be_written_stays_as_it_was_and_leaves_no_rest(tmp_path: Path) -> None:
+def test_failed_write_keeps_old_file_without_remnants(tmp_path: Path) -> None:
     path = tmp_path / "report.json"
     write_whole(path, lambda file: file.write(b"old"))
     with pytest.raises(RuntimeError, match="no more"):
@@ -24,7 +24,7 @@ def test_a_file_that_cannot_be_written_stays_as_it_was_and_leaves_no_rest(tmp_pa
     assert list(tmp_path.iterdir()) == [path]
 
 
-def test_whoever_reads_meanwhile_sees_the_old_one(tmp_path: Path) -> None:
+def test_old_file_is_readable_during_write(tmp_path: Path) -> None:
     path = tmp_path / "report.json"
     path.write_bytes(b"old")
     seen = []
@@ -40,7 +40,7 @@ def test_whoever_reads_meanwhile_sees_the_old_one(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(os.name == "nt", reason="Windows has no such modes")
-def test_others_may_read_it_as_any_other_file(tmp_path: Path) -> None:
+def test_written_file_has_default_permissions(tmp_path: Path) -> None:
     plain, ours = tmp_path / "plain", tmp_path / "ours"
     plain.write_bytes(b"")
     write_whole(ours, lambda file: file.write(b""))

@@ -1,4 +1,4 @@
-"""Features of the primitive for other trainers: additional state, averages, ranks, closures."""
+"""Microbatcher features for other trainers: additional state, averages, ranks, closures."""
 
 from collections.abc import Callable
 from typing import Any
@@ -51,7 +51,7 @@ class Host:
 
 
 @pytest.mark.parametrize("evaluates", [False, True])
-def test_state_of_the_caller_is_as_no_failed_attempt_had_been(evaluates: bool) -> None:
+def test_failed_attempt_rolls_back_state_of_caller(evaluates: bool) -> None:
     host = Host()
     total = host.total
     step = Microbatcher(
@@ -73,7 +73,7 @@ def test_state_of_the_caller_is_as_no_failed_attempt_had_been(evaluates: bool) -
 
 
 @pytest.mark.parametrize("within", [False, True])
-def test_evaluation_under_inference_mode_is_evaluation(within: bool) -> None:
+def test_evaluation_in_inference_mode_gives_same_results(within: bool) -> None:
     model = Mlp()
     step = Microbatcher(model, loss_fn=nn.CrossEntropyLoss(), eval_microbatch_size=3)
     expected = step.evaluate((x, y), return_outputs=True)
@@ -84,11 +84,11 @@ def test_evaluation_under_inference_mode_is_evaluation(within: bool) -> None:
     assert expected.loss is not None
     assert torch.equal(result.loss, expected.loss)
     assert torch.equal(result.outputs, expected.outputs)
-    # Tensors that evaluation left can still be used in training.
+    # Tensors left by the evaluation can still be used in training.
     step.backward((x, y))
 
 
-def test_inference_tensors_can_be_evaluated_on_a_simulated_device() -> None:
+def test_inference_tensors_can_be_evaluated_on_simulated_device() -> None:
     model = Mlp()
     step = Microbatcher(model, loss_fn=nn.CrossEntropyLoss(), eval_microbatch_size=3)
     expected = step.evaluate((x, y), return_outputs=True)
@@ -97,7 +97,7 @@ def test_inference_tensors_can_be_evaluated_on_a_simulated_device() -> None:
     assert torch.equal(result.outputs, expected.outputs)
 
 
-def test_a_look_that_shows_another_average_can_be_refused() -> None:
+def test_probe_error_refuses_wrong_loss_average() -> None:
     step = Microbatcher(
         Mlp(),
         forward=lambda model, batch: F.cross_entropy(model(batch[0]), batch[1], reduction="sum"),
@@ -109,7 +109,7 @@ def test_a_look_that_shows_another_average_can_be_refused() -> None:
     assert all(each.grad is None for each in step._modules[0].parameters())
 
 
-def test_a_step_inside_a_closure_has_the_memory_that_was_held_for_it() -> None:
+def test_step_in_closure_can_use_reserved_memory() -> None:
     """The optimizer calls its closure after its hooks, and creates state during the call."""
     model = nn.Linear(64, 64)
     optimizer = torch.optim.AdamW(model.parameters())
@@ -138,9 +138,7 @@ def test_a_step_inside_a_closure_has_the_memory_that_was_held_for_it() -> None:
 
 @pytest.mark.parametrize("sets_to_none", [True, False])
 @pytest.mark.parametrize("fails", [False, True])
-def test_gradients_that_a_forward_clears_are_let_go_where_nobody_wants_them_back(
-    sets_to_none: bool, fails: bool
-) -> None:
+def test_forward_may_clear_released_gradients(sets_to_none: bool, fails: bool) -> None:
     model = nn.Linear(4, 2)
     kept = nn.Parameter(torch.ones(2))
     outside = Outside(rows=())
@@ -175,7 +173,7 @@ def test_gradients_that_a_forward_clears_are_let_go_where_nobody_wants_them_back
     assert outside.rows[-1] == 3
 
 
-def test_a_known_model_is_read_off_though_forward_is_given() -> None:
+def test_declared_average_of_model_works_with_custom_forward() -> None:
     transformers = pytest.importorskip("transformers")
     config = transformers.GPT2Config(n_layer=1, n_head=2, n_embd=8, vocab_size=20)
     model = transformers.GPT2LMHeadModel(config)

@@ -1,4 +1,4 @@
-"""`make gpu`: what it runs, that nothing of it is lost, and the page that is made of it."""
+"""`make gpu` runs all parts, loses no results when interrupted, and writes a page."""
 
 import json
 import os
@@ -66,7 +66,7 @@ def run(
     part_seconds: float = 60,
     seconds: float = 100,
 ) -> dict[str, Any]:
-    """A report of a few tests, another part after them, and one that only CUDA has."""
+    """Return a report of a few tests, a part that only CUDA has, and a script."""
     tests = folder / "test_some.py"
     tests.write_text(TESTS.replace("END", end))
     writes = "import json, sys; open(sys.argv[-1], 'w').write(json.dumps({'results': []}))"
@@ -107,7 +107,7 @@ EXPECTED = {
 }
 
 
-def test_each_test_and_what_it_measured_stands_in_the_report(
+def test_report_contains_each_test_and_its_measurements(
     tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     found = run(tmp_path, monkeypatch, "pass")
@@ -126,7 +126,7 @@ def test_each_test_and_what_it_measured_stands_in_the_report(
 @pytest.mark.parametrize(
     ("end", "state"), [("os._exit(9)", "died"), ("time.sleep(600)", "cut off")]
 )
-def test_a_part_that_does_not_end_loses_nothing_but_the_test_that_it_was_in(
+def test_aborted_part_loses_only_its_current_test(
     end: str, state: str, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seconds = 60 if state == "died" else 15
@@ -138,7 +138,7 @@ def test_a_part_that_does_not_end_loses_nothing_but_the_test_that_it_was_in(
     assert "test_last: cut off, or it ended the process" in shown
 
 
-def test_what_there_was_no_time_for_is_named(
+def test_parts_without_time_left_are_named(
     tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     found = run(tmp_path, monkeypatch, "pass", seconds=0.5)
@@ -166,7 +166,7 @@ sys.exit(gpu_report.main(["--standin", "--out", sys.argv[1]]))
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL])
-def test_whoever_ends_it_finds_what_was_known_until_then(
+def test_interrupted_run_keeps_results_so_far(
     number: signal.Signals, tmp_path: pathlib.Path
 ) -> None:
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
@@ -203,7 +203,7 @@ def test_whoever_ends_it_finds_what_was_known_until_then(
         assert "**It was cut off.**" in page.read_text()
 
 
-def test_the_page_has_what_was_found(
+def test_page_contains_results(
     tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     found = run(tmp_path, monkeypatch, "pass")
@@ -220,7 +220,7 @@ def test_the_page_has_what_was_found(
     assert "AssertionError: of a number" in shown
 
 
-def test_every_file_of_tests_for_a_gpu_is_run_and_every_part_is_there() -> None:
+def test_parts_include_every_gpu_test_file() -> None:
     files = {path.name for path in (ROOT / "tests" / "gpu").glob("test_*.py")}
     assert {part.tests for part in PARTS if part.tests} == files
     assert PARTS[-1].tests == "test_thousand_failures_gpu.py"
@@ -232,7 +232,7 @@ def test_every_file_of_tests_for_a_gpu_is_run_and_every_part_is_there() -> None:
             assert part.rehearsed_with
 
 
-def test_without_a_gpu_it_says_so(
+def test_missing_gpu_gives_error_message(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
@@ -240,7 +240,7 @@ def test_without_a_gpu_it_says_so(
     assert "no CUDA device" in capsys.readouterr().out
 
 
-def test_a_journal_that_was_cut_in_a_line_is_read_until_there(tmp_path: pathlib.Path) -> None:
+def test_truncated_journal_is_read_up_to_cut(tmp_path: pathlib.Path) -> None:
     path = tmp_path / "journal"
     path.write_text('{"name": "a", "outcome": "passed"}\n{"name": "b", "outc')
     assert [test["name"] for test in read_journal(path)] == ["a"]

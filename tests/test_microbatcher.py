@@ -59,7 +59,7 @@ class Shrinking(Policy):
         self.size = state["size"]
 
 
-def test_a_policy_of_ones_own_is_asked_and_told() -> None:
+def test_custom_policy_proposes_sizes_and_records_outcomes() -> None:
     policy = Shrinking()
     result = on(Memory(Mlp(), most=4), microbatch_size=policy).backward(pair())
     assert [(o.microbatch_size, o.fits) for o in policy.outcomes] == [
@@ -70,7 +70,7 @@ def test_a_policy_of_ones_own_is_asked_and_told() -> None:
     assert (result.attempts, result.ooms) == (3, 2)
 
 
-def test_the_state_takes_the_sizes_along() -> None:
+def test_state_dict_contains_sizes() -> None:
     model = Memory(Mlp(), most=3)
     microbatcher = on(model)
     microbatcher.backward(pair())
@@ -88,7 +88,7 @@ def test_the_state_takes_the_sizes_along() -> None:
         on(model, microbatch_size=3).load_state_dict(state)
 
 
-def test_strict_divisible_refuses_a_rest_and_lets_auto_look_for_divisors() -> None:
+def test_strict_divisible_refuses_remainder_and_auto_uses_divisors() -> None:
     with pytest.raises(BatchError, match=r"11 rows is not a multiple of microbatch_size=4"):
         on(Mlp(), microbatch_size=4, strict_divisible=True).backward(pair())
     model = Memory(Mlp(), most=4)
@@ -100,7 +100,7 @@ def test_strict_divisible_refuses_a_rest_and_lets_auto_look_for_divisors() -> No
 
 
 class Drawing(nn.Module):
-    """A model that draws from every random stream, and keeps statistics."""
+    """A model that draws from every random stream and keeps statistics."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -140,7 +140,7 @@ def steps_under(size: Any, limit: int | None) -> tuple[Any, ...]:
     return results, model.state_dict(), streams()
 
 
-def test_recovering_under_a_budget_is_bit_identical_to_those_sizes_from_the_start() -> None:
+def test_recovery_is_bit_identical_to_run_with_same_sizes() -> None:
     results, state, drawn = steps_under("auto", 280 * 1024)
     sizes = [result.microbatch_size for result in results]
     assert sum(result.ooms for result in results) >= 2
@@ -153,7 +153,7 @@ def test_recovering_under_a_budget_is_bit_identical_to_those_sizes_from_the_star
     assert int(state["norm.num_batches_tracked"]) == microbatches
 
 
-def test_the_smallest_size_that_does_not_fit_is_an_error_that_says_what_was_tried() -> None:
+def test_too_large_sample_error_lists_tried_sizes() -> None:
     model = Memory(Mlp(), most=0)
     microbatcher = on(model)
     with pytest.raises(SampleTooLargeError) as raised:
@@ -166,10 +166,10 @@ def test_the_smallest_size_that_does_not_fit_is_an_error_that_says_what_was_trie
     assert isinstance(raised.value, torch.OutOfMemoryError)
     assert all(parameter.grad is None for parameter in model.parameters())
     model.most = ROWS
-    assert microbatcher.backward(pair()).microbatch_size == ROWS  # it learned nothing before
+    assert microbatcher.backward(pair()).microbatch_size == ROWS  # the policy is unchanged
 
 
-def test_state_that_the_optimizer_has_yet_to_build_is_named_where_it_fills_the_device() -> None:
+def test_error_names_future_optimizer_state() -> None:
     model = nn.Linear(6, CLASSES * 50).double()
     microbatcher = on(model, optimizer=torch.optim.AdamW(model.parameters()), memory_limit="40KiB")
     with pytest.raises(SampleTooLargeError, match=r"no size can .*optimizer state 29\.00 KiB"):
@@ -180,7 +180,7 @@ def test_state_that_the_optimizer_has_yet_to_build_is_named_where_it_fills_the_d
     assert "optimizer state" not in str(raised.value)
 
 
-def test_a_budget_too_small_for_the_model_says_that_no_batch_is_to_blame() -> None:
+def test_error_says_that_model_alone_exceeds_budget() -> None:
     model, whole = nn.Linear(6, CLASSES * 50).double(), pair()
     with MemoryBudget("1KiB"), pytest.raises(torch.OutOfMemoryError) as raised:
         on(model).backward(whole)
@@ -206,7 +206,7 @@ class Interrupted(nn.Module):
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), ValueError("a bug"), SystemExit(3)])
-def test_any_other_error_comes_through_unchanged_with_the_state_as_before(
+def test_other_errors_propagate_unchanged_and_restore_state(
     error: BaseException,
 ) -> None:
     model = Interrupted(error)
@@ -228,7 +228,7 @@ def test_any_other_error_comes_through_unchanged_with_the_state_as_before(
 # Additional modules, hooks, precision
 
 
-def test_the_result_hangs_on_no_graph_and_keeps_no_activation() -> None:
+def test_result_keeps_no_graph_or_activations() -> None:
     with MemoryBudget(None) as budget:
         model = nn.Linear(6, 4096).double()
         forward = lambda model, batch: model(batch[0]).square().mean()  # noqa: E731
@@ -255,7 +255,7 @@ class Squeezes(nn.Module):
     ("rows", "size", "which"),
     [(5, 2, "the last microbatch has one of 5 rows"), (4, 1, "each microbatch has one of 4 rows")],
 )
-def test_a_squeeze_of_one_row_is_named(rows: int, size: int, which: str) -> None:
+def test_error_note_explains_squeezed_row(rows: int, size: int, which: str) -> None:
     microbatcher = Microbatcher(
         Squeezes(), loss_fn=nn.CrossEntropyLoss(), microbatch_size=size, probe=False
     )
@@ -266,17 +266,17 @@ def test_a_squeeze_of_one_row_is_named(rows: int, size: int, which: str) -> None
     assert note.endswith("name the dimension to squeeze, as in .squeeze(-1)")
 
 
-def of_groups(model: nn.Module, batch: Any) -> Tensor:
+def group_loss(model: nn.Module, batch: Any) -> Tensor:
     scores: Tensor = model(batch).view(-1, 4)  # four consecutive rows belong to one query
     return scores.logsumexp(1).mean()
 
 
 @pytest.mark.parametrize("call", ["backward", "evaluate"])
-def test_rows_in_groups_that_are_cut_through_are_named_with_the_way_out(call: str) -> None:
+def test_error_note_for_split_groups_names_remedies(call: str) -> None:
     batch = torch.randn(24, 8)
     model = nn.Linear(8, 1)
     sizes: dict[str, Any] = {"microbatch_size": 7, "eval_microbatch_size": 7}
-    microbatcher = Microbatcher(model, forward=of_groups, probe=False, **with_features(sizes))
+    microbatcher = Microbatcher(model, forward=group_loss, probe=False, **with_features(sizes))
     with pytest.raises(RuntimeError, match="is invalid for input of size 6") as caught:
         getattr(microbatcher, call)(batch)
     [note] = caught.value.__notes__
@@ -284,13 +284,13 @@ def test_rows_in_groups_that_are_cut_through_are_named_with_the_way_out(call: st
     assert "microbatch_size=Halving(multiple_of=4)" in note
     assert "batch_layout={'its name': 'shared'}" in note
     sizes = dict.fromkeys(sizes, Halving(multiple_of=4, initial=7))
-    microbatcher = Microbatcher(model, forward=of_groups, probe=False, **with_features(sizes))
+    microbatcher = Microbatcher(model, forward=group_loss, probe=False, **with_features(sizes))
     loss = getattr(microbatcher, call)(batch).loss
-    torch.testing.assert_close(loss, of_groups(model, batch).detach())
+    torch.testing.assert_close(loss, group_loss(model, batch).detach())
 
 
-def test_an_error_of_a_whole_batch_gets_no_note() -> None:
-    microbatcher = Microbatcher(nn.Linear(8, 1), forward=of_groups, microbatch_size=8, probe=False)
+def test_whole_batch_error_gets_no_note() -> None:
+    microbatcher = Microbatcher(nn.Linear(8, 1), forward=group_loss, microbatch_size=8, probe=False)
     with pytest.raises(RuntimeError, match="is invalid for input of size 7") as caught:
         microbatcher.backward(torch.randn(7, 8))
     assert not getattr(caught.value, "__notes__", ())
@@ -298,7 +298,7 @@ def test_an_error_of_a_whole_batch_gets_no_note() -> None:
 
 @pytest.mark.parametrize("limit", [None, "1MiB"])
 @pytest.mark.parametrize("row", mostly_in_sweeps([0, 40, 63], quick=[40]))
-def test_a_class_too_many_is_told_as_that_and_as_nothing_else(limit: str | None, row: int) -> None:
+def test_out_of_range_target_error_is_unchanged(limit: str | None, row: int) -> None:
     model = nn.Linear(8, 10)
     optimizer = torch.optim.Adam(model.parameters())
     microbatcher = Microbatcher(model, loss_fn=nn.CrossEntropyLoss(), optimizer=optimizer)
@@ -314,7 +314,7 @@ def test_a_class_too_many_is_told_as_that_and_as_nothing_else(limit: str | None,
 
 
 @pytest.mark.parametrize("size", [4, "auto"])
-def test_memory_of_a_model_is_free_once_nobody_has_it(size: Any) -> None:
+def test_model_memory_is_freed_when_unreferenced(size: Any) -> None:
     batch = torch.randn(64, 8), torch.randint(3, (64,))
 
     def run() -> tuple[weakref.ref[nn.Module], int]:
@@ -335,7 +335,7 @@ def test_memory_of_a_model_is_free_once_nobody_has_it(size: Any) -> None:
 
 
 @pytest.mark.parametrize("call", ["backward", "evaluate"])
-def test_an_error_that_the_caller_keeps_holds_nothing_of_the_attempt(
+def test_kept_error_does_not_hold_attempt_memory(
     call: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made: list[weakref.ref[Any]] = []
@@ -384,6 +384,6 @@ old_compilers = pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarnin
 
 
 @old_compilers
-def test_a_traced_model_is_refused_as_a_part_by_name() -> None:
+def test_exact_batchnorm_refuses_traced_model() -> None:
     with pytest.raises(TypeError, match="is scripted or traced"):
         Microbatcher(traced(Normed()), loss_fn=nn.CrossEntropyLoss(), batchnorm="exact")

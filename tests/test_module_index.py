@@ -1,4 +1,4 @@
-"""The index of modules: after any change, it finds the same as a walk."""
+"""After any change, the index of modules matches a walk over them."""
 
 import copy
 from collections.abc import Callable, Iterator
@@ -63,18 +63,18 @@ CHANGES: dict[str, Callable[[Any], Any]] = {
     "a module is added to a leaf": lambda m: m[0].add_module("lora", nn.Linear(4, 1)),
     "two weights are tied": lambda m: setattr(m[2][0], "weight", m[0].weight),
     "a parameter is frozen": lambda m: m[0].weight.requires_grad_(False),
-    "all are frozen": lambda m: m.requires_grad_(False),
-    "it moves": lambda m: m.to("meta"),
-    "it changes its type": lambda m: m.to(torch.float64),
-    "it changes its type, by other parameters": overwrite,
+    "all parameters are frozen": lambda m: m.requires_grad_(False),
+    "the model moves to another device": lambda m: m.to("meta"),
+    "the dtype changes": lambda m: m.to(torch.float64),
+    "the dtype changes with new parameters": overwrite,
     "weight norm": lambda m: parametrizations.weight_norm(m[0]),
     "pruning": lambda m: prune.l1_unstructured(m[0], "weight", 0.5),
-    "another table": other_table,
+    "a table is replaced": other_table,
     "a key is renamed": rename,
     "a key moves to the end": reorder,
     "a state is assigned": assign,
     "a child is swapped for another of its kind": lambda m: m.__setitem__(2, copy.deepcopy(m[2])),
-    "an empty place is filled": lambda m: m[2].register_buffer("later", torch.zeros(1)),
+    "a module without buffers gets one": lambda m: m[2].register_buffer("later", torch.zeros(1)),
 }
 
 
@@ -100,7 +100,7 @@ def indexed(index: ModuleIndex) -> tuple[list[Any], ...]:
 
 
 @pytest.mark.parametrize("name", CHANGES)
-def test_whatever_changes_it_finds_what_a_walk_finds(name: str) -> None:
+def test_index_matches_walk_after_change(name: str) -> None:
     model = net()
     index = ModuleIndex([model])
     before = walked(model)
@@ -111,7 +111,7 @@ def test_whatever_changes_it_finds_what_a_walk_finds(name: str) -> None:
     assert not index.refresh()
 
 
-def test_nothing_is_walked_while_nothing_changes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unchanged_modules_are_not_walked(monkeypatch: pytest.MonkeyPatch) -> None:
     model = net()
     index = ModuleIndex([model])
     walks: list[int] = []
@@ -139,7 +139,7 @@ class OwnWalk(nn.Module):
         return (each for each in found if self.shown or each[1] is not self.child)
 
 
-def test_a_module_with_a_walk_of_its_own_is_walked_each_time() -> None:
+def test_module_with_custom_walk_is_walked_each_time() -> None:
     inner = OwnWalk()
     model = nn.Sequential(inner)
     index = ModuleIndex([model])
@@ -149,7 +149,7 @@ def test_a_module_with_a_walk_of_its_own_is_walked_each_time() -> None:
     assert index.parameters == []
 
 
-def test_modules_that_are_only_reached_are_owners_and_lend_no_parameters() -> None:
+def test_reached_modules_are_owners_without_parameters() -> None:
     teachers: dict[str, nn.Module] = {}
     index = ModuleIndex([net()], lambda: teachers)
     parameters = list(index.parameters)
@@ -160,7 +160,7 @@ def test_modules_that_are_only_reached_are_owners_and_lend_no_parameters() -> No
 
 
 @pytest.mark.filterwarnings("ignore:.*jit.script.*:DeprecationWarning")
-def test_a_scripted_module_is_walked_each_time() -> None:
+def test_scripted_module_is_walked_each_time() -> None:
     class Scripted(nn.Module):
         def __init__(self) -> None:
             super().__init__()

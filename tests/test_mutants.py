@@ -1,4 +1,4 @@
-"""The count of mistakes that tests notice: what is killed, what survives, what is found again."""
+"""Mutation tests report which mistakes are killed, which survive, and which are found again."""
 
 import collections
 import sys
@@ -77,7 +77,7 @@ def judged(tree: Path, **options: Any) -> list[Verdict]:
 
 
 @pytest.mark.sweep
-def test_a_mistake_that_a_test_sees_is_killed_and_others_survive(tree: Path) -> None:
+def test_detected_mistakes_are_killed_and_others_survive(tree: Path) -> None:
     verdicts = judged(tree, workers=2)
     assert {line: (each.outcome, each.reached) for line, each in by_line(verdicts).items()} == {
         "return rows <= most": ("killed", 2),
@@ -91,7 +91,7 @@ def test_a_mistake_that_a_test_sees_is_killed_and_others_survive(tree: Path) -> 
 
 
 @pytest.mark.slow
-def test_what_hangs_or_ends_the_process_is_killed(
+def test_hanging_or_exiting_mistakes_are_killed(
     tree: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(mutants, "LIMIT", 1.0)
@@ -109,7 +109,7 @@ def test_what_hangs_or_ends_the_process_is_killed(
 
 
 @pytest.mark.slow
-def test_an_interrupted_run_goes_on_until_something_changes(
+def test_interrupted_run_resumes_until_code_changes(
     tree: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     progress = tmp_path / "build" / "progress"
@@ -127,7 +127,7 @@ def test_an_interrupted_run_goes_on_until_something_changes(
 
 
 @pytest.mark.slow
-def test_fewer_tests_may_kill_by_others_but_not_less(
+def test_compare_allows_other_killers_but_no_new_survivors(
     tree: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     before, now = tmp_path / "before.json", tmp_path / "now.json"
@@ -148,7 +148,7 @@ def test_fewer_tests_may_kill_by_others_but_not_less(
 
     (tree / "test_limits.py").rename(tree / "test_moved.py")
     assert compare() == 0
-    assert "tests: tests run once" not in capsys.readouterr().err  # but those of their names
+    assert "tests: tests run once" not in capsys.readouterr().err  # those of the same names do
     (tree / "test_moved.py").rename(tree / "test_limits.py")
 
     name = killer.partition("::")[2]
@@ -168,7 +168,7 @@ def test_fewer_tests_may_kill_by_others_but_not_less(
     assert by_line(read(now))["return rows <= most"].outcome == "gone"
 
 
-def test_a_line_is_found_again_where_it_went_and_is_gone_where_it_changed(tree: Path) -> None:
+def test_moved_lines_are_found_and_changed_lines_are_gone(tree: Path) -> None:
     drawn = pick(tree, seed=0, count=MISTAKES)
     assert len({mutant.line for mutant in drawn}) == MISTAKES
     path = code_of(tree)
@@ -181,19 +181,19 @@ def test_a_line_is_found_again_where_it_went_and_is_gone_where_it_changed(tree: 
     assert numbers == {"return rows % 2 == 1": 9, "return rows == 0": 13, "return not rows": 17}
 
 
-def test_a_line_that_could_be_one_of_two_is_gone(tree: Path) -> None:
+def test_ambiguous_line_is_gone(tree: Path) -> None:
     (mutant,) = (each for each in pick(tree, seed=0, count=MISTAKES) if "not rows" in each.line)
     renamed = "def {name}(rows):\n    return not rows\n"
     code_of(tree).write_text(renamed.format(name="one") + renamed.format(name="other"))
     assert find(tree, [mutant]) == [None]
 
 
-def test_the_same_seed_picks_the_same_mistakes(tree: Path) -> None:
+def test_same_seed_picks_same_mistakes(tree: Path) -> None:
     assert pick(tree, seed=1, count=2) == pick(tree, seed=1, count=2)
 
 
 @pytest.mark.sweep
-def test_each_area_of_this_tree_has_mistakes_and_large_ones_have_more() -> None:
+def test_each_area_has_mistakes_and_large_areas_more() -> None:
     drawn = pick(mutants.ROOT, seed=34, count=150)
     assert len(set(drawn)) == 150
 

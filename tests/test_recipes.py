@@ -1,4 +1,4 @@
-"""The loops in docs/recipes: the same bits as the plain ones, even if those run out of memory."""
+"""The loops in docs/recipes match the plain ones, even where those run out of memory."""
 
 import importlib.util
 import runpy
@@ -37,7 +37,7 @@ with_norm = pytest.mark.parametrize(
 )
 
 
-def test_there_is_a_file_for_each_recipe_and_a_recipe_for_each_file() -> None:
+def test_recipes_match_files() -> None:
     files = {path.stem for path in (DOCS / "recipes").glob("*.py")}
     assert files == {recipe.name for recipe in SCRIPT.RECIPES}
     assert len(files) == 13
@@ -51,18 +51,18 @@ def assert_same_bits(recipe, **options) -> None:
 
 
 @each_recipe
-def test_whole_batches_give_the_bits_of_the_plain_loop(recipe) -> None:
+def test_whole_batches_match_plain_loop_bit_for_bit(recipe) -> None:
     assert_same_bits(recipe)
 
 
 @each_recipe
-def test_the_plain_loop_dies_in_the_limit(recipe) -> None:
+def test_plain_loop_runs_out_of_memory_under_limit(recipe) -> None:
     with pytest.raises(torch.OutOfMemoryError, match="Simulated device"):
         SCRIPT.run(recipe, "plain", SHORT, exact=True, limit=recipe.limit)
 
 
 @each_recipe
-def test_the_microbatched_loop_gives_its_numbers_in_the_limit(recipe) -> None:
+def test_microbatched_loop_matches_plain_loop_under_limit(recipe) -> None:
     plain, microbatched = SCRIPT.with_and_without_limit(recipe, SHORT)
     assert microbatched.ooms >= 1
     assert not microbatched.warnings
@@ -70,7 +70,7 @@ def test_the_microbatched_loop_gives_its_numbers_in_the_limit(recipe) -> None:
 
 
 @with_norm
-def test_batchnorm_is_named_and_is_another_training(recipe) -> None:
+def test_batchnorm_gives_warning_and_other_results(recipe) -> None:
     constants = {"norm": torch.nn.BatchNorm2d}
     plain, microbatched = SCRIPT.with_and_without_limit(recipe, SHORT, constants=constants)
     assert microbatched.warnings
@@ -78,7 +78,7 @@ def test_batchnorm_is_named_and_is_another_training(recipe) -> None:
     assert SCRIPT.largest_report_difference(plain, microbatched) > 1e-6
 
 
-def test_one_hop_is_too_few_for_two_layers_of_attention() -> None:
+def test_one_hop_is_too_few_for_two_attention_layers() -> None:
     recipe = by_name("gat")
     plain, microbatched = SCRIPT.with_and_without_limit(recipe, SHORT, constants={"HOPS": 1})
     assert 1e-4 < SCRIPT.largest_report_difference(plain, microbatched) < 1e-2
@@ -92,11 +92,11 @@ def test_one_hop_is_too_few_for_two_layers_of_attention() -> None:
     ],
     ids=["nanogpt in bf16", "torchvision_train in fp16"],
 )
-def test_autocast_and_the_gradient_scaler_change_no_bit(name, constants) -> None:
+def test_autocast_and_gradient_scaler_match_bit_for_bit(name, constants) -> None:
     assert_same_bits(by_name(name), constants=constants)
 
 
-def test_a_recipe_runs_as_a_script(capsys) -> None:
+def test_recipe_runs_as_script(capsys) -> None:
     runpy.run_path(str(SCRIPT.path_of(by_name("gat"))), run_name="__main__")
     losses = [float(line) for line in capsys.readouterr().out.split()]
     assert losses == list(SCRIPT.run(by_name("gat"), "plain").history)
@@ -107,7 +107,7 @@ def by_name(name: str):
 
 
 @each_recipe
-def test_the_page_counts_the_lines_of_the_diff(recipe) -> None:
+def test_page_shows_changed_lines_and_limit(recipe) -> None:
     page = (DOCS / "recipes" / "README.md").read_text(encoding="utf-8")
     [row] = [line for line in page.splitlines() if line.startswith(f"| [{recipe.name}]")]
     _, _, special, changed, whole, limit, *_ = (cell.strip() for cell in row.split("|"))
@@ -119,7 +119,7 @@ def test_the_page_counts_the_lines_of_the_diff(recipe) -> None:
 
 @pytest.mark.slow
 @each_recipe
-def test_the_page_holds_for_the_whole_run(recipe) -> None:
+def test_whole_run_matches_page(recipe) -> None:
     figures = SCRIPT.measure(recipe)
     assert figures.whole == 0.0
     assert figures.split < SCRIPT.TOLERANCE

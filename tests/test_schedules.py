@@ -1,4 +1,4 @@
-"""Schedules that warm up: rates computed by hand."""
+"""Warm-up schedules match learning rates computed by hand."""
 
 import functools
 import math
@@ -29,7 +29,7 @@ def make_optimizer(*rates: float) -> Optimizer:
 
 
 def rates(schedule: Schedule, steps: int, *, of: Optimizer | None = None) -> list[list[float]]:
-    """Return the rates of all groups with which each step is taken."""
+    """Return the learning rates of all groups at each step."""
     optimizer = of or make_optimizer()
     scheduler = schedule(optimizer)
     taken = []
@@ -68,8 +68,8 @@ BY_HAND: dict[str, tuple[Any, dict[str, Any], list[float]]] = {
         {"warmup": 1, "total": 3, "final": 0.2},
         [1, 1, 0.6, 0.2, 0.2],
     ),
-    "nothing but warm-up": (cosine_with_warmup, {"warmup": 2, "total": 2}, [0.5, 1, 0]),
-    "a final rate of all": (linear_with_warmup, {"warmup": 0, "total": 2, "final": 1}, [1, 1, 1]),
+    "warm-up only": (cosine_with_warmup, {"warmup": 2, "total": 2}, [0.5, 1, 0]),
+    "constant final rate": (linear_with_warmup, {"warmup": 0, "total": 2, "final": 1}, [1, 1, 1]),
     "inverse square root": (
         inverse_sqrt_with_warmup,
         {"warmup": 2},
@@ -79,7 +79,7 @@ BY_HAND: dict[str, tuple[Any, dict[str, Any], list[float]]] = {
 
 
 @pytest.mark.parametrize(("schedule", "options", "expected"), BY_HAND.values(), ids=BY_HAND)
-def test_rates_are_those_computed_by_hand(
+def test_rates_match_values_computed_by_hand(
     schedule: Any, options: dict[str, Any], expected: list[float]
 ) -> None:
     assert of_one(schedule, len(expected), **options) == pytest.approx(expected, abs=1e-12)
@@ -94,7 +94,7 @@ def test_rates_are_those_computed_by_hand(
         functools.partial(inverse_sqrt_with_warmup, warmup=10),
     ],
 )
-def test_no_step_before_the_end_is_taken_at_zero_and_the_peak_is_the_base_rate(
+def test_rates_stay_positive_and_peak_at_base_rate(
     schedule: Schedule,
 ) -> None:
     taken = [rate for (rate,) in rates(schedule, 30)]
@@ -104,18 +104,18 @@ def test_no_step_before_the_end_is_taken_at_zero_and_the_peak_is_the_base_rate(
 
 
 @pytest.mark.parametrize("steps", ["4ba", "4 ba", Duration.parse("4ba")])
-def test_steps_may_be_a_duration_in_batches(steps: Any) -> None:
+def test_steps_may_be_duration_in_batches(steps: Any) -> None:
     as_int = of_one(linear_with_warmup, 8, warmup=4, total=8)
     assert of_one(linear_with_warmup, 8, warmup=steps, total="8ba") == as_int
 
 
 @pytest.mark.parametrize(("share", "total", "steps"), [(0.1, 30, 3), (0.1, 3, 0), (0.0, 5, 0)])
-def test_the_warm_up_may_be_a_share_of_the_total(share: float, total: int, steps: int) -> None:
+def test_warmup_may_be_share_of_total(share: float, total: int, steps: int) -> None:
     by_share = of_one(cosine_with_warmup, total, warmup=share, total=total)
     assert by_share == of_one(cosine_with_warmup, total, warmup=steps, total=total)
 
 
-def test_the_trainer_steps_it_once_per_optimizer_step() -> None:
+def test_trainer_steps_schedule_once_per_optimizer_step() -> None:
     schedule = functools.partial(cosine_with_warmup, warmup="2ba", total="8ba", final=0.1)
     ours, theirs = make_model(), make_model()
     train_by_hand(theirs, make_loader(), epochs=2, schedule=schedule)

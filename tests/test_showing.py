@@ -1,4 +1,4 @@
-"""How things show themselves: in one line each, as tables of notebooks, as a bar in a terminal."""
+"""Objects are shown in one line, as notebook tables, and as a progress bar in a terminal."""
 
 import os
 import pty
@@ -37,10 +37,10 @@ def trainer(**options: Any) -> Trainer:
     )
 
 
-# In one line
+# Representations in one line
 
 
-def test_each_thing_shows_itself_in_one_line() -> None:
+def test_objects_have_one_line_repr() -> None:
     run = trainer()
     microbatcher = Microbatcher(nn.Linear(8, 2), loss_fn=nn.CrossEntropyLoss())
     assert repr(run) == (
@@ -78,14 +78,14 @@ def test_each_thing_shows_itself_in_one_line() -> None:
     ],
     ids=lambda each: type(each).__name__,
 )
-def test_callbacks_and_policies_show_what_they_were_given(subject: Any, shown: str) -> None:
+def test_callbacks_and_policies_show_their_arguments(subject: Any, shown: str) -> None:
     assert repr(subject).startswith(shown)
     assert repr(subject).endswith(")")
     assert "\n" not in repr(subject)
     assert " at 0x" not in repr(subject)
 
 
-def test_a_report_is_text_in_a_notebook() -> None:
+def test_report_has_html_for_notebooks() -> None:
     model = nn.Sequential(nn.Linear(8, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
     report = automicro.verify(model, BATCH, loss_fn=nn.CrossEntropyLoss())
     first, rest = ElementTree.fromstring(f"<page>{report._repr_html_()}</page>").itertext()
@@ -93,7 +93,7 @@ def test_a_report_is_text_in_a_notebook() -> None:
     assert rest.strip() in str(report)
 
 
-# The bar
+# The progress bar
 
 
 @pytest.mark.parametrize(
@@ -111,22 +111,20 @@ def test_a_report_is_text_in_a_notebook() -> None:
         (5, "25%"),
     ],
 )
-def test_a_window_shows_the_most_important_and_is_trimmed_from_the_right(
-    columns: int, shown: str
-) -> None:
+def test_status_line_is_trimmed_to_window_width(columns: int, shown: str) -> None:
     assert STATUS.in_window(columns).plain == shown
     assert len(shown) < columns
 
 
-def test_a_terminal_that_has_no_other_letters_gets_those_that_it_has() -> None:
+def test_ascii_terminal_shows_ascii_status_line() -> None:
     assert STATUS.in_window(50, ascii_only=True).plain == "#-----  25% - 0:01:15 left - loss 0.5000"
 
 
-def test_what_is_left_is_told_from_the_second_time_on_and_by_the_latest_start() -> None:
+def test_time_left_needs_two_updates_of_one_run() -> None:
     now = [0.0]
     left = TimeLeft(clock=lambda: now[0])
     assert left.at(None) is None
-    assert left.at(0.1) is None  # what came before was finding a size, say
+    assert left.at(0.1) is None  # earlier time may include the search for a size
     now[0] = 10.0
     assert left.at(0.2) == pytest.approx(80.0)
     assert left.at(0.05) is None  # another run
@@ -151,7 +149,7 @@ def batches():
 
 @pytest.mark.sweep
 @pytest.mark.parametrize(("terminal", "is_erased"), [("xterm", True), ("dumb", False)])
-def test_the_command_shows_what_takes_long(tmp_path: Any, terminal: str, is_erased: bool) -> None:
+def test_command_shows_progress_in_terminal(tmp_path: Any, terminal: str, is_erased: bool) -> None:
     (tmp_path / "job.yaml").write_text(JOB)
     (tmp_path / "make.py").write_text(MAKE)
     ours, theirs = pty.openpty()
@@ -174,6 +172,6 @@ def test_the_command_shows_what_takes_long(tmp_path: Any, terminal: str, is_eras
     os.close(ours)
     assert process.wait(timeout=60) == 0
     text = shown.decode()
-    # A terminal that cannot write over a line is left without what is only true meanwhile.
+    # A terminal that cannot erase lines shows no temporary status.
     assert ("\r\x1b[2K" in text) == is_erased
     assert text.index("training on") < text.index("OOMs survived")

@@ -1,4 +1,4 @@
-"""Where warnings point, and that none is lost."""
+"""Warnings point to the caller's line and follow filters."""
 
 import inspect
 import warnings
@@ -25,9 +25,7 @@ def normalise() -> object:
 @pytest.mark.parametrize(
     ("run", "category"), [(contrast, LossAverageWarning), (normalise, BatchNormWarning)]
 )
-def test_a_warning_points_at_the_line_that_called_automicro(
-    run: object, category: type[Warning]
-) -> None:
+def test_warning_points_to_line_that_called_automicro(run: object, category: type[Warning]) -> None:
     assert inspect.isfunction(run)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -38,7 +36,7 @@ def test_a_warning_points_at_the_line_that_called_automicro(
     assert first <= caught[0].lineno < first + len(lines)
 
 
-def test_filters_are_honoured() -> None:
+def test_warning_filters_apply() -> None:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", category=LossAverageWarning)
         contrast()

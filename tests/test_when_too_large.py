@@ -1,4 +1,4 @@
-"""Where not even the smallest microbatch fits: levels, in training, up to the bit."""
+"""Levels train on rows that do not fit otherwise, with identical bits."""
 
 import copy
 import functools
@@ -52,7 +52,7 @@ def batches(count: int = 4, rows: int = 1) -> list[tuple[Tensor, Tensor]]:
 
 
 def trained(rows: int = 1, **options: Any) -> tuple[dict[str, Tensor], list[Any]]:
-    """Parameters after some steps, and what each step gave."""
+    """Return the parameters after some steps, and the result of each step."""
     torch.manual_seed(1)
     model = Model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -67,13 +67,13 @@ def trained(rows: int = 1, **options: Any) -> tuple[dict[str, Tensor], list[Any]
 
 @functools.cache
 def needed() -> int:
-    """Bytes that one row needs as it comes."""
+    """Return the bytes that one row needs without a level."""
     _, results = trained(memory_limit="1GiB")
     return int(results[-1].peak_bytes)
 
 
 def too_small() -> int:
-    """A limit with which no row fits as it comes: what is told of it then is asked below."""
+    """Return a limit under which no row fits without a level."""
     return needed() // 3
 
 
@@ -87,7 +87,7 @@ def same(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
         ["recompute", "offload", ["recompute", "offload"], "auto"], quick=["offload", "auto"]
     ),
 )
-def test_a_row_that_needs_more_than_the_limit_trains_to_the_same_bits(when: Any) -> None:
+def test_too_large_row_trains_bit_identically_with_levels(when: Any) -> None:
     wanted, _ = trained()
     found, results = trained(memory_limit=too_small(), when_too_large=when)
     assert same(found, wanted)
@@ -96,7 +96,7 @@ def test_a_row_that_needs_more_than_the_limit_trains_to_the_same_bits(when: Any)
 
 
 @pytest.mark.sweep
-def test_a_fixed_size_goes_up_the_levels_and_stays() -> None:
+def test_fixed_size_raises_level_and_keeps_size() -> None:
     wanted, _ = trained(rows=4, microbatch_size=4)
     _, whole = trained(rows=4, memory_limit="1GiB")
     limit = int(whole[-1].peak_bytes * 0.7)
@@ -109,12 +109,12 @@ def test_a_fixed_size_goes_up_the_levels_and_stays() -> None:
 
 
 @pytest.mark.sweep
-def test_nothing_is_left_where_no_level_fits() -> None:
+def test_error_is_raised_when_no_level_fits() -> None:
     with pytest.raises(SampleTooLargeError, match="not even with recompute \\+ offload"):
         trained(memory_limit="2500KiB", when_too_large=["recompute", "offload"])
 
 
-def test_a_run_says_once_what_is_done() -> None:
+def test_run_summary_names_level() -> None:
     torch.manual_seed(1)
     limit = int(needed() * 0.5)
     trainer = Trainer(
@@ -133,9 +133,9 @@ def test_a_run_says_once_what_is_done() -> None:
 
 
 class SlowToLaunch(Model):
-    """Each microbatch takes a while, however many rows it has, and blocks take some for each row.
+    """A model with a fixed time per microbatch, and a time per row in each block.
 
-    It says itself how long: what a busy machine makes of a real clock decides nothing here.
+    It sets the clock itself, so a busy machine does not change the result.
     """
 
     now = Unreached()
@@ -160,7 +160,7 @@ Found = tuple[list[Any], list[str]]
 
 @pytest.fixture
 def level_found(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Found]:
-    """Steps within what two rows need, and what was told until a level was chosen."""
+    """Run steps in the memory of two rows until a level is chosen; return results and messages."""
 
     def found(steps: int = 60, **options: Any) -> Found:
         torch.manual_seed(1)
@@ -192,7 +192,7 @@ def level_found(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Found]:
 
 
 @pytest.mark.sweep
-def test_auto_takes_the_level_whose_larger_microbatches_are_faster(
+def test_auto_chooses_level_with_faster_larger_microbatches(
     level_found: Callable[..., Found],
 ) -> None:
     results, told = level_found(when_too_large="auto")
@@ -204,14 +204,14 @@ def test_auto_takes_the_level_whose_larger_microbatches_are_faster(
 
 
 @pytest.mark.slow
-def test_explore_finds_a_size_and_a_level(level_found: Callable[..., Found]) -> None:
+def test_explore_finds_size_and_level(level_found: Callable[..., Found]) -> None:
     results, told = level_found(when_too_large="recompute", microbatch_size="explore")
     assert results[-1].level == "recompute"
     assert ", recompute, " in told[-1]
 
 
 @pytest.mark.sweep
-def test_where_runs_are_to_be_repeatable_no_clock_decides(
+def test_repeatable_runs_do_not_choose_by_time(
     level_found: Callable[..., Found],
 ) -> None:
     results, told = level_found(8, when_too_large="auto", repeatable=True)
@@ -233,14 +233,14 @@ def refusal(model: nn.Module, batch: Any, limit: int | str, **options: Any) -> s
 
 
 @pytest.mark.sweep
-def test_a_message_of_a_level_names_what_helps_beside_it() -> None:
+def test_error_at_level_names_further_remedies() -> None:
     text = refusal(Model(), batches(1)[0], needed() // 4, when_too_large="recompute")
     assert "not even with recompute" in text
     assert "activation checkpointing" not in text
     assert "(when_too_large=['recompute', 'offload'])" in text
 
 
-def test_of_an_evaluation_no_level_is_advised() -> None:
+def test_evaluation_error_does_not_suggest_levels() -> None:
     microbatcher = Microbatcher(Model(), loss_fn=nn.CrossEntropyLoss(), memory_limit="1200KiB")
     with pytest.raises(SampleTooLargeError) as caught:
         microbatcher.evaluate(batches(1)[0])
@@ -249,7 +249,7 @@ def test_of_an_evaluation_no_level_is_advised() -> None:
     assert "precision='bf16'" in text
 
 
-def test_the_model_and_its_random_numbers_are_as_before_the_message() -> None:
+def test_refusal_restores_model_and_random_state() -> None:
     limit, model, batch = too_small(), Model(), batches(1)[0]
     before, random_before = copy.deepcopy(model.state_dict()), torch.get_rng_state()
     refusal(model, batch, limit)
@@ -259,7 +259,7 @@ def test_the_model_and_its_random_numbers_are_as_before_the_message() -> None:
 
 
 @pytest.mark.sweep
-def test_where_all_fits_a_part_runs_in_one_piece() -> None:
+def test_nested_part_runs_whole_when_memory_suffices() -> None:
     model, batch = Model(), batches(1, rows=8)[0]
     microbatcher = Microbatcher(
         model,

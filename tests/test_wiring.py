@@ -1,6 +1,6 @@
-"""Hooks, attacks and foreign leaves: refused or named, and always without a trace.
+"""Hooks, attacks and foreign leaves are exact, refused or named, and leave no trace.
 
-That every step leaves what plain torch leaves is judged by the oracle, twist by twist.
+The oracle checks, for each twist, that a step leaves the same state as plain torch.
 """
 
 import copy
@@ -70,7 +70,7 @@ def _as_dict(hooks: Any) -> Any:
     return None if hooks is None else (id(hooks), dict(hooks))
 
 
-# Each pair of values is in one of them.
+# The cases include each pair of values.
 @pytest.mark.parametrize(
     ("call", "when", "earlier", "dtype"),
     [
@@ -85,7 +85,7 @@ def _as_dict(hooks: Any) -> Any:
         (3, "in the backward", False, torch.bfloat16),
     ],
 )
-def test_a_failure_leaves_gradients_hooks_and_types_as_they_were(
+def test_failure_restores_gradients_hooks_and_dtypes(
     call: int, when: str, earlier: bool, dtype: torch.dtype
 ) -> None:
     model: Any = Mlp().to(dtype)
@@ -120,7 +120,7 @@ def test_a_failure_leaves_gradients_hooks_and_types_as_they_were(
 
 
 @pytest.mark.parametrize("size", [3, 20])
-def test_a_hook_that_raises_leaves_no_trace(size: int) -> None:
+def test_raising_hook_leaves_no_trace(size: int) -> None:
     model: Any = Mlp()
 
     def fail(_: Any) -> None:
@@ -141,7 +141,7 @@ def test_a_hook_that_raises_leaves_no_trace(size: int) -> None:
     microbatcher.backward((x(), y()))
 
 
-def test_an_optimizer_that_stepped_before_another_hook_failed_is_named() -> None:
+def test_optimizer_step_before_failed_hook_is_reported() -> None:
     model: Any = Mlp()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 
@@ -155,7 +155,7 @@ def test_an_optimizer_that_stepped_before_another_hook_failed_is_named() -> None
 
 
 @pytest.mark.parametrize("kind", ["register_hook", "register_prehook"])
-def test_hooks_on_a_node_are_named_where_a_batch_is_split(kind: str) -> None:
+def test_hooks_on_node_give_warning_for_split_batch(kind: str) -> None:
     model: Any = Mlp()
     node = torch.autograd.graph.get_gradient_edge(model[0].weight).node
     getattr(node, kind)(lambda *_: None)
@@ -166,7 +166,7 @@ def test_hooks_on_a_node_are_named_where_a_batch_is_split(kind: str) -> None:
     microbatcher.backward((x(), y()))  # warned only once
 
 
-def test_hooks_that_the_forward_registers_are_named() -> None:
+def test_hooks_registered_by_forward_give_warning() -> None:
     def forward(model: Any, batch: Any) -> Tensor:
         model[0].weight.register_hook(lambda gradient: gradient * 2)
         return loss_of(model, batch)
@@ -199,7 +199,7 @@ def after(change: Callable[[Any], Any]) -> Callable[[nn.Module, Batch], Tensor]:
     return forward
 
 
-def backward_that_stays(model: nn.Module, batch: Batch) -> Tensor:
+def lasting_backward(model: nn.Module, batch: Batch) -> Tensor:
     (0.1 * model(batch[0]).pow(2).sum(1).mean()).backward()
     return loss_of(model, batch)
 
@@ -227,7 +227,7 @@ REFUSED_WHEN_SPLIT: dict[str, Callable[[nn.Module, Batch], Tensor]] = {
     "cleared without a backward": after(lambda model: model.zero_grad()),
     "zeroed without a backward": after(lambda model: model.zero_grad(set_to_none=False)),
     "one parameter cleared": after(lambda model: setattr(model[2].bias, "grad", None)),
-    "a backward that stays": backward_that_stays,
+    "a backward that stays": lasting_backward,
     "a cached loss": cached_loss,
 }
 STAY = ("a backward that stays", "an attack that zeroes")
@@ -241,7 +241,7 @@ def gradients_of(model: nn.Module) -> list[Tensor | None]:
     ("name", "dtype"),
     [*((name, torch.float64) for name in REFUSED_WHEN_SPLIT), (STAY[0], torch.bfloat16)],
 )
-def test_a_forward_that_changes_gradients_is_refused_at_the_first_batch_that_is_split(
+def test_forward_changing_gradients_is_refused_at_first_split_batch(
     name: str, dtype: torch.dtype
 ) -> None:
     model: Any = Mlp().to(dtype)
@@ -258,7 +258,7 @@ def test_a_forward_that_changes_gradients_is_refused_at_the_first_batch_that_is_
 
 
 @pytest.mark.parametrize("name", REFUSED_WHEN_SPLIT)
-def test_of_a_whole_batch_it_is_right_or_refused(name: str) -> None:
+def test_forward_changing_gradients_of_whole_batch_is_exact_or_refused(name: str) -> None:
     forward, model = REFUSED_WHEN_SPLIT[name], Mlp()
     plain = copy.deepcopy(model)
     microbatcher = Microbatcher(model, forward=forward, microbatch_size=None)
@@ -272,7 +272,7 @@ def test_of_a_whole_batch_it_is_right_or_refused(name: str) -> None:
         torch.testing.assert_close(gradients_of(model), gradients_of(plain))
 
 
-def test_a_first_batch_that_is_split_late_is_looked_at() -> None:
+def test_first_split_after_whole_batches_is_checked() -> None:
     class ThenSplit(Policy):
         def propose(self, num_rows: int, cost: Any = None) -> int:
             return size
@@ -306,7 +306,7 @@ def scaled(model: nn.Module, loss: Tensor) -> None:
 
 
 @pytest.mark.parametrize("backward", [cleared_first, clipped, scaled])
-def test_a_backward_that_changes_gradients_is_refused(backward: Callable[..., None]) -> None:
+def test_backward_changing_gradients_is_refused(backward: Callable[..., None]) -> None:
     model: Any = Mlp()
     with_model = functools.partial(backward, model)
     microbatcher = Microbatcher(model, forward=loss_of, backward=with_model, microbatch_size=4)
@@ -315,7 +315,7 @@ def test_a_backward_that_changes_gradients_is_refused(backward: Callable[..., No
     assert all(parameter.grad is None for parameter in model.parameters())
 
 
-def test_a_backward_may_clip_a_whole_batch_unless_it_adds_to_an_earlier_one() -> None:
+def test_backward_may_clip_whole_batch_without_earlier_gradients() -> None:
     model: Any = Mlp()
     plain, backward = copy.deepcopy(model), functools.partial(clipped, model)
     microbatcher = Microbatcher(model, forward=loss_of, backward=backward, microbatch_size=None)
@@ -325,12 +325,12 @@ def test_a_backward_may_clip_a_whole_batch_unless_it_adds_to_an_earlier_one() ->
     with pytest.raises(LossError, match=r"backward=\) changes \.grad"):
         microbatcher.backward((x(), y()))
     torch.testing.assert_close(gradients_of(model), gradients_of(plain), rtol=0, atol=0)
-    model.zero_grad(set_to_none=False)  # zeros are no part of a sum
+    model.zero_grad(set_to_none=False)  # zeros do not count as earlier gradients
     microbatcher.backward((x(), y()))
     torch.testing.assert_close(gradients_of(model), gradients_of(plain))
 
 
-def test_gradients_written_to_for_the_first_time_in_a_later_batch_are_refused_on_failure() -> None:
+def test_late_gradient_write_is_refused_on_failure() -> None:
     model: Any = Mlp()
     writes: list[bool] = []
 
@@ -348,7 +348,7 @@ def test_gradients_written_to_for_the_first_time_in_a_later_batch_are_refused_on
         microbatcher.backward((x(), y()))
 
 
-def test_a_loss_without_any_graph_is_refused_as_before() -> None:
+def test_loss_without_graph_is_refused() -> None:
     def forward(model: Any, batch: Any) -> Tensor:
         return torch.zeros(()).double()
 
@@ -357,7 +357,7 @@ def test_a_loss_without_any_graph_is_refused_as_before() -> None:
             Microbatcher(Mlp(), forward=forward, microbatch_size=size).backward((x(), y()))
 
 
-def test_a_constant_that_is_not_zero_is_refused_as_before() -> None:
+def test_nonzero_constant_loss_is_refused() -> None:
     def forward(model: Any, batch: Any) -> Tensor:
         return loss_of(model, batch) if len(batch[0]) == 4 else torch.ones(()).double()
 
@@ -368,7 +368,7 @@ def test_a_constant_that_is_not_zero_is_refused_as_before() -> None:
 # Leaves, shared or foreign
 
 
-def test_a_leaf_first_reached_in_a_later_attempt_is_refused_where_it_cannot_be_told() -> None:
+def test_leaf_first_used_in_failed_attempt_is_refused() -> None:
     late = nn.Parameter(torch.ones(()).double())
     calls: list[int] = []
 
@@ -419,7 +419,7 @@ def narrow_errors(dtype: torch.dtype, num_microbatches: int, **options: Any) -> 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("num_microbatches", [16, 128])
-def test_narrow_parameters_have_the_error_of_one_whole_batch(
+def test_narrow_parameters_have_error_of_whole_batch(
     dtype: torch.dtype, num_microbatches: int
 ) -> None:
     whole = narrow_errors(dtype, 1)
@@ -428,7 +428,7 @@ def test_narrow_parameters_have_the_error_of_one_whole_batch(
         assert narrow_errors(dtype, num_microbatches, gradient_sums="native") > 2 * whole
 
 
-def test_what_the_forward_sees_of_narrow_parameters_is_their_own_type() -> None:
+def test_forward_sees_narrow_gradients_in_own_dtype() -> None:
     model: Any = Mlp().bfloat16()
     seen: set[Any] = set()
     model[2].weight.register_hook(lambda gradient: seen.add(gradient.dtype))
@@ -448,7 +448,7 @@ def test_what_the_forward_sees_of_narrow_parameters_is_their_own_type() -> None:
 
 
 @pytest.mark.parametrize(("sums", "most"), [("fp32", 2.6), ("native", 1.6)])
-def test_float32_sums_take_no_third_set_of_narrow_gradients(sums: str, most: float) -> None:
+def test_float32_sums_keep_no_third_set_of_gradients(sums: str, most: float) -> None:
     model = nn.Sequential(*(nn.Linear(128, 128, bias=False) for _ in range(12))).bfloat16()
     size = sum(parameter.nbytes for parameter in model.parameters())
     microbatcher = Microbatcher(

@@ -1,7 +1,7 @@
-"""What a user sees who uses the library wrongly: tests/messages.md holds every message.
+"""Messages that users see after mistakes; tests/messages.md contains all of them.
 
-After changing a message, write the table anew with ``python -m tests.test_wrong_uses``, and read
-the difference with a user's eyes: what is wrong, the values, what to do.
+After changing a message, rewrite the table with ``python -m tests.test_wrong_uses``. Then read
+the difference as a user: each message names the mistake, the values and the remedy.
 """
 
 import contextlib
@@ -98,12 +98,12 @@ class Opaque:
     pass
 
 
-# The world of the last use. Whoever drops a group last waits for its threads, and DDP's reducer,
-# which lives as long as the error does, would do so while these wait for the interpreter.
+# The last process group. Dropping its last reference waits for its threads. DDP's reducer, which
+# lives as long as the error, would do so while the threads wait for the interpreter.
 WORLDS: list[object] = []
 
 
-def in_a_world_of_one(use: Callable[[], object]) -> object:
+def in_process_group(use: Callable[[], object]) -> object:
     store = cast(Any, dist).HashStore()
     dist.init_process_group("gloo", store=store, rank=0, world_size=1)
     WORLDS[:] = [dist.group.WORLD]
@@ -113,7 +113,7 @@ def in_a_world_of_one(use: Callable[[], object]) -> object:
         dist.destroy_process_group()
 
 
-def wrapped_with_a_hook() -> object:
+def wrapped_with_hook() -> object:
     wrapped = DistributedDataParallel(model())
     wrapped.register_comm_hook(None, allreduce_hook)
     return Microbatcher(wrapped)
@@ -153,14 +153,14 @@ PRIMITIVE: dict[str, Callable[[], object]] = {
     ).accumulate([(X, Y)]),
     "model not a module": lambda: Microbatcher(cast("nn.Module", len)),
     "model in data parallel": lambda: Microbatcher(nn.DataParallel(model())),
-    "wrapper with a static graph": lambda: in_a_world_of_one(
+    "wrapper with a static graph": lambda: in_process_group(
         lambda: Microbatcher(DistributedDataParallel(model(), static_graph=True))
     ),
-    "wrapper with a communication hook": lambda: in_a_world_of_one(wrapped_with_a_hook),
-    "parameters in no wrapper": lambda: in_a_world_of_one(
+    "wrapper with a communication hook": lambda: in_process_group(wrapped_with_hook),
+    "parameters in no wrapper": lambda: in_process_group(
         lambda: Microbatcher(DistributedDataParallel(model()), modules=[model()])
     ),
-    "verify a wrapped model": lambda: in_a_world_of_one(
+    "verify a wrapped model": lambda: in_process_group(
         lambda: verify(DistributedDataParallel(model()), (X, Y), loss_fn=LOSS)
     ),
     "frozen model": lambda: backward(module=frozen()),
@@ -478,7 +478,7 @@ def rows_apart() -> object:
     return step.backward({"a": X, "b": X[:3]})
 
 
-def import_what_is_gone() -> None:
+def import_removed_name() -> None:
     from automicro import EvalLossAverage  # type: ignore[attr-defined]  # noqa: F401
 
 
@@ -555,7 +555,7 @@ PIECES: dict[str, Callable[[], object]] = {
         lambda metric, outputs, microbatch, name: None
     ),
     "figure for a logger": lambda: Run.show(cast(Any, None), "a", None),
-    "import of a name that is gone": import_what_is_gone,
+    "import of a name that is gone": import_removed_name,
 }
 
 CASES = {
@@ -567,7 +567,7 @@ CASES = {
 
 
 def message(use: Callable[[], object]) -> str:
-    """What a user reads at the end of the traceback."""
+    """Return the message at the end of the traceback."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -575,7 +575,7 @@ def message(use: Callable[[], object]) -> str:
     except Exception as error:
         lines = [f"{type(error).__name__}: {error}", *getattr(error, "__notes__", [])]
         text = re.sub(r"0x[0-9a-f]+", "0x…", "\n".join(lines))
-        # Of a new folder among temporary files, wherever these are.
+        # The folder is a new temporary one.
         return re.sub(r"\S*/automicro-\w+/failed-batch-\d+", "…/failed-batch-0001", text)
     return "no error"
 
@@ -592,7 +592,7 @@ def table() -> str:
     return "\n".join(parts)
 
 
-def test_each_wrong_use_gets_the_message_that_the_table_has() -> None:
+def test_wrong_uses_give_messages_of_table() -> None:
     found = table().splitlines()
     assert "no error" not in found
     assert found == TABLE.read_text(encoding="utf-8").splitlines()

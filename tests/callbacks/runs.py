@@ -1,4 +1,4 @@
-"""Trainers with callbacks, and callbacks that take notes."""
+"""Trainers with callbacks, and callbacks that record values."""
 
 from collections import deque
 from collections.abc import Mapping
@@ -16,7 +16,7 @@ from tests.trainer.runs import make_loader, make_model, make_trainer
 
 
 class Sizes(Callback):
-    """Notes the microbatch size and the running out of memory of every batch."""
+    """Records the microbatch size and the number of OOMs of every batch."""
 
     def __init__(self) -> None:
         self.sizes: list[int] = []
@@ -28,10 +28,10 @@ class Sizes(Callback):
 
 
 class Scripted(Policy):
-    """A policy that takes one given size after the other."""
+    """A policy that proposes the given sizes in order."""
 
     def __init__(self, sizes: list[int]) -> None:
-        self._sizes = deque(sizes)  # no list: a script is nothing learned, to be kept
+        self._sizes = deque(sizes)  # not a list, which would be saved as learned state
 
     def propose(self, num_rows: int, cost: float | None = None) -> int:
         return min(self._sizes[0], num_rows)
@@ -42,7 +42,7 @@ class Scripted(Policy):
 
 
 class Weights(Callback):
-    """Notes the model's weights after each batch."""
+    """Records the model's weights after each batch."""
 
     def __init__(self) -> None:
         self.steps: list[dict[str, Tensor]] = []
@@ -52,7 +52,7 @@ class Weights(Callback):
 
 
 class Logged(Callback):
-    """Notes what there is to log at the start of the next batch, or at the end."""
+    """Records the values to log after each batch."""
 
     def __init__(self) -> None:
         self.values: list[dict[str, float]] = []

@@ -1,4 +1,4 @@
-"""Arguments of callbacks that mean nothing are refused, and those that went are answered."""
+"""Callbacks refuse invalid arguments and explain removed ones."""
 
 from typing import Any
 
@@ -35,7 +35,7 @@ GROWTH = {"start": 2, "end": 4, "over": "4ba", "resize": lambda batch, size: bat
         (OutOfMemoryReport, {"folder": "a", "history": 3}, "no argument history. Call torch"),
     ],
 )
-def test_what_means_nothing_is_refused(callback: Any, options: Any, message: str) -> None:
+def test_invalid_arguments_are_refused(callback: Any, options: Any, message: str) -> None:
     with pytest.raises((TypeError, ValueError), match=message):
         callback(**options)
 

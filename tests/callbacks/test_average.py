@@ -1,4 +1,4 @@
-"""The moving average of the weights: exact, swapped in for evaluations, and back."""
+"""The moving average of the weights is exact and replaces them only during evaluations."""
 
 from typing import Any
 
@@ -17,7 +17,7 @@ from tests.trainer.runs import CLASSES, FEATURES, make_loader, make_model
 
 
 class Evaluated(Callback):
-    """Notes the weights with which a batch was evaluated."""
+    """Records the weights that each evaluation batch used."""
 
     def __init__(self) -> None:
         self.weights: list[dict[str, Tensor]] = []
@@ -31,7 +31,7 @@ def with_batchnorm() -> nn.Module:
     return nn.Sequential(nn.Linear(FEATURES, 8), nn.BatchNorm1d(8), nn.Linear(8, CLASSES))
 
 
-def directly(start: dict[str, Tensor], steps: list[dict[str, Tensor]], decay: float) -> Any:
+def expected_average(start: dict[str, Tensor], steps: list[dict[str, Tensor]], decay: float) -> Any:
     average = {name: value.double() for name, value in start.items()}
     for weights in steps:
         for name, value in weights.items():
@@ -53,17 +53,17 @@ def assert_close(average: dict[str, Tensor], expected: dict[str, Tensor]) -> Non
         ({"update_interval": "1ep"}, slice(3, None, 4)),
     ],
 )
-def test_the_average_is_what_the_formula_says(options: dict[str, Any], updated: slice) -> None:
+def test_average_matches_formula(options: dict[str, Any], updated: slice) -> None:
     model = with_batchnorm()
     start = copy_of(model)
     weights, average = Weights(), ExponentialMovingAverage(decay=0.9, **options)
     trainer_with(weights, average, model=model, max_duration="2ep").fit()
     found = average.average_state_dict()
-    assert_close(found, directly(start, weights.steps[updated], 0.9))
+    assert_close(found, expected_average(start, weights.steps[updated], 0.9))
     assert found["1.num_batches_tracked"] == 8, "what counts batches is not averaged"
 
 
-def test_evaluations_see_the_average_and_training_goes_on_unchanged() -> None:
+def test_evaluation_uses_average_without_changing_training() -> None:
     evaluated, average = Evaluated(), ExponentialMovingAverage(decay=0.9)
     model, plain = make_model(), make_model()
     options: dict[str, Any] = {"eval_interval": "2ba", "max_duration": "1ep"}
@@ -75,7 +75,7 @@ def test_evaluations_see_the_average_and_training_goes_on_unchanged() -> None:
     assert not torch.equal(evaluated.weights[-1]["0.weight"], model.state_dict()["0.weight"])
 
 
-def test_evaluations_need_not_see_the_average() -> None:
+def test_evaluate_false_uses_training_weights() -> None:
     evaluated = Evaluated()
     model = make_model()
     average = ExponentialMovingAverage(decay=0.9, evaluate=False)
@@ -83,7 +83,7 @@ def test_evaluations_need_not_see_the_average() -> None:
     assert_equal(evaluated.weights[-1], copy_of(model))
 
 
-def test_after_an_error_in_an_evaluation_the_training_weights_are_back() -> None:
+def test_training_weights_return_after_evaluation_error() -> None:
     class FailsOnce(Callback):
         failed = False
 
@@ -99,16 +99,16 @@ def test_after_an_error_in_an_evaluation_the_training_weights_are_back() -> None
     trainer = trainer_with(average, FailsOnce(), model=model, **options)
     with pytest.raises(KeyError):
         trainer.fit()
-    # The next event puts them back: the same training as without that evaluation.
+    # The next event restores them: training continues as without that evaluation.
     trainer.fit()
     trainer_with(model=plain, **options).fit()
     assert trainer.state.batch == 8
     assert_equal(copy_of(model), copy_of(plain))
 
 
-def test_a_settled_update_allocates_nothing() -> None:
+def test_update_allocates_no_memory() -> None:
     class Peaks(Callback):
-        """Has the average updated, and notes what that takes."""
+        """Updates the average and records the memory that this takes."""
 
         def __init__(self, budget: MemoryBudget) -> None:
             self.budget = budget
@@ -130,7 +130,7 @@ def test_a_settled_update_allocates_nothing() -> None:
     assert peaks.above == [0] * 4
 
 
-def test_the_average_is_kept_in_float32_for_weights_of_half_precision() -> None:
+def test_average_of_half_precision_weights_is_float32() -> None:
     model = make_model().bfloat16()
     evaluated, average = Evaluated(), ExponentialMovingAverage(decay=0.999)
 
@@ -148,7 +148,7 @@ def test_the_average_is_kept_in_float32_for_weights_of_half_precision() -> None:
     assert_equal(evaluated.weights[-1], {k: v.bfloat16() for k, v in kept.items()})
 
 
-def test_it_goes_on_from_its_state() -> None:
+def test_average_resumes_from_state_dict() -> None:
     model = make_model()
     whole = ExponentialMovingAverage(decay=0.9)
     state: dict[str, Any] = {}
@@ -169,11 +169,11 @@ def test_it_goes_on_from_its_state() -> None:
     resumed.fit_start(run)
     resumed.batch_end(run, None)
     assert_equal(resumed.average_state_dict(), whole.average_state_dict())
-    state["average"]["0.weight"].zero_()  # what was loaded is not what goes on
+    state["average"]["0.weight"].zero_()  # the average does not share memory with the loaded state
     assert_equal(resumed.average_state_dict(), whole.average_state_dict())
 
 
-def test_the_average_of_another_model_is_refused() -> None:
+def test_average_of_another_model_is_refused() -> None:
     average = ExponentialMovingAverage()
     average.load_state_dict({"average": {"w": torch.ones(1)}, "updated_at": 1})
     with pytest.raises(ValueError, match=r"a model with other weights: they differ in .*0\.weight"):
@@ -195,7 +195,7 @@ def test_tied_weights_are_averaged_once() -> None:
     assert "1.again" not in average.state_dict()["average"]
 
 
-def test_the_average_counts_in_a_budget_from_the_start_of_each_fit() -> None:
+def test_average_counts_in_memory_budget_from_fit_start() -> None:
     class Allocated(Callback):
         def __init__(self) -> None:
             self.bytes: list[int] = []

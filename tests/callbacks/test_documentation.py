@@ -1,4 +1,4 @@
-"""The page about callbacks says what the code says."""
+"""The documentation of callbacks matches the code."""
 
 import inspect
 from pathlib import Path
@@ -8,13 +8,13 @@ import automicro.callbacks
 PAGE = (Path(__file__).resolve().parents[2] / "docs" / "trainer.md").read_text("utf-8")
 
 
-def test_every_callback_that_comes_along_is_listed() -> None:
+def test_every_builtin_callback_is_listed() -> None:
     listed = [line for line in PAGE.splitlines() if line.startswith("| `")]
     for name in automicro.callbacks.__all__:
         assert sum(line.startswith(f"| `{name}(") for line in listed) == 1, name
 
 
-def test_every_callback_says_what_it_does_and_shows_it() -> None:
+def test_every_callback_docstring_has_example() -> None:
     for name in automicro.callbacks.__all__:
         docstring = inspect.getdoc(getattr(automicro.callbacks, name)) or ""
         assert ">>>" in docstring, name

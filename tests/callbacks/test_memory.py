@@ -1,4 +1,4 @@
-"""Memory that grows deep into training, and passes of a callback's own: both are survived."""
+"""Training recovers when memory runs out late in a run or in a callback's own passes."""
 
 from typing import Any
 
@@ -41,7 +41,7 @@ class Gradients(Callback):
 
 
 class Images(nn.Sequential):
-    """Images of any size to classes."""
+    """Classifies images of any size."""
 
     def __init__(self) -> None:
         torch.manual_seed(1)
@@ -57,7 +57,7 @@ class Images(nn.Sequential):
 
 
 class Tokens(nn.Module):
-    """Token ids to a loss over them."""
+    """Computes a loss from token ids."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -83,7 +83,7 @@ def tokens() -> list[dict[str, Tensor]]:
     return [{"input_ids": each, "labels": (each + 1) % VOCABULARY} for each in ids.split(16)]
 
 
-def test_layers_unfreeze_deep_into_training_and_need_more_memory() -> None:
+def test_late_unfreezing_reduces_microbatch_size() -> None:
     def train(model: nn.Module, *extra: Callback, **options: Any) -> Trainer:
         schedule = Unfreezing({"0": 3, "3": 3})
         loader = make_loader(rows=1024, batch_size=256)
@@ -98,7 +98,7 @@ def test_layers_unfreeze_deep_into_training_and_need_more_memory() -> None:
     assert sizes.sizes[0] > sizes.sizes[-1]
     assert max(gradients.errors) < 1e-5
     assert summary.train_ooms == sum(sizes.ooms)
-    # The same sizes without a limit: not a bit differs.
+    # The same sizes without a limit give identical bits.
     expected = make_model()
     train(expected, microbatch_size=Scripted(sizes.sizes)).fit()
     assert_equal(copy_of(model), copy_of(expected))
@@ -112,17 +112,17 @@ def cut_tokens(batch: Any, size: int) -> Any:
     return {key: each[:, :size] for key, each in batch.items()}
 
 
-OF_IMAGES = {"max_duration": "12ba", "optimizer": torch.optim.SGD}
-OF_TOKENS = {"max_duration": "10ba", "loss_fn": None}
+IMAGE_OPTIONS = {"max_duration": "12ba", "optimizer": torch.optim.SGD}
+TOKEN_OPTIONS = {"max_duration": "10ba", "loss_fn": None}
 GROWTH: dict[str, Any] = {
-    "images": (Images, images, "360KiB", OF_IMAGES),
-    "sequences": (Tokens, tokens, "300KiB", OF_TOKENS),
+    "images": (Images, images, "360KiB", IMAGE_OPTIONS),
+    "sequences": (Tokens, tokens, "300KiB", TOKEN_OPTIONS),
 }
 
 
 @pytest.mark.parametrize("is_plain", mostly_in_sweeps([True, False], quick=[True]))
 @pytest.mark.parametrize("kind", GROWTH)
-def test_rows_grow_until_memory_runs_out_and_training_goes_on(kind: str, is_plain: bool) -> None:
+def test_training_continues_when_growing_rows_exhaust_memory(kind: str, is_plain: bool) -> None:
     make, loader, limit, options = GROWTH[kind]
 
     def train(model: nn.Module, *extra: Callback, **more: Any) -> Any:
@@ -137,7 +137,7 @@ def test_rows_grow_until_memory_runs_out_and_training_goes_on(kind: str, is_plai
     assert sizes.ooms[0] == 0
     assert sizes.sizes[-1] < sizes.sizes[0]
     assert sum(sizes.ooms) == summary.train_ooms
-    if is_plain:  # "auto" sees it coming
+    if is_plain:  # "auto" anticipates the growth
         assert summary.train_ooms > 0
         assert kind != "images" or next(n for n, ooms in enumerate(sizes.ooms) if ooms) >= 4
     expected = make()
@@ -148,7 +148,7 @@ def test_rows_grow_until_memory_runs_out_and_training_goes_on(kind: str, is_plai
 class SharpnessAware(Callback):
     """Trains on the gradient at the worst point nearby (Foret et al., 2020).
 
-    Its own forward and backward runs out of memory as the trainer's does, and survives it.
+    Its own forward and backward recover from running out of memory, like the trainer's.
     """
 
     def __init__(self, radius: float = 0.05, **options: Any) -> None:
@@ -182,7 +182,7 @@ class SharpnessAware(Callback):
         self._ascent = []
 
 
-def test_a_callback_that_runs_the_model_itself_survives_running_out_of_memory() -> None:
+def test_callback_with_own_backward_recovers_from_oom() -> None:
     def train(model: nn.Module, ascent: SharpnessAware, **options: Any) -> Sizes:
         sizes = Sizes()
         loader = make_loader(rows=512, batch_size=256)
@@ -196,7 +196,7 @@ def test_a_callback_that_runs_the_model_itself_survives_running_out_of_memory() 
     train(whole, SharpnessAware())
     for parameter, expected in zip(small.parameters(), whole.parameters(), strict=True):
         torch.testing.assert_close(parameter, expected, rtol=1e-4, atol=1e-5)
-    # At the same sizes without a limit there is not a bit of difference.
+    # The same sizes without a limit give identical results.
     same = make_model()
     scripted = SharpnessAware(microbatch_size=Scripted(ascent.sizes))
     train(same, scripted, microbatch_size=Scripted(sizes.sizes))
@@ -204,7 +204,7 @@ def test_a_callback_that_runs_the_model_itself_survives_running_out_of_memory() 
     assert_equal(copy_of(small), copy_of(same))
 
 
-def test_sizes_grow_in_steps_and_by_multiples() -> None:
+def test_schedule_sizes_follow_steps_and_multiples() -> None:
     def sizes(**options: Any) -> list[int]:
         schedule = GrowthSchedule(10, 31, over="6ba", resize=lambda batch, size: batch, **options)
         return [schedule.size(LoopState(batch=batch)) for batch in range(8)]
@@ -214,7 +214,7 @@ def test_sizes_grow_in_steps_and_by_multiples() -> None:
     assert sizes(steps=3) == [10, 10, 17, 17, 24, 24, 31, 31]
 
 
-def test_a_schedule_may_have_a_function_of_ones_own() -> None:
+def test_growth_schedule_accepts_custom_resize_function() -> None:
     class Shapes(Callback):
         def __init__(self) -> None:
             self.widths: list[tuple[int, float]] = []

@@ -1,4 +1,4 @@
-"""Stopping early, and logging learning rate, speed and memory."""
+"""Callbacks stop training early and log the learning rate, speed and memory."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -16,7 +16,7 @@ from tests.trainer.runs import CLASSES, make_loader, make_model, schedule
 
 
 class Scores(Callback):
-    """Logs one given score after the other before each evaluation."""
+    """Logs the next of the given scores before each evaluation."""
 
     def __init__(self, scores: list[float]) -> None:
         self._scores = iter(scores)
@@ -42,7 +42,7 @@ MUCH_SMALLER: dict[str, Any] = {"patience": 2, "min_delta": 0.5}
         ([3, 2.6, 2.4, 2.0], MUCH_SMALLER, 4),
     ],
 )
-def test_training_ends_when_nothing_gets_better(
+def test_early_stopping_ends_training_without_improvement(
     scores: list[float], options: dict[str, Any], evaluations: int
 ) -> None:
     trainer = trainer_with(
@@ -56,7 +56,7 @@ def test_training_ends_when_nothing_gets_better(
     assert trainer.state.batch == evaluations
 
 
-def test_a_loss_of_evaluations_is_found_by_its_name() -> None:
+def test_early_stopping_monitors_evaluation_loss() -> None:
     stopping = EarlyStopping("eval/loss", patience=1, min_delta=100.0)
     trainer = trainer_with(
         stopping, eval_dataloader=make_loader(), eval_interval="2ba", max_duration="4ep"
@@ -68,14 +68,14 @@ def test_a_loss_of_evaluations_is_found_by_its_name() -> None:
     assert (stopping.best, stopping.without_better) == (best, 1)
 
 
-def test_a_loss_of_training_is_looked_at_after_each_batch() -> None:
+def test_early_stopping_checks_training_loss_each_batch() -> None:
     stopping = EarlyStopping("train/loss", patience=3, min_delta=100.0)
     trainer = trainer_with(stopping, max_duration="4ep")
     trainer.fit()
     assert trainer.state.batch == 4
 
 
-def test_a_metric_of_training_is_looked_at_after_each_epoch() -> None:
+def test_early_stopping_checks_training_metric_each_epoch() -> None:
     trainer = trainer_with(
         EarlyStopping("train/accuracy", mode="max", patience=1, min_delta=1.0),
         metrics={"accuracy": MulticlassAccuracy(CLASSES, average="micro")},
@@ -85,7 +85,7 @@ def test_a_metric_of_training_is_looked_at_after_each_epoch() -> None:
     assert trainer.state.epoch == 2
 
 
-def test_an_unknown_name_is_an_error_before_training_where_names_are_known() -> None:
+def test_unknown_monitor_name_is_error_before_training() -> None:
     evaluated: dict[str, Any] = {"eval_dataloader": make_loader(), "eval_interval": "2ba"}
     accuracy: dict[str, Any] = {"accuracy": MulticlassAccuracy(CLASSES)}
     trainer = trainer_with(EarlyStopping("eval/acuracy"), metrics=accuracy, **evaluated)
@@ -109,7 +109,7 @@ def two_losses(model: Any, batch: Any) -> Any:
     return {"language": loss, "balance": loss * 0.1}
 
 
-def test_where_losses_have_names_the_first_evaluation_tells() -> None:
+def test_unknown_named_loss_is_error_at_first_evaluation() -> None:
     evaluated: dict[str, Any] = {"eval_dataloader": make_loader(), "eval_interval": "2ba"}
     own: dict[str, Any] = {"loss_fn": None, "forward": two_losses, "loss_average": "samples"}
     trainer = trainer_with(EarlyStopping("eval/loss/languag"), **evaluated, **own)
@@ -119,15 +119,15 @@ def test_where_losses_have_names_the_first_evaluation_tells() -> None:
     trainer_with(EarlyStopping("eval/loss/language"), **evaluated, **own).fit()
 
 
-def test_a_name_of_training_that_nothing_gives_is_told_after_the_epoch() -> None:
+def test_unknown_training_name_is_error_after_epoch() -> None:
     trainer = trainer_with(EarlyStopping("train/los"))
     with pytest.raises(ValueError, match=r"'train/los' to monitor.*; the names are: .*train/loss"):
         trainer.fit()
 
 
-def test_the_value_of_one_of_several_evaluations_is_awaited() -> None:
+def test_early_stopping_waits_for_its_own_evaluation() -> None:
     stopping = EarlyStopping("eval/b/loss", patience=2)
-    run: Any = Standing()
+    run: Any = StubRun()
     stopping.fit_start(run)
     for _ in range(2):
         stopping.eval_end(run, {"eval/a/loss": 1.0})
@@ -139,17 +139,17 @@ def test_the_value_of_one_of_several_evaluations_is_awaited() -> None:
         unknown.eval_end(run, {"eval/a/loss": 1.0})
 
 
-class Standing:
-    """What little of a run a callback looks at here."""
+class StubRun:
+    """The attributes of a run that EarlyStopping reads."""
 
     values: Mapping[str, float] = {}
     evaluations = ("a", "b")
     expected = ExpectedValues(evaluations={"": [], "a": [], "b": [], "c": []})
 
 
-def test_counting_goes_on_from_its_state() -> None:
+def test_early_stopping_resumes_from_state_dict() -> None:
     first, second = EarlyStopping(patience=2), EarlyStopping(patience=2)
-    run: Any = Standing()
+    run: Any = StubRun()
     first.fit_start(run)
     first.eval_end(run, {"eval/loss": 1.0})
     first.eval_end(run, {"eval/loss": 2.0})
@@ -157,13 +157,13 @@ def test_counting_goes_on_from_its_state() -> None:
     assert (second.best, second.without_better) == (1.0, 1)
 
 
-def test_the_learning_rate_of_a_batch_is_the_one_that_its_step_took() -> None:
+def test_logged_learning_rate_is_that_of_step() -> None:
     logged = Logged()
     trainer_with(logged, scheduler=schedule).fit()
     assert [values["train/lr"] for values in logged.values] == [0.01, 0.01, 0.01, 0.005]
 
 
-def test_several_groups_have_a_learning_rate_each() -> None:
+def test_each_parameter_group_logs_its_learning_rate() -> None:
     model = make_model()
     optimizer = torch.optim.SGD(
         [
@@ -185,11 +185,11 @@ class Clock:
         return self.now
 
 
-def test_speed_tells_waiting_from_computing_and_leaves_evaluations_out() -> None:
+def test_speed_separates_waiting_from_computing_and_excludes_evaluation() -> None:
     clock = Clock()
 
     class Passing(Callback):
-        """Lets three seconds pass for each batch's data, one in it, and 100 in evaluations."""
+        """Advances the clock by 3 s per load, 1 s per batch and 100 s per evaluation."""
 
         def transform(self, run: Run, batch: Any) -> Any:
             clock.now += 3
@@ -219,7 +219,7 @@ def test_speed_tells_waiting_from_computing_and_leaves_evaluations_out() -> None
         assert "speed/tokens_per_second" not in values
 
 
-def test_speed_is_that_of_the_window() -> None:
+def test_speed_is_measured_over_window() -> None:
     clock = Clock()
 
     class Slower(Callback):
@@ -240,7 +240,7 @@ def test_speed_is_that_of_the_window() -> None:
     assert logged.values[-1]["speed/tokens_per_second"] == pytest.approx(256 / 7)
 
 
-def test_memory_is_logged_where_it_is_counted() -> None:
+def test_memory_is_logged_only_if_counted() -> None:
     logged = Logged()
     loader = make_loader(rows=300, batch_size=256)
     summary = trainer_with(

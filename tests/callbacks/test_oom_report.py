@@ -1,4 +1,4 @@
-"""A file for each time that memory ran out, and nothing that stops the run."""
+"""Each OOM writes a report, and a failed report does not stop the run."""
 
 import contextlib
 import errno
@@ -26,12 +26,12 @@ def reports(folder: Path) -> list[Any]:
 
 def run_out_of_memory(report: OutOfMemoryReport, **options: Any) -> Any:
     loader = make_loader(rows=300, batch_size=256)
-    # Each run finds its sizes by itself, whatever the one before remembers.
+    # Each run finds its own sizes, independent of earlier runs.
     settings = {"memory_limit": "200KiB", "features": [RememberSizes(False)], **options}
     return trainer_with(report, train_dataloader=loader, **settings).fit()
 
 
-def test_each_failure_has_a_report_that_says_where_and_why(tmp_path: Path) -> None:
+def test_each_oom_writes_report_with_position_and_cause(tmp_path: Path) -> None:
     summary = run_out_of_memory(OutOfMemoryReport(tmp_path / "oom"))
     found = reports(tmp_path / "oom")
     assert len(found) == summary.train_ooms >= 2
@@ -63,7 +63,7 @@ def test_each_failure_has_a_report_that_says_where_and_why(tmp_path: Path) -> No
     assert list((tmp_path / "oom").glob("*.part")) == []
 
 
-def test_an_evaluation_that_runs_out_of_memory_has_a_report_too(tmp_path: Path) -> None:
+def test_evaluation_oom_writes_report(tmp_path: Path) -> None:
     trainer_with(
         OutOfMemoryReport(tmp_path),
         eval_dataloader=make_loader(rows=2000, batch_size=2000),
@@ -76,7 +76,7 @@ def test_an_evaluation_that_runs_out_of_memory_has_a_report_too(tmp_path: Path) 
     assert found[0]["batch"][0]["shape"] == [2000, FEATURES]
 
 
-def test_what_does_not_fit_at_all_has_a_report_without_a_next_size(tmp_path: Path) -> None:
+def test_report_of_too_large_sample_has_no_next_size(tmp_path: Path) -> None:
     with pytest.raises(SampleTooLargeError) as raised:
         run_out_of_memory(OutOfMemoryReport(tmp_path), memory_limit="80KiB")
     assert reports(tmp_path)[-1]["microbatch_size"] == {"before": 1, "after": None}
@@ -84,14 +84,14 @@ def test_what_does_not_fit_at_all_has_a_report_without_a_next_size(tmp_path: Pat
     assert str(raised.value).endswith(f" More in {last} (automicro doctor reads it).")
 
 
-def test_the_error_of_a_fixed_size_names_the_report(tmp_path: Path) -> None:
+def test_fixed_size_error_names_report(tmp_path: Path) -> None:
     with pytest.raises(torch.OutOfMemoryError) as raised:
         run_out_of_memory(OutOfMemoryReport(tmp_path), microbatch_size=128)
     (only,) = tmp_path.glob("*.json")
     assert f"More in {only} (automicro doctor reads it)." in "\n".join(raised.value.__notes__)
 
 
-def test_a_folder_takes_at_most_so_many_reports_and_those_of_earlier_runs_stay(
+def test_max_reports_limits_folder_and_keeps_earlier_reports(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     (tmp_path / "oom-0001.json").write_text("earlier")
@@ -100,17 +100,17 @@ def test_a_folder_takes_at_most_so_many_reports_and_those_of_earlier_runs_stay(
     assert [path.name for path in sorted(tmp_path.iterdir())] == ["oom-0001.json", "oom-0002.json"]
     assert (tmp_path / "oom-0001.json").read_text() == "earlier"
     assert json.loads((tmp_path / "oom-0002.json").read_text())["attempt"] == 1
-    # A failure without a report names none, and this is said once.
+    # An error without a report names none, and each run logs the limit once.
     with pytest.raises(SampleTooLargeError) as raised:
         run_out_of_memory(OutOfMemoryReport(tmp_path, max_reports=2), memory_limit="80KiB")
     assert "oom-" not in str(raised.value)
     said = [
         each.getMessage() for each in caplog.records if "Raise max_reports" in each.getMessage()
     ]
-    assert len(said) == 3  # in each of these runs
+    assert len(said) == 3  # one per run
 
 
-def test_a_full_disk_is_a_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_full_disk_gives_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*_: Any) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
@@ -125,7 +125,7 @@ def test_a_full_disk_is_a_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 
 class Allocator:
-    """What torch has for CUDA's, of which the tests have none: refuses what a layer asks for."""
+    """A stand-in for CUDA's allocator that refuses requests."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.observers: list[Any] = []
@@ -145,12 +145,12 @@ class Allocator:
 
 
 class Full(nn.Module):
-    """Holds memory of more rows than fit, and may do with less."""
+    """Runs out of memory above `most` rows; `asks_first` adds a refusal that it survives."""
 
     def __init__(self, allocator: Allocator, most: int, *, asks_first: bool = False) -> None:
         super().__init__()
         self.layer = nn.Linear(FEATURES, 3)
-        # Held otherwise, it would be put back as it was before an attempt that failed.
+        # A strong reference would be rolled back with the model after a failed attempt.
         self.allocator = weakref.ref(allocator)
         self.most, self.asks_first = most, asks_first
 
@@ -170,9 +170,7 @@ class Full(nn.Module):
             allocator.held = []
 
 
-def test_a_snapshot_shows_the_device_while_it_is_full(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_snapshot_shows_memory_at_oom(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     allocator = Allocator(monkeypatch)
     run_out_of_memory(OutOfMemoryReport(tmp_path), model=Full(allocator, 64), memory_limit=None)
     snapshots = [path.read_text() for path in sorted(tmp_path.glob("*.pickle"))]
@@ -183,7 +181,7 @@ def test_a_snapshot_shows_the_device_while_it_is_full(
     assert len(list(tmp_path.iterdir())) == 4
 
 
-def test_a_library_that_goes_on_with_less_leaves_no_snapshot(
+def test_survived_allocation_failure_leaves_no_snapshot(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     allocator = Allocator(monkeypatch)
@@ -192,9 +190,7 @@ def test_a_library_that_goes_on_with_less_leaves_no_snapshot(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_snapshot_that_cannot_be_written_is_a_warning(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_unwritable_snapshot_gives_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     allocator = Allocator(monkeypatch)
 
     def full(path: str) -> None:
@@ -206,7 +202,7 @@ def test_a_snapshot_that_cannot_be_written_is_a_warning(
     assert len(reports(tmp_path)) == 2
 
 
-def test_an_interrupted_report_leaves_no_snapshot(
+def test_interrupted_report_leaves_no_snapshot(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     allocator = Allocator(monkeypatch)
@@ -221,7 +217,7 @@ def test_an_interrupted_report_leaves_no_snapshot(
 
 
 class Uneven(nn.Module):
-    """A part that takes little, and one that takes much."""
+    """A model with a small and a large part."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -233,14 +229,14 @@ class Uneven(nn.Module):
         return out
 
 
-def test_reports_after_the_first_tell_which_modules_held_activations(tmp_path: Path) -> None:
+def test_later_reports_name_modules_that_held_activations(tmp_path: Path) -> None:
     summary = run_out_of_memory(OutOfMemoryReport(tmp_path), model=Uneven())
     found = reports(tmp_path)
     assert summary.train_ooms == len(found) >= 2
     second, last = found[1], found[-1]
     assert second["inside"][0] == "Uneven"
     assert second["inside"][-1].startswith("large.")
-    rows = summary.microbatch_size  # of the attempt that went through; the report is of twice that
+    rows = summary.microbatch_size  # of the successful attempt; the report has twice that
     assert last["microbatch_size"] == {"before": 2 * rows, "after": rows}
     by_module = {each["owner"]: each for each in last["held"] if each["kind"] == "activations"}
     assert by_module["large.0"]["num_bytes"] == 2 * (-(-rows * 256 * 4 // 512) * 512)
@@ -248,7 +244,7 @@ def test_reports_after_the_first_tell_which_modules_held_activations(tmp_path: P
     assert torch.nn.modules.module._global_forward_hooks == {}
 
 
-def test_the_doctor_names_the_module_from_a_report_alone(tmp_path: Path) -> None:
+def test_doctor_names_module_from_report(tmp_path: Path) -> None:
     run_out_of_memory(OutOfMemoryReport(tmp_path), model=Uneven(), memory_limit="160KiB")
     last = sorted(tmp_path.glob("*.json"))[-1]
     diagnosis = diagnose(last)
@@ -257,7 +253,7 @@ def test_the_doctor_names_the_module_from_a_report_alone(tmp_path: Path) -> None
     assert "large." in str(diagnosis)
 
 
-def test_looking_at_modules_changes_no_loss(tmp_path: Path) -> None:
+def test_report_does_not_change_training(tmp_path: Path) -> None:
     losses = []
     for report in ([OutOfMemoryReport(tmp_path)], []):
         torch.manual_seed(0)

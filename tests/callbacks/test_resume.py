@@ -1,4 +1,4 @@
-"""Callbacks go on where they were when a run is resumed from a checkpoint."""
+"""Callbacks keep their state when a run resumes from a checkpoint."""
 
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,7 @@ from tests.trainer.runs import FEATURES, make_loader, make_model
 
 
 class Dies(Callback):
-    """Ends the run with an error after some batch."""
+    """Raises an error after the given batch."""
 
     def __init__(self, after: int) -> None:
         self.after = after
@@ -56,8 +56,8 @@ class Job:
             eval_interval="1ba",
             max_duration="4ep",
             memory_limit="430KiB",
-            # Sizes that follow from what failed: refined ones go by measured memory, of which a
-            # resumed process holds a little more or less.
+            # Sizes must depend on failures alone: refined sizes depend on measured memory, which
+            # differs slightly in a resumed process.
             microbatch_size=Halving(refine=False),
             eval_microbatch_size=Halving(refine=False),
             seed=4,
@@ -66,14 +66,14 @@ class Job:
 
 
 def hide(batch: Any, size: int) -> Any:
-    """The batch with fewer features."""
+    """Return the batch with fewer features."""
     inputs = batch[0].clone()
     inputs[:, size:] = 0
     return inputs, batch[1]
 
 
 @pytest.mark.parametrize("dies_after", mostly_in_sweeps([4, 6, 9]))
-def test_a_resumed_run_ends_as_the_undisturbed_one(tmp_path: Path, dies_after: int) -> None:
+def test_resumed_run_matches_uninterrupted_run(tmp_path: Path, dies_after: int) -> None:
     undisturbed = Job(tmp_path / "undisturbed")
     summary = undisturbed.trainer.fit()
     assert summary.train_ooms > 0

@@ -1,1 +1,1 @@
-"""The jobs in configs/ and the modules beside them, which pytest finds as a config does."""
+"""Tests of the jobs in configs/; pytest imports the modules beside them as a config does."""

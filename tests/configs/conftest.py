@@ -1,5 +1,5 @@
-"""What every test of a job that is shipped starts from."""
+"""Fixtures for tests of shipped jobs."""
 
-from tests.demo.conftest import little_for_the_collector_in_each_test
+from tests.demo.conftest import freeze_gc_before_each_test
 
-__all__ = ["little_for_the_collector_in_each_test"]
+__all__ = ["freeze_gc_before_each_test"]

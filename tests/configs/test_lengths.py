@@ -1,4 +1,4 @@
-"""The jobs with rows of varying length: they learn in little memory, and are exact."""
+"""Jobs with rows of varying length learn in little memory and are exact."""
 
 from pathlib import Path
 from typing import Any
@@ -28,7 +28,7 @@ def gradient(model: nn.Module) -> Tensor:
 
 
 @pytest.mark.sweep
-def test_the_sounds_are_read_in_little_memory() -> None:
+def test_speech_job_learns_in_little_memory() -> None:
     trainer = build_trainer(load_config(CONFIGS / "speech.yaml", ["progress=false"]))
     summary = trainer.fit()
     assert summary.eval_metrics["letter_error_rate"] < 0.05
@@ -39,7 +39,7 @@ def test_the_sounds_are_read_in_little_memory() -> None:
 
 
 @pytest.mark.slow
-def test_the_instructions_are_followed_in_little_memory() -> None:
+def test_instructions_job_learns_in_little_memory() -> None:
     loaded = load_config(
         CONFIGS / "instructions.yaml",
         ["progress=false", "max_duration=100ba", "eval_interval=100ba"],
@@ -56,9 +56,7 @@ def test_the_instructions_are_followed_in_little_memory() -> None:
     ("name", "limit"),
     [("speech", "1500KiB"), pytest.param("instructions", "3500KiB", marks=pytest.mark.slow)],
 )
-def test_without_a_rehearsal_memory_runs_out_in_the_run_and_it_goes_on(
-    name: str, limit: str
-) -> None:
+def test_job_without_rehearsal_recovers_from_oom(name: str, limit: str) -> None:
     unprepared = ["rehearse=null", f"memory_limit={limit}"]
     short = ["progress=false", "eval_interval=null", "max_duration=16ba", *unprepared]
     trainer = build_trainer(load_config(CONFIGS / f"{name}.yaml", short))
@@ -75,9 +73,7 @@ def test_without_a_rehearsal_memory_runs_out_in_the_run_and_it_goes_on(
 
 @pytest.mark.sweep
 @pytest.mark.parametrize("name", ["instructions", pytest.param("speech", marks=pytest.mark.slow)])
-def test_a_job_that_is_taken_up_in_an_epoch_ends_with_the_bits_of_an_undisturbed_one(
-    name: str, tmp_path: Path
-) -> None:
+def test_job_resumed_within_epoch_matches_uninterrupted_run(name: str, tmp_path: Path) -> None:
     def train(*overrides: str) -> tuple[FitSummary, nn.Module]:
         short = ["progress=false", "eval_interval=null", "max_duration=12ba", *overrides]
         trainer = build_trainer(load_config(CONFIGS / f"{name}.yaml", short))
@@ -98,8 +94,8 @@ def test_a_job_that_is_taken_up_in_an_epoch_ends_with_the_bits_of_an_undisturbed
 
 
 @pytest.mark.sweep
-def test_batches_and_slices_leave_little_padding() -> None:
-    """Beside batches of as many rows as they come."""
+def test_length_sampler_leaves_little_padding() -> None:
+    """Compare it with batches of a fixed number of rows."""
     for name, lengths, most in (("speech", "seconds", 0.15), ("instructions", "input_ids", 0.35)):
         made = Recipe(load_config(CONFIGS / f"{name}.yaml", [])).make("train_dataloader")
         sampler = made.batch_sampler
@@ -111,7 +107,7 @@ def test_batches_and_slices_leave_little_padding() -> None:
         assert held.sum() < 0.4 * sum(ways[1])
 
 
-def test_padding_changes_no_score_unless_a_row_is_said_to_be_longer() -> None:
+def test_padding_changes_scores_only_if_lengths_include_it() -> None:
     torch.manual_seed(0)
     model = sounds.Recognizer(width=12).double()
     batch = next(iter(sounds.loader("train", batch_size=16, num_rows=16)))
@@ -130,7 +126,7 @@ def test_padding_changes_no_score_unless_a_row_is_said_to_be_longer() -> None:
 
 @pytest.mark.parametrize("unit", ["seconds", "tokens"])
 @pytest.mark.parametrize("size", [4, 20, 60])
-def test_sounds_have_the_gradient_of_the_whole_batch(unit: str, size: int) -> None:
+def test_speech_gradient_matches_whole_batch(unit: str, size: int) -> None:
     torch.manual_seed(0)
     model = sounds.Recognizer(width=12).double()
     batch = next(iter(sounds.loader("train", batch_size=16, num_rows=16)))
@@ -152,7 +148,7 @@ def test_sounds_have_the_gradient_of_the_whole_batch(unit: str, size: int) -> No
 
 
 @pytest.mark.parametrize("size", mostly_in_sweeps([100, 400], quick=[100]))
-def test_instructions_have_the_gradient_of_the_whole_batch(size: int) -> None:
+def test_instructions_gradient_matches_whole_batch(size: int) -> None:
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=instructions.VOCABULARY,
@@ -187,13 +183,13 @@ def test_instructions_have_the_gradient_of_the_whole_batch(size: int) -> None:
     assert (gradient(model) - expected).abs().max() < 1e-9
 
 
-def test_a_row_is_as_long_as_its_sound() -> None:
+def test_frame_count_matches_sound_duration() -> None:
     for row in sounds.Sounds(20, seed=3).rows:
         assert len(row["frames"]) == pytest.approx(row["seconds"] * 50, abs=1.01)
         assert 1 <= len(row["letters"]) <= sounds.LONGEST
 
 
-def test_answers_count_on_as_they_are_told() -> None:
+def test_answers_count_by_instructed_step() -> None:
     for row in instructions.Instructions(50, seed=3).rows:
         answer = row["input_ids"][row["labels"] != instructions.IGNORED]
         step = int(row["input_ids"][0]) - instructions.NUMBERS + 1

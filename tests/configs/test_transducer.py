@@ -1,4 +1,4 @@
-"""The transducer: its loss is a sum over all alignments, and its job learns in little memory."""
+"""The transducer's loss sums over all alignments, and its gradient matches the whole batch."""
 
 import itertools
 import math
@@ -18,10 +18,10 @@ FRAMES, LABELS, CLASSES = 4, 3, 5
 
 
 def over_all_alignments(logits: Tensor, targets: Tensor, frames: int, labels: int) -> Tensor:
-    """The negative log of the sum over alignments, each written out as a walk from the corner."""
+    """Return the negative log of the sum over all alignments, each enumerated as a path."""
     scores = logits.log_softmax(-1)
     total = []
-    # Where among all steps but the last blank do the labels come?
+    # The positions of the labels among all steps but the last blank.
     for places in itertools.combinations(range(frames + labels - 1), labels):
         frame = label = 0
         score = torch.zeros((), dtype=logits.dtype)
@@ -48,7 +48,7 @@ def rows(lengths: list[tuple[int, int]]) -> tuple[Tensor, Tensor, Tensor, Tensor
 RAGGED = [(4, 3), (1, 3), (4, 0), (1, 0), (3, 1), (2, 2), (4, 1)]
 
 
-def test_the_loss_is_that_of_all_alignments_row_by_row() -> None:
+def test_loss_matches_sum_over_all_alignments() -> None:
     logits, targets, frames, labels = rows(RAGGED)
     found = transducer_loss(logits, targets, frames, labels, reduction="none")
     expected = torch.stack(
@@ -60,7 +60,7 @@ def test_the_loss_is_that_of_all_alignments_row_by_row() -> None:
         torch.testing.assert_close(loss, reduced, rtol=1e-12, atol=0)
 
 
-def test_the_gradient_is_that_of_all_alignments() -> None:
+def test_gradient_matches_sum_over_all_alignments() -> None:
     logits, targets, frames, labels = rows(RAGGED)
     weights = torch.rand(len(RAGGED), dtype=torch.double)
     losses = transducer_loss(logits, targets, frames, labels, reduction="none")
@@ -74,7 +74,7 @@ def test_the_gradient_is_that_of_all_alignments() -> None:
     assert bool((found[2, :, 1:] == 0).all()), "and what lies behind its letters"
 
 
-def test_padding_may_hold_anything() -> None:
+def test_padding_values_do_not_change_loss() -> None:
     logits, targets, frames, labels = rows([(2, 1), (4, 3)])
     loss = transducer_loss(logits, targets, frames, labels)
     padded = logits.detach().clone()
@@ -112,7 +112,7 @@ def test_long_rows_in_single_and_half_precision_are_finite() -> None:
         ({"targets": torch.ones(2, 4).long()}, r"\(2, 4, 4, 5\) and targets of shape \(2, 4\)"),
     ],
 )
-def test_what_does_not_go_together_is_refused(change: dict[str, Any], message: str) -> None:
+def test_inconsistent_arguments_are_refused(change: dict[str, Any], message: str) -> None:
     logits, targets, frames, labels = rows([(4, 3), (2, 1)])
     given = {"targets": targets, "time_lengths": frames, "label_lengths": labels, **change}
     with pytest.raises(ValueError, match=message):
@@ -144,7 +144,7 @@ def gradient(model: torch.nn.Module) -> Tensor:
         pytest.param({"joint": {"batch_split_factor": 3}}, "seconds", marks=pytest.mark.slow),
     ],
 )
-def test_the_gradient_is_that_of_the_whole_batch(unit: str, nested: Any) -> None:
+def test_gradient_matches_whole_batch(unit: str, nested: Any) -> None:
     model, batch = model_and_batch()
     whole = model(**batch)["loss"]
     whole.backward()
@@ -162,7 +162,7 @@ def test_the_gradient_is_that_of_the_whole_batch(unit: str, nested: Any) -> None
     assert (gradient(model) - expected).abs().max() < 1e-9
 
 
-def test_the_joint_finds_out_that_it_gives_a_mean_over_rows() -> None:
+def test_joint_loss_is_detected_as_mean_over_rows() -> None:
     model, batch = model_and_batch()
     whole = model(**batch)["loss"]
     whole.backward()
@@ -175,7 +175,7 @@ def test_the_joint_finds_out_that_it_gives_a_mean_over_rows() -> None:
     assert (gradient(model) - expected).abs().max() < 1e-9
 
 
-def test_padding_changes_no_row() -> None:
+def test_padding_does_not_change_outputs() -> None:
     model, batch = model_and_batch()
     model.eval()
     with torch.no_grad():
@@ -189,7 +189,7 @@ def test_padding_changes_no_row() -> None:
             assert torch.equal(padded, outputs["read"][row])
 
 
-def test_the_joint_has_four_dimensions() -> None:
+def test_joint_logits_have_four_dimensions() -> None:
     joint = Joint(width=8, hidden=4)
     logits = joint.logits(torch.zeros(3, 7, 8), torch.zeros(3, 5, 8))
     assert logits.shape == (3, 7, 5, sounds.LETTERS + 1)

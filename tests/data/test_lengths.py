@@ -1,4 +1,4 @@
-"""Lengths are read wherever they are written down, and what is wrong with them is said."""
+"""Lengths are read from every supported source, and errors explain invalid ones."""
 
 import json
 import re
@@ -14,7 +14,7 @@ from automicro.data import read_lengths
 ROWS = [{"seconds": 1.5, "ids": [1, 2, 3]}, {"seconds": 2.0, "ids": [1]}]
 
 
-def test_numbers_columns_of_rows_and_functions() -> None:
+def test_lengths_are_read_from_numbers_columns_and_functions() -> None:
     for lengths in ([3, 1], (3.0, 1.0), np.array([3, 1]), torch.tensor([3, 1]), "ids"):
         found = read_lengths(lengths, ROWS)
         assert found.dtype == np.float64
@@ -23,7 +23,7 @@ def test_numbers_columns_of_rows_and_functions() -> None:
 
 
 class Table:
-    """Keeps columns, as a data set of ``datasets`` does."""
+    """Stores columns, like a data set of ``datasets``."""
 
     column_names = ("seconds", "ids")
 
@@ -34,14 +34,14 @@ class Table:
         return [row[column] for row in ROWS]
 
 
-def test_columns_of_tables() -> None:
+def test_lengths_are_read_from_table_columns() -> None:
     assert read_lengths("seconds", Table()).tolist() == [1.5, 2.0]
     assert read_lengths("ids", Table()).tolist() == [3.0, 1.0]
     with pytest.raises(ValueError, match=r"not a column of the data set \(Table has seconds, ids;"):
         read_lengths("minutes", Table())
 
 
-def test_files(tmp_path: Path) -> None:
+def test_lengths_are_read_from_files(tmp_path: Path) -> None:
     np.save(tmp_path / "lengths.npy", np.array([3, 1], dtype=np.int16))
     (tmp_path / "lengths.txt").write_text("3\n1\n")
     (tmp_path / "one.csv").write_text("seconds\n3\n1\n")
@@ -55,7 +55,7 @@ def test_files(tmp_path: Path) -> None:
     for wrong, column in (("rows.csv", None), ("rows.csv:minutes", "minutes")):
         with pytest.raises(ValueError, match=rf"rows without the column {column!r}: .*:seconds"):
             read_lengths(f"{tmp_path}/{wrong}")
-    assert read_lengths(f"{tmp_path}/rows.csv:name").tolist() == [1.0, 1.0]  # of the text
+    assert read_lengths(f"{tmp_path}/rows.csv:name").tolist() == [1.0, 1.0]  # of text
 
 
 WRONG: list[tuple[Any, Any, str]] = [
@@ -71,7 +71,7 @@ WRONG: list[tuple[Any, Any, str]] = [
 ]
 
 
-def test_what_is_wrong_is_said() -> None:
+def test_invalid_lengths_are_refused() -> None:
     for lengths, dataset, words in WRONG:
         with pytest.raises(ValueError, match=re.escape(words)):
             read_lengths(lengths, dataset, name="lengths")

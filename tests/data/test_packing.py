@@ -1,4 +1,4 @@
-"""Slices of the least cost, compared with dynamic programming over all cuts."""
+"""The cost of packed slices matches dynamic programming over all cuts."""
 
 import math
 from dataclasses import asdict
@@ -21,7 +21,7 @@ def total(costs: list[float], sizes: list[int], overhead: float) -> float:
 
 
 def least(costs: list[float], budget: float, overhead: float) -> float:
-    """Of every cut into neighbours, one row alone whatever it costs."""
+    """Return the least cost over all cuts, where a single row may exceed the budget."""
     best = [0.0] + [math.inf] * len(costs)
     for end in range(1, len(costs) + 1):
         for begin in range(end):
@@ -32,7 +32,7 @@ def least(costs: list[float], budget: float, overhead: float) -> float:
 
 
 @given(COSTS, BUDGETS, OVERHEADS)
-def test_no_cut_is_better(costs: list[float], budget: float, overhead: float) -> None:
+def test_pack_finds_cheapest_cut(costs: list[float], budget: float, overhead: float) -> None:
     costs = sorted(map(float, costs), reverse=True)
     sizes = pack(np.array(costs)[:, None], _sum, budget, overhead=overhead)
     assert sum(sizes) == len(costs)
@@ -48,7 +48,7 @@ def test_no_cut_is_better(costs: list[float], budget: float, overhead: float) ->
     st.lists(st.tuples(st.integers(1, 40), st.integers(1, 40)), min_size=1, max_size=20),
     st.integers(1, 20000),
 )
-def test_slices_of_rows_of_two_lengths_cost_no_more_than_the_budget(
+def test_slices_of_two_lengths_stay_within_budget(
     lengths: list[tuple[int, int]], budget: int
 ) -> None:
     table = np.array(sorted(lengths, key=lambda each: -each[0] * each[1]))
@@ -62,28 +62,28 @@ def test_slices_of_rows_of_two_lengths_cost_no_more_than_the_budget(
 
 
 @given(st.lists(st.integers(1, 5), min_size=1, max_size=12))
-def test_no_row_stays_alone(sizes: list[int]) -> None:
+def test_single_rows_are_merged(sizes: list[int]) -> None:
     merged = without_lonely_rows(sizes)
     assert sum(merged) == sum(sizes)
     assert sum(sizes) == 1 or min(merged) >= 2
 
 
 @pytest.mark.parametrize("noise", [0.0, 0.05])
-def test_the_overhead_is_fitted_from_steps(noise: float) -> None:
+def test_overhead_is_fitted_from_steps(noise: float) -> None:
     drawn = np.random.default_rng(0)
     overhead = Overhead()
     assert overhead.of(128.0) == 128.0
     for step in range(64):
         slices, padded = int(drawn.integers(1, 12)), float(drawn.integers(500, 2000))
         seconds = 1e-3 * (72 * slices + padded) * (1 + noise * drawn.standard_normal())
-        seconds += 5.0 * (step < 2)  # it compiles
+        seconds += 5.0 * (step < 2)  # compilation
         overhead.record(seconds=seconds, slices=slices, padded=padded)
     assert overhead.of(128.0) == pytest.approx(72, rel=1e-6 if not noise else 0.35)
     assert not overhead.wants_seconds
     assert Overhead(**asdict(overhead)).of(1.0) == overhead.of(1.0)
 
 
-def test_steps_that_are_alike_tell_no_overhead() -> None:
+def test_identical_steps_leave_default_overhead() -> None:
     overhead = Overhead()
     for _ in range(64):
         overhead.record(seconds=1.0, slices=4, padded=1000.0)

@@ -1,4 +1,4 @@
-"""Every row once over all ranks, as many batches on each, and the rest exactly, on any number."""
+"""Samplers yield each row once, equally many batches per rank, and resume on any rank count."""
 
 import itertools
 import re
@@ -48,7 +48,7 @@ def jobs(draw: st.DrawFn) -> dict[str, Any]:
 
 
 def parts(job: dict[str, Any], world_size: int) -> list[LengthBatchSampler]:
-    """The sampler of each rank."""
+    """Return the sampler of each rank."""
     whole = LengthBatchSampler(**job)
     return [whole.at(rank=rank, world_size=world_size) for rank in range(world_size)]
 
@@ -57,13 +57,13 @@ def rows_of(batches: Any) -> list[int]:
     return sorted(itertools.chain.from_iterable(batches))
 
 
-def test_every_mode_is_among_the_cases() -> None:
+def test_every_mode_has_cases() -> None:
     assert set(OPTIONS) == set(MODES)
 
 
 @given(jobs(), st.integers(1, 8), st.integers(0, 2))
 @settings(deadline=None, max_examples=200)
-def test_every_row_comes_once_over_all_ranks_in_as_many_batches_on_each(
+def test_rows_come_once_in_equal_batch_counts_per_rank(
     job: dict[str, Any], world_size: int, epoch: int
 ) -> None:
     given_by_rank = []
@@ -80,9 +80,7 @@ def test_every_row_comes_once_over_all_ranks_in_as_many_batches_on_each(
 
 @given(jobs(), st.data())
 @settings(deadline=None, max_examples=200)
-def test_the_rest_of_an_epoch_comes_exactly_on_any_number_of_ranks(
-    job: dict[str, Any], data: st.DataObject
-) -> None:
+def test_epoch_resumes_on_any_number_of_ranks(job: dict[str, Any], data: st.DataObject) -> None:
     before, between, after = (data.draw(st.integers(1, 5)) for _ in range(3))
     given_rows: list[int] = []
 
@@ -115,7 +113,7 @@ def test_the_rest_of_an_epoch_comes_exactly_on_any_number_of_ranks(
 
 @given(jobs(), st.integers(1, 4), st.data())
 @settings(deadline=None, max_examples=100)
-def test_on_as_many_ranks_the_rest_has_the_very_batches_that_were_to_come(
+def test_epoch_resumes_with_same_batches_on_same_ranks(
     job: dict[str, Any], world_size: int, data: st.DataObject
 ) -> None:
     for part in parts(job, world_size):
@@ -126,15 +124,15 @@ def test_on_as_many_ranks_the_rest_has_the_very_batches_that_were_to_come(
         later = part.at(rank=part.rank, world_size=world_size)
         later.load_state_dict(part.state_dict())
         assert list(later) == whole[done:]
-        behind = later.state_dict(batches_given=0)  # a loader had fetched all of it ahead
+        behind = later.state_dict(batches_given=0)  # as if a loader had prefetched all batches
         assert behind["start"] == part.state_dict()["start"]
         assert later.state_dict()["start"] == len(later.plan())
-        assert list(later) == whole  # then whole ones
+        assert list(later) == whole  # later epochs are whole
 
 
 @given(jobs())
 @settings(deadline=None, max_examples=200)
-def test_no_batch_is_over_its_budget_but_a_single_row(job: dict[str, Any]) -> None:
+def test_only_single_rows_exceed_batch_budget(job: dict[str, Any]) -> None:
     lengths, seconds = np.array(job["lengths"]), np.array(job["second_lengths"])
     by_second = MODES[job["mode"]].dimensions == 2
     sizes = job.get("batch_size")
@@ -157,9 +155,7 @@ def test_no_batch_is_over_its_budget_but_a_single_row(job: dict[str, Any]) -> No
 
 @given(st.lists(st.integers(1, 12), min_size=1, max_size=50), st.integers(5, 30))
 @settings(deadline=None, max_examples=100)
-def test_batches_are_filled_in_order_for_as_long_as_the_next_row_fits(
-    lengths: list[int], amount: int
-) -> None:
+def test_batches_are_filled_in_order_while_rows_fit(lengths: list[int], amount: int) -> None:
     options: list[dict[str, Any]] = [
         {"mode": "duration", "batch_length": amount},
         {"mode": "1D-bucketing", "batch_cost": amount, "bucket_edges": [99]},
@@ -177,7 +173,7 @@ def test_batches_are_filled_in_order_for_as_long_as_the_next_row_fits(
 
 @given(jobs(), st.integers(1, 5))
 @settings(deadline=None, max_examples=60)
-def test_costs_are_those_of_the_batches_that_come(job: dict[str, Any], world_size: int) -> None:
+def test_batch_costs_match_batches(job: dict[str, Any], world_size: int) -> None:
     lengths, seconds = np.array(job["lengths"]), np.array(job["second_lengths"])
     by_second = MODES[job["mode"]].dimensions == 2
     for part in parts(job, world_size):
@@ -188,7 +184,7 @@ def test_costs_are_those_of_the_batches_that_come(job: dict[str, Any], world_siz
         assert part.batch_costs() == expected
 
 
-def test_seed_and_epoch_decide_the_order_and_nothing_else_does() -> None:
+def test_order_depends_only_on_seed_and_epoch() -> None:
     options: dict[str, Any] = {"mode": "fixed", "batch_size": 4}
     sampler = LengthBatchSampler(range(64), seed=3, **options)
     first = list(sampler)
@@ -202,7 +198,7 @@ def test_seed_and_epoch_decide_the_order_and_nothing_else_does() -> None:
     assert list(sampler) == first
 
 
-def test_ranks_take_from_one_bucket_at_a_time_but_for_what_is_left_of_each() -> None:
+def test_ranks_share_one_bucket_except_for_remainders() -> None:
     random = np.random.default_rng(1)
     lengths = random.lognormal(2, 0.7, 8000)
     whole = LengthBatchSampler(
@@ -219,7 +215,7 @@ def test_ranks_take_from_one_bucket_at_a_time_but_for_what_is_left_of_each() -> 
     assert all(number >= len(rounds) - 8 for number in mixed)
 
 
-def test_derived_buckets_have_about_the_same_total() -> None:
+def test_derived_buckets_have_similar_totals() -> None:
     lengths = np.random.default_rng(0).lognormal(2, 0.8, 20_000)
     totals = np.bincount(derive_buckets([lengths], (10,)), weights=lengths)
     assert len(totals) == 10
@@ -227,7 +223,7 @@ def test_derived_buckets_have_about_the_same_total() -> None:
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
-def test_a_loader_gives_the_batches_and_the_rest_of_them(num_workers: int) -> None:
+def test_loader_yields_sampler_batches_and_resumes(num_workers: int) -> None:
     rows = TensorDataset(torch.arange(40))
     options: dict[str, Any] = {
         "mode": "duration",
@@ -247,7 +243,7 @@ def test_a_loader_gives_the_batches_and_the_rest_of_them(num_workers: int) -> No
     assert [batch.tolist() for (batch,) in rest] == batches[3:]
 
 
-def test_a_loader_keeps_what_it_has_but_its_batches() -> None:
+def test_with_batch_sampler_keeps_other_loader_options() -> None:
     rows = TensorDataset(torch.arange(6))
     loader = DataLoader(rows, batch_size=4, collate_fn=lambda each: len(each), drop_last=True)
     sampler = LengthBatchSampler(rows, mode="fixed", batch_size=5, shuffle=False)
@@ -261,7 +257,7 @@ def test_a_loader_keeps_what_it_has_but_its_batches() -> None:
         with_batch_sampler(DataLoader(rows, batch_size=None), sampler)
 
 
-def test_averages_are_of_what_is_known() -> None:
+def test_average_batch_reports_known_units() -> None:
     sampler = LengthBatchSampler(
         mode="fixed",
         lengths=[2.0, 4.0, 6.0],
@@ -274,7 +270,7 @@ def test_averages_are_of_what_is_known() -> None:
     assert (average.rows, average.seconds, average.tokens) == (1.5, 6.0, 15.0)
 
 
-def test_a_position_of_other_lengths_or_options_is_refused() -> None:
+def test_state_of_other_lengths_or_options_is_refused() -> None:
     saved = LengthBatchSampler(range(9), mode="fixed", batch_size=2).state_dict()
     for other in (
         LengthBatchSampler(range(9), mode="fixed", batch_size=3),
@@ -294,7 +290,7 @@ def buckets(**options: Any) -> dict[str, Any]:
 
 
 PAIR = {"lengths": [1], "second_lengths": [1, 2]}
-MEANINGLESS: list[tuple[dict[str, Any], str]] = [
+INVALID: list[tuple[dict[str, Any], str]] = [
     (of("2d"), "mode='2d' is not known; use one of fixed, duration, 1D-bucketing"),
     (of("fixed"), "mode='fixed' needs batch_size, accepts nothing else"),
     (of("fixed", batch_size=2, batch_cost=1), "but got batch_size, batch_cost: give"),
@@ -322,8 +318,8 @@ MEANINGLESS: list[tuple[dict[str, Any], str]] = [
 ]
 
 
-def test_options_that_mean_nothing_are_refused_with_a_remedy() -> None:
-    for options, words in MEANINGLESS:
+def test_invalid_options_are_refused_with_remedy() -> None:
+    for options, words in INVALID:
         dataset = None if "lengths" in options else range(4)
         with pytest.raises(ValueError, match=re.escape(words)) as caught:
             len(LengthBatchSampler(dataset, **options))
@@ -331,7 +327,7 @@ def test_options_that_mean_nothing_are_refused_with_a_remedy() -> None:
 
 
 @pytest.mark.parametrize("job", [samplers.language(4000), samplers.speech(4000)])
-def test_buckets_pad_a_third_at_most_and_budgets_of_cost_take_about_the_same_memory(
+def test_buckets_reduce_padding_and_budgets_limit_cost(
     job: samplers.Job,
 ) -> None:
     rows = {mode: samplers.measure(mode, job) for mode in MODES}
@@ -344,7 +340,7 @@ def test_buckets_pad_a_third_at_most_and_budgets_of_cost_take_about_the_same_mem
     assert mode in samplers.describe_padding(job)
 
 
-def test_any_number_of_lengths_is_ordered_whole() -> None:
+def test_large_plans_contain_every_row() -> None:
     job = samplers.speech(300_000)
     for mode in MODES:
         plan = samplers.make_sampler(mode, job).plan()

@@ -1,4 +1,4 @@
-"""What every test of a job that is shipped starts from."""
+"""Fixtures for tests of shipped jobs."""
 
 import gc
 
@@ -6,9 +6,9 @@ import pytest
 
 
 @pytest.fixture(autouse=True)
-def little_for_the_collector_in_each_test() -> None:
-    """Take what jobs imported in earlier tests out of the collector's sight.
+def freeze_gc_before_each_test() -> None:
+    """Hide objects of earlier tests from the garbage collector.
 
-    They run out of memory, and cycles are collected each time.
+    Jobs run out of memory, and each time automicro collects cycles.
     """
     gc.freeze()

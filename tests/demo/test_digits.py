@@ -1,4 +1,4 @@
-"""The digits: real data in a fixed split, and a network that can be cut anywhere."""
+"""The digits have a fixed split, and the network treats each row separately."""
 
 import sys
 from typing import Any
@@ -16,7 +16,7 @@ def rows(split: str, **options: Any) -> tuple[Tensor, Tensor]:
     return torch.cat([batch[0] for batch in batches]), torch.cat([batch[1] for batch in batches])
 
 
-def test_the_parts_are_those_of_scikit_learn_row_by_row() -> None:
+def test_splits_match_scikit_learn() -> None:
     from sklearn.datasets import load_digits
     from sklearn.model_selection import train_test_split
 
@@ -28,7 +28,7 @@ def test_the_parts_are_those_of_scikit_learn_row_by_row() -> None:
         assert torch.equal(ours_digits, torch.as_tensor(digits))
 
 
-def test_the_order_is_the_loaders_own_and_no_row_is_dropped() -> None:
+def test_loader_has_own_order_and_drops_no_rows() -> None:
     before = torch.get_rng_state()
     data = loader("train", batch_size=512, seed=3)
     epochs = [torch.cat([targets for _, targets in data]) for _ in range(2)]
@@ -41,7 +41,7 @@ def test_the_order_is_the_loaders_own_and_no_row_is_dropped() -> None:
     assert torch.equal(rows("eval", seed=1)[1], rows("eval", seed=2)[1]), "not shuffled"
 
 
-def test_without_a_seed_the_global_random_state_decides_the_order() -> None:
+def test_order_without_seed_follows_global_random_state() -> None:
     found = []
     for seed in (1, 1, 2):
         torch.manual_seed(seed)
@@ -50,7 +50,7 @@ def test_without_a_seed_the_global_random_state_decides_the_order() -> None:
     assert not torch.equal(found[0], found[2])
 
 
-def test_what_cannot_be_loaded_or_built_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_invalid_loader_and_network_arguments_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ValueError, match="split='test' is not a part of the digits: use 'train'"):
         loader("test", batch_size=8)
     for channels in (0, -8, 12):
@@ -61,7 +61,7 @@ def test_what_cannot_be_loaded_or_built_is_refused(monkeypatch: pytest.MonkeyPat
         loader("train", batch_size=8)
 
 
-def test_the_network_does_not_average_over_the_batch() -> None:
+def test_network_does_not_mix_rows() -> None:
     assert find_batchnorm(CNN()) == []
     small, large = CNN(channels=8).double().eval(), CNN(channels=16)
     images = torch.rand(6, 1, 8, 8, dtype=torch.float64)

@@ -39,27 +39,27 @@ def texts(split: str) -> list[str]:
 
 
 def bytes_of(batch: Mapping[str, Tensor]) -> list[bytes]:
-    """Return what the rows of a batch say, by their labels."""
+    """Return the bytes of each row, read from its labels."""
     return [bytes(row[row != IGNORED].tolist()) for row in batch["labels"]]
 
 
 # The text
 
 
-def test_a_tenth_of_the_topics_or_so_is_held_out() -> None:
+def test_about_one_tenth_of_text_is_held_out() -> None:
     assert sorted(topics_of("train") + topics_of("eval")) == sorted(TOPICS)
     held_out, rest = (sum(map(len, texts(split))) for split in ("eval", "train"))
     assert 0.04 < held_out / (held_out + rest) < 0.2
 
 
-def test_no_paragraph_of_a_held_out_topic_is_trained_on() -> None:
+def test_held_out_paragraphs_are_not_in_training() -> None:
     def paragraphs(split: str) -> set[str]:
         found = (each for text in texts(split) for each in text.split("\n\n"))
         return {" ".join(each.split()) for each in found}
 
     shared = paragraphs("train") & paragraphs("eval")
     assert all(len(each) < 40 for each in shared), shared
-    # A test that can fail: some topics are quoted whole in others.
+    # This check can fail: some topics are quoted in full in others.
     assert "for" in topics_of("train")
     assert TOPICS["for"].split("\n\n")[1] in TOPICS["compound"]
 
@@ -73,7 +73,7 @@ def test_every_byte_is_in_exactly_one_piece(split: str, max_bytes: int) -> None:
     assert max(map(len, cut)) <= max_bytes
 
 
-def test_pieces_are_paragraphs_and_long_ones_are_cut_after_a_line() -> None:
+def test_pieces_are_paragraphs_cut_at_line_ends() -> None:
     lengths = {len(piece) for piece in pieces("eval", max_bytes=127)}
     assert len(lengths) > 50
     for piece in pieces("eval", max_bytes=127):
@@ -83,14 +83,14 @@ def test_pieces_are_paragraphs_and_long_ones_are_cut_after_a_line() -> None:
 
 
 @pytest.mark.parametrize("split", SPLITS)
-def test_every_byte_is_in_exactly_one_row_of_a_pass(split: str) -> None:
+def test_every_byte_is_in_one_row_per_epoch(split: str) -> None:
     rows = [
         row for batch in loader(split, batch_size=500, max_length=256) for row in bytes_of(batch)
     ]
     assert sorted(rows) == sorted(pieces(split, max_bytes=255))
 
 
-def test_a_row_begins_with_the_boundary_and_is_padded_to_the_longest() -> None:
+def test_rows_begin_with_boundary_and_are_padded() -> None:
     batch = next(iter(loader("train", batch_size=32, max_length=64)))
     ids, mask, labels = batch["input_ids"], batch["attention_mask"], batch["labels"]
     assert ids.shape == mask.shape == labels.shape
@@ -108,7 +108,7 @@ def test_a_row_begins_with_the_boundary_and_is_padded_to_the_longest() -> None:
         assert (row_labels[length:] == IGNORED).all()
 
 
-def test_the_order_is_the_loaders_own_and_new_in_each_epoch() -> None:
+def test_loader_reshuffles_each_epoch_from_its_seed() -> None:
     def rows(data: Any) -> list[list[bytes]]:
         return [bytes_of(batch) for batch in itertools.islice(data, 3)]
 
@@ -126,7 +126,7 @@ def test_the_order_is_the_loaders_own_and_new_in_each_epoch() -> None:
 # The same text by words
 
 
-def test_every_word_is_in_exactly_one_row_of_a_pass() -> None:
+def test_every_word_is_in_one_row_per_epoch() -> None:
     seen = Counter(
         number
         for batch in word_loader("eval", batch_size=500, max_length=9)
@@ -138,7 +138,7 @@ def test_every_word_is_in_exactly_one_row_of_a_pass() -> None:
     assert seen == Counter(wanted)
 
 
-def test_numbers_of_words_are_spread_over_the_vocabulary_and_seldom_shared() -> None:
+def test_word_ids_are_evenly_spread_and_rarely_shared() -> None:
     words = sorted({word for name in SPLITS for text in texts(name) for word in text.split()})
     whole = [word for word in words if word.isalpha()]
     numbers = [number for word in whole for number in numbers_of_words(word, 131_072)]
@@ -149,7 +149,7 @@ def test_numbers_of_words_are_spread_over_the_vocabulary_and_seldom_shared() -> 
     assert max(numbers) < 131_072
 
 
-def test_a_row_of_words_begins_with_zero_and_is_padded_with_it() -> None:
+def test_word_rows_begin_with_zero_and_are_zero_padded() -> None:
     batch = next(iter(word_loader("train", batch_size=32, max_length=16)))
     ids, mask, labels = batch["input_ids"], batch["attention_mask"], batch["labels"]
     assert ids.shape == mask.shape == labels.shape == (32, 16)
@@ -167,7 +167,7 @@ def logits_for(batch: Mapping[str, Tensor]) -> Tensor:
     return 3 * torch.randn(*batch["labels"].shape, VOCABULARY, generator=generator)
 
 
-def test_bits_per_byte_are_those_counted_one_by_one_however_rows_are_cut() -> None:
+def test_bits_per_byte_match_reference_for_any_slicing() -> None:
     batch = next(iter(loader("eval", batch_size=12, max_length=32)))
     logits, labels = logits_for(batch), batch["labels"]
     bits = []
@@ -183,7 +183,7 @@ def test_bits_per_byte_are_those_counted_one_by_one_however_rows_are_cut() -> No
     assert cut.compute().item() == pytest.approx(whole.compute().item(), rel=1e-12)
 
 
-def test_bits_per_byte_of_half_precision_are_taken_in_single() -> None:
+def test_bits_per_byte_of_bfloat16_are_computed_in_float32() -> None:
     batch = next(iter(loader("eval", batch_size=4, max_length=32)))
     logits = logits_for(batch).bfloat16()
     one, other = BitsPerByte(), BitsPerByte()
@@ -220,7 +220,7 @@ class ExactNorm(nn.RMSNorm):
 
 
 def in_float64(model: Any) -> Any:
-    """The model in float64 all through: parts of it compute in float32, whatever the weights."""
+    """Convert the model to float64, including parts that always compute in float32."""
     for module in list(model.modules()):
         for name, child in list(module.named_children()):
             if type(child).__name__.endswith("RMSNorm"):
@@ -231,7 +231,7 @@ def in_float64(model: Any) -> Any:
 
 @pytest.fixture(scope="module")
 def first_batch() -> tuple[Any, Mapping[str, Tensor]]:
-    """The job's model in float64, and the first batch that it trains on."""
+    """Return the job's model in float64 and its first training batch."""
     recipe = job()
     model = in_float64(recipe.make_model())
     return model, next(iter(recipe.make("train_dataloader")))
@@ -245,7 +245,7 @@ def gradient(model: nn.Module) -> Tensor:
 
 @pytest.fixture(scope="module")
 def whole_gradient(first_batch: Any) -> Tensor:
-    """The gradient by plain torch, of the whole batch at once."""
+    """Return plain torch's gradient of the whole batch."""
     model, batch = first_batch
     model(**batch).loss.backward()
     return gradient(model)
@@ -257,7 +257,7 @@ def difference(one: Tensor, other: Tensor) -> float:
 
 @pytest.mark.sweep
 @pytest.mark.parametrize("size", [7, 16, 48])
-def test_the_first_gradient_is_that_of_the_whole_batch(
+def test_first_gradient_matches_whole_batch(
     size: int, first_batch: Any, whole_gradient: Tensor
 ) -> None:
     model, batch = first_batch
@@ -267,7 +267,7 @@ def test_the_first_gradient_is_that_of_the_whole_batch(
 
 
 @pytest.mark.sweep
-def test_a_mean_of_the_microbatches_means_is_another_gradient(
+def test_mean_of_microbatch_means_differs_from_whole_batch(
     first_batch: Any, whole_gradient: Tensor
 ) -> None:
     model, batch = first_batch
@@ -275,7 +275,7 @@ def test_a_mean_of_the_microbatches_means_is_another_gradient(
     assert difference(gradient(model), whole_gradient) > 1e-3
 
 
-def test_padding_changes_no_row(first_batch: Any) -> None:
+def test_padding_does_not_change_outputs(first_batch: Any) -> None:
     model, batch = first_batch
     row = int(batch["attention_mask"].sum(1).argmin())
     length = int(batch["attention_mask"][row].sum())
@@ -289,11 +289,11 @@ def test_padding_changes_no_row(first_batch: Any) -> None:
 # The job
 
 
-def test_the_model_does_not_average_over_the_batch(first_batch: Any) -> None:
+def test_model_has_no_batchnorm(first_batch: Any) -> None:
     assert find_batchnorm(first_batch[0]) == []
 
 
-def test_every_parameter_but_norms_and_the_embedding_is_decayed() -> None:
+def test_norms_and_embedding_have_no_weight_decay() -> None:
     recipe = job()
     decayed, others = group_parameters(recipe.make_model(), recipe.config.parameter_groups)
     assert "weight_decay" not in decayed  # so it takes the optimizer's own
@@ -303,7 +303,7 @@ def test_every_parameter_but_norms_and_the_embedding_is_decayed() -> None:
 
 
 @pytest.mark.sweep
-def test_the_jobs_first_steps_run_out_of_memory_and_go_on() -> None:
+def test_job_recovers_from_oom_in_first_steps() -> None:
     trainer = build_trainer("max_duration=3ba", "eval_interval=null")
     summary = trainer.fit()
     assert summary.steps == 3
@@ -313,13 +313,13 @@ def test_the_jobs_first_steps_run_out_of_memory_and_go_on() -> None:
     assert trainer.state.loss < 1.2 * math.log(VOCABULARY)
 
 
-# As the config's comment says, on the text of Python 3.11; seeds differ by 0.014 in all. Other
-# versions have other text.
+# From the config's comment, for the text of Python 3.11; seeds differ by up to 0.014. Other
+# versions have different text.
 BITS_PER_BYTE, TOLERANCE = 2.28, 0.04
 
 
 def bits_by_pairs() -> float:
-    """What pairs of bytes, counted in the text for training, need per byte of the one held out."""
+    """Return the bits per held-out byte of byte pairs counted in the training text."""
 
     def pairs(split: str) -> list[tuple[int, int]]:
         rows = pieces(split, max_bytes=127)
@@ -335,7 +335,7 @@ def bits_by_pairs() -> float:
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_the_job_ends_at_the_bits_per_byte_that_its_config_names() -> None:
+def test_job_reaches_documented_bits_per_byte() -> None:
     summary = build_trainer().fit()
     assert summary.train_ooms > 0
     assert summary.eval_ooms > 0

@@ -1,4 +1,4 @@
-"""What callbacks are told: every event, in order, as often as it happens."""
+"""Callbacks receive every event in order, once per occurrence."""
 
 from collections import Counter
 from collections.abc import Callable
@@ -25,7 +25,7 @@ PER_MICROBATCH = (
 
 
 class Noting(Callback):
-    """Writes down every event with what it was told."""
+    """Records every event and its subject."""
 
     def __init__(self) -> None:
         self.told: list[tuple[str, Any]] = []
@@ -52,7 +52,7 @@ class Noting(Callback):
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 5, 16, None])
-def test_events_are_told_as_often_as_they_happen(size: int | None) -> None:
+def test_events_occur_expected_number_of_times(size: int | None) -> None:
     noting = Noting()
     make_trainer(make_model(), callbacks=[noting], microbatch_size=size, max_duration="2ep").fit()
     counts = noting.count()
@@ -86,7 +86,7 @@ def test_events_come_in_order() -> None:
     ]
 
 
-def test_a_retry_is_seen_as_one_and_the_batch_as_whole() -> None:
+def test_retries_are_separate_attempts_of_one_batch() -> None:
     noting = Noting()
     summary = make_trainer(
         make_model(), make_loader(300, 256), callbacks=[noting], memory_limit="200KiB"
@@ -113,7 +113,7 @@ def test_a_retry_is_seen_as_one_and_the_batch_as_whole() -> None:
     torch.testing.assert_close(torch.stack(shares).sum(), result.loss)
 
 
-def test_an_evaluation_tells_of_its_batches_and_attempts() -> None:
+def test_evaluation_emits_batch_and_attempt_events() -> None:
     noting = Noting()
     make_trainer(
         make_model(), eval_dataloader=make_loader(), eval_microbatch_size=3, callbacks=[noting]
@@ -131,7 +131,7 @@ def test_an_evaluation_tells_of_its_batches_and_attempts() -> None:
     assert list(values) == ["eval/loss"]
 
 
-def test_accumulated_batches_are_one_batch() -> None:
+def test_accumulated_batches_emit_one_batch_event() -> None:
     noting = Noting()
     make_trainer(make_model(), accumulate_batches=3, callbacks=[noting]).fit()
     batches = [subject for event, subject in noting.told if event == "batch_start"]
@@ -139,7 +139,7 @@ def test_accumulated_batches_are_one_batch() -> None:
 
 
 @pytest.mark.parametrize("event", sorted({*STEP_EVENTS} - {"oom", "resize"}))
-def test_an_exception_inside_a_step_leaves_the_state_as_it_was(event: str) -> None:
+def test_exception_in_step_leaves_model_unchanged(event: str) -> None:
     model, before = make_model(), make_model()
 
     def fail(run: Run, subject: Any) -> None:
@@ -155,7 +155,7 @@ def test_an_exception_inside_a_step_leaves_the_state_as_it_was(event: str) -> No
         assert mine.grad is None
 
 
-def test_a_callback_can_stop_the_run_log_and_read_what_was_logged() -> None:
+def test_callback_can_stop_run_and_log_values() -> None:
     class Stopping(Callback):
         def batch_end(self, run: Run, result: StepResult) -> None:
             run.log({"mine/rows": result.num_samples})
@@ -169,7 +169,7 @@ def test_a_callback_can_stop_the_run_log_and_read_what_was_logged() -> None:
     assert any(line.split() == ["stopped", "early", "enough"] for line in str(summary).splitlines())
 
 
-def test_the_batch_that_is_trained_on_is_what_callbacks_made_of_it() -> None:
+def test_training_uses_batches_transformed_by_callbacks() -> None:
     class Halving(Callback):
         def transform(self, run: Run, batch: Any) -> Any:
             return tuple(each[::2] for each in batch)
@@ -184,7 +184,7 @@ def test_the_batch_that_is_trained_on_is_what_callbacks_made_of_it() -> None:
         make_trainer(make_model(), callbacks=[Forgetful()]).fit()
 
 
-def test_events_nobody_listens_to_cost_no_observer() -> None:
+def test_unused_step_events_add_no_observer() -> None:
     class Quiet(Callback):
         def fit_end(self, run: Run) -> None:
             """Listens to nothing inside a step."""
@@ -194,12 +194,12 @@ def test_events_nobody_listens_to_cost_no_observer() -> None:
 
 
 @pytest.mark.parametrize("wrong", [Callback, object(), [Callback()]])
-def test_what_is_no_callback_is_refused(wrong: Any) -> None:
+def test_non_callbacks_are_refused(wrong: Any) -> None:
     with pytest.raises(TypeError, match=r"is not an automicro\.Callback\. Pass instances"):
         make_trainer(make_model(), callbacks=[wrong])
 
 
-def test_several_evaluators_have_names_metrics_sizes_intervals_and_subsets() -> None:
+def test_evaluators_have_own_names_intervals_and_limits() -> None:
     noting = Noting()
     trainer = make_trainer(
         make_model(),
@@ -231,15 +231,13 @@ def test_several_evaluators_have_names_metrics_sizes_intervals_and_subsets() -> 
         ({"a": None}, TypeError, r"eval_dataloader\['a'\] is None; pass a loader"),
     ],
 )
-def test_evaluators_that_make_no_sense_are_refused(
-    wrong: Any, error: type[Exception], message: str
-) -> None:
+def test_invalid_evaluators_are_refused(wrong: Any, error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         make_trainer(make_model(), eval_dataloader=wrong)
 
 
 class PenaltyByHand(Callback):
-    """A gradient penalty: a forward and backward of its own, which adds to the gradient."""
+    """Adds a penalty's gradient in a forward and backward of its own."""
 
     def __init__(self) -> None:
         self.ooms = 0
@@ -257,7 +255,7 @@ class PenaltyByHand(Callback):
         self.ooms += own.backward(self._batch).ooms
 
 
-def test_a_pass_of_its_own_survives_running_out_of_memory() -> None:
+def test_callback_backward_recovers_from_oom() -> None:
     ours, theirs = make_model(), make_model()
     penalty = PenaltyByHand()
     data = make_loader(256, 256)
@@ -269,7 +267,7 @@ def test_a_pass_of_its_own_survives_running_out_of_memory() -> None:
         torch.testing.assert_close(mine, other, rtol=1e-4, atol=1e-5)
 
 
-def test_a_prediction_tells_of_its_forwards_as_an_evaluation_does() -> None:
+def test_prediction_emits_same_events_as_evaluation() -> None:
     told: list[str] = []
     microbatcher = Microbatcher(
         nn.Linear(4, 3),

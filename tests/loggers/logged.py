@@ -1,4 +1,4 @@
-"""What loggers wrote, read back, and a disk that is full."""
+"""Readers of logger output, and a simulated full disk."""
 
 import errno
 import json
@@ -20,7 +20,7 @@ Rows = list[tuple[int, str, float]]
 
 
 class Disk(FileIO):
-    """A file on a disk with little room: it takes what fits, and refuses the rest."""
+    """A file on a nearly full disk: it writes as much as fits, then fails."""
 
     room: ClassVar[int | None] = None
 
@@ -39,7 +39,7 @@ class Disk(FileIO):
 
 @dataclass(frozen=True, kw_only=True)
 class Format:
-    """A logger that writes, and its reader."""
+    """A logger and the reader of its output."""
 
     make: Callable[[Path], Logger]
     read: Callable[[Path], Rows]

@@ -1,4 +1,4 @@
-"""What loggers write is read back, after a resume, a torn line and a full disk too."""
+"""Logger output is read back, also after a resume, a torn line or a full disk."""
 
 import json
 import math
@@ -40,9 +40,7 @@ def losses(*steps: int) -> Rows:
 
 
 @every_format
-def test_every_value_is_read_back_with_columns_that_appear_later(
-    form: Format, tmp_path: Path
-) -> None:
+def test_all_values_are_read_back_including_late_columns(form: Format, tmp_path: Path) -> None:
     path = tmp_path / "new folder" / "log"
     logger = form.make(path)
     logger.start({}, resume_step=None)
@@ -63,7 +61,7 @@ def test_every_value_is_read_back_with_columns_that_appear_later(
     }
 
 
-def test_json_is_valid_whatever_is_in_it(tmp_path: Path) -> None:
+def test_json_lines_are_valid_for_any_values(tmp_path: Path) -> None:
     def refuse(constant: str) -> None:
         raise AssertionError(f"{constant} is no JSON")
 
@@ -83,17 +81,17 @@ def test_json_is_valid_whatever_is_in_it(tmp_path: Path) -> None:
     assert {name: second[name] for name in values} == values, "numbers in text lose no bit"
 
 
-# Runs of one log: their steps, and the step that each resumes from; then the steps that it has.
+# Runs of one log, each with its steps and resume step; then the steps that the log contains.
 HISTORIES: dict[str, tuple[list[tuple[range, int | None]], list[int]]] = {
     "resumed twice": ([(range(1, 11), None), (range(7, 9), 6), (range(8, 12), 7)], [*range(1, 12)]),
-    "from its very start": ([(range(1, 5), None), (range(1, 3), 0)], [1, 2]),
-    "without its log": ([(range(7, 9), 6)], [7, 8]),
+    "resumed from the start": ([(range(1, 5), None), (range(1, 3), 0)], [1, 2]),
+    "log is missing": ([(range(7, 9), 6)], [7, 8]),
 }
 
 
 @every_format
 @pytest.mark.parametrize(("runs", "steps"), HISTORIES.values(), ids=HISTORIES)
-def test_a_resumed_run_leaves_each_value_once(
+def test_resumed_run_logs_each_value_once(
     form: Format, runs: list[tuple[range, int | None]], steps: list[int], tmp_path: Path
 ) -> None:
     for logged, resume_step in runs:
@@ -101,7 +99,7 @@ def test_a_resumed_run_leaves_each_value_once(
     assert form.read(tmp_path / "log") == losses(*steps)
 
 
-def test_a_run_that_begins_anew_is_appended_and_its_resume_cuts_only_itself(tmp_path: Path) -> None:
+def test_new_run_is_appended_and_resume_cuts_only_it(tmp_path: Path) -> None:
     path = tmp_path / "log"
     run(LINES, path, range(1, 10))
     run(LINES, path, range(1, 6))
@@ -109,15 +107,13 @@ def test_a_run_that_begins_anew_is_appended_and_its_resume_cuts_only_itself(tmp_
     run(LINES, path, range(4, 5), resume_step=3)
     assert LINES.read(path) == losses(*range(1, 10), *range(1, 5))
     assert read_runs(path) == [(0, {"seed": 0}), (0, {"seed": 0}), (3, {"seed": 0})]
-    # Back over a start of its own, but not over one of another run.
+    # A resume cuts past the run's own start, but not past that of another run.
     run(LINES, path, range(1, 2), resume_step=0)
     assert LINES.read(path) == losses(*range(1, 10), 1)
 
 
 @pytest.mark.parametrize("resume_step", [None, 2, 9])
-def test_a_log_cut_short_anywhere_can_be_gone_on_with(
-    tmp_path: Path, resume_step: int | None
-) -> None:
+def test_truncated_log_can_be_continued(tmp_path: Path, resume_step: int | None) -> None:
     path = tmp_path / "log"
     run(LINES, path, range(1, 4))
     whole = path.read_bytes()
@@ -135,7 +131,7 @@ def test_a_log_cut_short_anywhere_can_be_gone_on_with(
     ids=str,
 )
 @pytest.mark.parametrize("resume_step", [None, 0])
-def test_the_file_of_another_program_is_left_as_it_is(
+def test_file_of_another_program_is_left_unchanged(
     content: bytes, resume_step: int | None, tmp_path: Path
 ) -> None:
     path = tmp_path / "log"
@@ -145,7 +141,7 @@ def test_the_file_of_another_program_is_left_as_it_is(
     assert path.read_bytes() == content
 
 
-def test_a_line_without_a_step_is_not_cut_away(tmp_path: Path) -> None:
+def test_line_without_step_is_kept(tmp_path: Path) -> None:
     path = tmp_path / "log"
     run(LINES, path, range(1, 3))
     path.write_bytes(path.read_bytes() + b'{"note": "mine"}\n')
@@ -156,7 +152,7 @@ def test_a_line_without_a_step_is_not_cut_away(tmp_path: Path) -> None:
 
 
 @every_format
-def test_a_full_disk_costs_what_did_not_fit_and_nothing_else(
+def test_full_disk_loses_only_values_that_do_not_fit(
     form: Format, tmp_path: Path, mocker: MockerFixture
 ) -> None:
     mocker.patch("automicro.loggers.lines.open", Disk, create=True)
@@ -180,12 +176,12 @@ def test_a_full_disk_costs_what_did_not_fit_and_nothing_else(
         group.log({"train/loss": 1 / 2**20}, step=20)
         group.close()
         rows = form.read(path)
-        # The values of the one step that failed are missing.
+        # Only the values of the failed step are missing.
         assert rows == losses(*range(1, step), 20), room
 
 
 @every_format
-def test_a_disk_that_is_full_from_the_start_is_tried_again(
+def test_logger_retries_start_after_full_disk(
     form: Format, tmp_path: Path, mocker: MockerFixture
 ) -> None:
     mocker.patch("automicro.loggers.lines.open", Disk, create=True)
@@ -199,9 +195,7 @@ def test_a_disk_that_is_full_from_the_start_is_tried_again(
     assert form.read(tmp_path / "log") == losses(1)
 
 
-def test_half_a_record_that_cannot_be_taken_back_at_once_is_later(
-    tmp_path: Path, mocker: MockerFixture
-) -> None:
+def test_partial_record_is_removed_later(tmp_path: Path, mocker: MockerFixture) -> None:
     mocker.patch("automicro.loggers.lines.open", Disk, create=True)
     mocker.patch.object(Disk, "room", None)
     file = AppendFile(tmp_path / "file")
@@ -221,7 +215,7 @@ def test_half_a_record_that_cannot_be_taken_back_at_once_is_later(
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs os.fork")
 @every_format
-def test_what_was_logged_outlasts_the_death_of_the_process(form: Format, tmp_path: Path) -> None:
+def test_logged_values_survive_process_kill(form: Format, tmp_path: Path) -> None:
     child = os.fork()
     if not child:
         logger = form.make(tmp_path / "log")
@@ -233,12 +227,12 @@ def test_what_was_logged_outlasts_the_death_of_the_process(form: Format, tmp_pat
     assert form.read(tmp_path / "log") == losses(*range(1, 50))
 
 
-def test_tensorboard_shows_what_is_run(tmp_path: Path) -> None:
+def test_tensorboard_shows_run_settings(tmp_path: Path) -> None:
     run(FORMATS["tensorboard"], tmp_path, range(1, 2))
     assert b'"seed": 0' in read_tensorboard_text(tmp_path, "run/text_summary")
 
 
-def test_values_with_names_that_lines_need_are_refused(tmp_path: Path) -> None:
+def test_reserved_value_names_are_refused(tmp_path: Path) -> None:
     logger = JSONLinesLogger(tmp_path / "log")
     logger.start({})
     with pytest.raises(ValueError, match=r"cannot be called 'time', .* such as 'my/time'"):

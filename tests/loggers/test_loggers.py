@@ -1,4 +1,4 @@
-"""Loggers together: each gets every value, and none can stop the run."""
+"""A group of loggers: each receives every value, and none can stop the run."""
 
 import math
 import warnings
@@ -24,7 +24,7 @@ from tests.models import Mlp, x, y
 
 
 class Noting:
-    """Remembers what it was told, and fails where it should."""
+    """Records its calls, and fails at the given ones."""
 
     def __init__(self, *failing: object, error: BaseException | None = None) -> None:
         self.told: list[Any] = []
@@ -65,7 +65,7 @@ def whole(steps: range) -> list[Any]:
     return [({"seed": 0}, None), *((step, {"loss": float(step)}) for step in steps), "close"]
 
 
-def test_a_logger_that_fails_once_is_warned_about_once_and_goes_on() -> None:
+def test_failing_logger_warns_once_and_continues() -> None:
     first, failing, last = Noting(), Noting(3), Noting()
     messages = play(LoggerGroup([first, failing, last]), range(1, 6))
     assert messages == [
@@ -80,9 +80,9 @@ def test_a_logger_that_fails_once_is_warned_about_once_and_goes_on() -> None:
 @pytest.mark.parametrize(
     ("failing_at", "logged"),
     {(2, 3, 4): [1], (1, 2, 4, 5, 7, 8): [3, 6, 9]}.items(),
-    ids=["three in a row", "a success ends a row"],
+    ids=["three in a row", "a success resets the count"],
 )
-def test_three_failures_in_a_row_switch_a_logger_off(
+def test_three_consecutive_failures_disable_logger(
     failing_at: tuple[int, ...], logged: list[int]
 ) -> None:
     failing, other = Noting(*failing_at), Noting()
@@ -92,7 +92,7 @@ def test_three_failures_in_a_row_switch_a_logger_off(
     assert other.told == whole(range(1, 10))
 
 
-def test_a_logger_that_cannot_start_is_started_again_with_the_next_values() -> None:
+def test_failed_start_is_retried_at_next_log() -> None:
     failing = Noting("start")
     group = LoggerGroup([failing])
     with pytest.warns(LoggerWarning, match=r"could not start \(ConnectionError"):
@@ -103,13 +103,13 @@ def test_a_logger_that_cannot_start_is_started_again_with_the_next_values() -> N
     assert failing.told == [({"seed": 0}, 4), (5, {"loss": 0.5}), (6, {"loss": 0.25})]
 
 
-def test_a_logger_that_never_starts_is_never_given_values() -> None:
+def test_logger_that_cannot_start_receives_no_values() -> None:
     failing = Noting("start")
     assert len(play(LoggerGroup([failing]), range(1, 9))) == 1
     assert failing.told == ["close"]
 
 
-def test_the_next_fit_starts_a_logger_that_was_switched_off() -> None:
+def test_next_fit_enables_disabled_logger() -> None:
     failing = Noting(1, 2, 3)
     group = LoggerGroup([failing])
     assert len(play(group, range(1, 9))) == 1
@@ -118,7 +118,7 @@ def test_the_next_fit_starts_a_logger_that_was_switched_off() -> None:
     assert failing.told == whole(range(9, 11))
 
 
-def test_a_close_that_fails_is_a_warning_and_the_others_are_closed() -> None:
+def test_failed_close_warns_and_closes_other_loggers() -> None:
     failing, other = Noting("close"), Noting()
     (message,) = play(LoggerGroup([failing, other]), range(1, 3))
     assert message.startswith("Noting() could not close (ConnectionError: the server is gone)")
@@ -127,12 +127,12 @@ def test_a_close_that_fails_is_a_warning_and_the_others_are_closed() -> None:
 
 @pytest.mark.parametrize("what", ["start", 2, "close"])
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), SystemExit(3)], ids=repr)
-def test_what_ends_the_program_passes_through(what: object, error: BaseException) -> None:
+def test_exit_exceptions_propagate(what: object, error: BaseException) -> None:
     with pytest.raises(type(error)):
         play(LoggerGroup([Noting(what, error=error)]), range(1, 4))
 
 
-def test_a_filter_that_makes_errors_of_warnings_leaves_no_logger_out() -> None:
+def test_warnings_as_errors_skip_no_logger() -> None:
     failing, other = Noting(1), Noting()
     group = LoggerGroup([failing, other])
     group.start({})
@@ -143,7 +143,7 @@ def test_a_filter_that_makes_errors_of_warnings_leaves_no_logger_out() -> None:
     assert other.told[-1] == (1, {"loss": 0.5})
 
 
-def test_training_does_not_notice_loggers_that_fail(tmp_path: Path) -> None:
+def test_failing_loggers_do_not_change_training(tmp_path: Path) -> None:
     def train(group: LoggerGroup) -> list[float]:
         torch.manual_seed(0)
         model = Mlp()
@@ -176,7 +176,7 @@ def test_training_does_not_notice_loggers_that_fail(tmp_path: Path) -> None:
     assert [value for _, name, value in rows if name == "train/loss"] == losses
 
 
-def test_tensors_and_numpy_numbers_become_python_numbers_once() -> None:
+def test_tensors_and_numpy_values_become_python_numbers() -> None:
     loggers = [Noting(), Noting()]
     group = LoggerGroup(loggers)
     group.start({})
@@ -215,7 +215,7 @@ def test_tensors_and_numpy_numbers_become_python_numbers_once() -> None:
     ],
     ids=repr,
 )
-def test_what_is_no_value_is_left_out_and_said_once(name: Any, value: Any) -> None:
+def test_invalid_values_are_skipped_with_one_warning(name: Any, value: Any) -> None:
     noting = Noting()
     group = LoggerGroup([noting])
     group.start({})
@@ -226,7 +226,7 @@ def test_what_is_no_value_is_left_out_and_said_once(name: Any, value: Any) -> No
     assert noting.told[1:] == [(step, {"loss": 0.5}) for step in (1, 2)]
 
 
-def test_without_loggers_nothing_is_even_looked_at() -> None:
+def test_group_without_loggers_ignores_values() -> None:
     assert play(LoggerGroup(), range(1, 3)) == []
     LoggerGroup().log({"loss": "not a number"}, step=1)
 
@@ -241,6 +241,6 @@ def test_without_loggers_nothing_is_even_looked_at() -> None:
     ],
     ids=str,
 )
-def test_what_is_no_logger_is_refused(loggers: Any, message: str) -> None:
+def test_non_loggers_are_refused(loggers: Any, message: str) -> None:
     with pytest.raises(TypeError, match=message):
         LoggerGroup(loggers)

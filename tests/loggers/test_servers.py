@@ -1,4 +1,4 @@
-"""W&B and MLflow: what they have after kills and resumes, each value once."""
+"""W&B and MLflow contain each value once after kills and resumes."""
 
 import importlib
 import json
@@ -30,15 +30,15 @@ Rows = list[tuple[int, str, float]]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Place:
-    """How what a logger has written is read back."""
+class Backend:
+    """Readers of a logger's output."""
 
     read: Callable[[Path], Rows]
     runs: Callable[[Path], list[str]]
 
 
-def live(kind: str, folder: Path, *, resumed: int, last: int, dies: bool) -> None:
-    """One life of a process that logs: it dies after a step, or closes in order."""
+def log_in_process(kind: str, folder: Path, *, resumed: int, last: int, dies: bool) -> None:
+    """Log in a process, which is killed after the last step or closes its logger."""
 
     def work() -> None:
         warnings.simplefilter("ignore")
@@ -53,7 +53,7 @@ def live(kind: str, folder: Path, *, resumed: int, last: int, dies: bool) -> Non
             os.kill(os.getpid(), signal.SIGKILL)
         logger.close()
 
-    # Forked, since to import these packages takes many times as long as such a life.
+    # Forked, since importing these packages takes much longer than the process itself.
     log = folder / "said.txt"
     assert end(start(work, log=log), log=log) == (KILLED if dies else 0), log.read_text()
 
@@ -64,7 +64,7 @@ LOGGERS: dict[str, Callable[[Path], Logger]] = {
 }
 
 
-def several_lives(test: Any) -> Any:
+def multi_process(test: Any) -> Any:
     return pytest.mark.sweep(pytest.mark.usefixtures("packages")(test))
 
 
@@ -77,7 +77,7 @@ def packages() -> None:
 
 
 def wandb_records(folder: Path) -> Iterator[Any]:
-    """All records of all files that W&B has written: LevelDB's format of a log."""
+    """Yield all records of all files that W&B wrote, in LevelDB's log format."""
     from wandb.proto import wandb_internal_pb2 as messages
 
     make: Any = vars(messages)["Record"]
@@ -91,7 +91,7 @@ def wandb_records(folder: Path) -> Iterator[Any]:
             _, length, kind = struct.unpack("<IHB", content[at : at + 7])
             whole += content[at + 7 : at + 7 + length]
             at += 7 + length
-            if kind in (1, 4):  # the whole of a record, or its end
+            if kind in (1, 4):  # a whole record, or its end
                 record = make()
                 record.ParseFromString(whole)
                 yield record
@@ -145,62 +145,62 @@ def read_mlflow(folder: Path) -> Rows:
         ]
 
 
-PLACES = {
-    "wandb": Place(read=read_wandb, runs=runs_of_wandb),
-    "mlflow": Place(
+BACKENDS = {
+    "wandb": Backend(read=read_wandb, runs=runs_of_wandb),
+    "mlflow": Backend(
         read=read_mlflow,
         runs=lambda folder: [run.info.run_id for run in mlflow_runs(folder)],
     ),
 }
 
 
-def expected(last: int, *, from_life: dict[int, int]) -> Rows:
-    """Each value once. What a value is tells in which life it was logged."""
+def expected(last: int, *, resumed_at: dict[int, int]) -> Rows:
+    """Return each value once; a value shows the resume step of its process."""
     rows = []
     for step in range(1, last + 1):
-        life = max((start for first, start in from_life.items() if step >= first), default=0)
-        value = life + 1 / 2**step
+        resumed_step = max(
+            (start for first, start in resumed_at.items() if step >= first), default=0
+        )
+        value = resumed_step + 1 / 2**step
         rows += [(step, "train/loss", value)]
         rows += [(step, "eval/loss", value)] if step % 4 == 0 else []
     return sorted(rows)
 
 
-@several_lives
+@multi_process
 @pytest.mark.parametrize(("kind", "dies"), [("wandb", False), ("mlflow", True)])
-def test_on_a_resume_each_value_is_there_once_in_one_run(
-    kind: str, dies: bool, tmp_path: Path
-) -> None:
-    place = PLACES[kind]
-    live(kind, tmp_path, resumed=0, last=8, dies=dies)
-    live(kind, tmp_path, resumed=5, last=11, dies=False)  # from an older checkpoint
-    live(kind, tmp_path, resumed=11, last=14, dies=False)
-    assert sorted(place.read(tmp_path)) == expected(14, from_life={9: 5, 12: 11})
-    assert len(place.runs(tmp_path)) == 1
+def test_resumed_run_has_each_value_once(kind: str, dies: bool, tmp_path: Path) -> None:
+    backend = BACKENDS[kind]
+    log_in_process(kind, tmp_path, resumed=0, last=8, dies=dies)
+    log_in_process(kind, tmp_path, resumed=5, last=11, dies=False)  # from an older checkpoint
+    log_in_process(kind, tmp_path, resumed=11, last=14, dies=False)
+    assert sorted(backend.read(tmp_path)) == expected(14, resumed_at={9: 5, 12: 11})
+    assert len(backend.runs(tmp_path)) == 1
 
 
-@several_lives
-def test_what_wandb_may_have_lost_in_a_kill_is_handed_over_again(tmp_path: Path) -> None:
-    live("wandb", tmp_path, resumed=0, last=8, dies=True)
-    live("wandb", tmp_path, resumed=5, last=11, dies=False)
-    again = [row for row in expected(11, from_life={6: 5}) if row[0] > 5]
+@multi_process
+def test_wandb_logs_again_values_possibly_lost_in_kill(tmp_path: Path) -> None:
+    log_in_process("wandb", tmp_path, resumed=0, last=8, dies=True)
+    log_in_process("wandb", tmp_path, resumed=5, last=11, dies=False)
+    again = [row for row in expected(11, resumed_at={6: 5}) if row[0] > 5]
     rows = sorted(read_wandb(tmp_path))
     assert [row for row in rows if row[2] > 5] == again
     assert len(runs_of_wandb(tmp_path)) == 1
 
 
-@several_lives
+@multi_process
 @pytest.mark.parametrize("kind", ["wandb", "mlflow"])
-def test_a_run_that_begins_anew_is_another_run(kind: str, tmp_path: Path) -> None:
+def test_restart_without_resume_creates_new_run(kind: str, tmp_path: Path) -> None:
     for _ in range(2):
-        live(kind, tmp_path, resumed=0, last=2, dies=False)
-    place = PLACES[kind]
-    assert len(place.runs(tmp_path)) == 2
-    assert sorted(place.read(tmp_path)) == sorted(2 * expected(2, from_life={}))
+        log_in_process(kind, tmp_path, resumed=0, last=2, dies=False)
+    backend = BACKENDS[kind]
+    assert len(backend.runs(tmp_path)) == 2
+    assert sorted(backend.read(tmp_path)) == sorted(2 * expected(2, resumed_at={}))
 
 
-@several_lives
-def test_what_is_run_is_the_config_of_wandb(tmp_path: Path) -> None:
-    live("wandb", tmp_path, resumed=0, last=1, dies=False)
+@multi_process
+def test_wandb_config_contains_run_settings(tmp_path: Path) -> None:
+    log_in_process("wandb", tmp_path, resumed=0, last=1, dies=False)
     (run,) = (each.run for each in wandb_records(tmp_path) if each.HasField("run"))
     assert (run.project, list(run.tags)) == ("tests", ["test"])
     config = {item.key: json.loads(item.value_json) for item in run.config.update}
@@ -208,20 +208,20 @@ def test_what_is_run_is_the_config_of_wandb(tmp_path: Path) -> None:
     assert config["config"] == {"optimizer": {"args": {"lr": 0.1}}}
 
 
-@several_lives
-def test_what_is_run_is_the_parameters_of_mlflow(tmp_path: Path) -> None:
-    live("mlflow", tmp_path, resumed=0, last=1, dies=True)
+@multi_process
+def test_mlflow_params_contain_run_settings(tmp_path: Path) -> None:
+    log_in_process("mlflow", tmp_path, resumed=0, last=1, dies=True)
     (run,) = mlflow_runs(tmp_path)
     assert run.data.params == {"seed": "0", "config.optimizer.args.lr": "0.1"}
     assert run.info.status == "RUNNING"
-    live("mlflow", tmp_path, resumed=1, last=2, dies=False)
+    log_in_process("mlflow", tmp_path, resumed=1, last=2, dies=False)
     (run,) = mlflow_runs(tmp_path)
     assert run.info.status == "FINISHED"
 
 
 @pytest.mark.sweep
 @pytest.mark.filterwarnings("ignore")  # of libraries
-def test_names_and_values_that_mlflow_would_refuse(tmp_path: Path) -> None:
+def test_invalid_mlflow_names_and_values_are_adapted(tmp_path: Path) -> None:
     logger = MLflowLogger(tmp_path)
     group = LoggerGroup([logger])
     group.start({"<key>": "x" * 9000, **{f"key {index}": index for index in range(250)}})
@@ -238,7 +238,7 @@ PACKAGES = [(TensorBoardLogger, "tensorboard"), (WandbLogger, "wandb"), (MLflowL
 
 
 @pytest.mark.parametrize(("logger", "package"), PACKAGES)
-def test_without_the_package_the_logger_says_what_to_install(
+def test_missing_package_error_names_install_command(
     logger: Any, package: str, mocker: MockerFixture
 ) -> None:
     mocker.patch("automicro.loggers.servers.importlib.util.find_spec", return_value=None)
@@ -249,7 +249,7 @@ def test_without_the_package_the_logger_says_what_to_install(
 @pytest.mark.parametrize(
     "make", [JSONLinesLogger, TensorBoardLogger, WandbLogger, MLflowLogger], ids=repr
 )
-def test_a_logger_that_is_not_open_says_so(make: Any, tmp_path: Path) -> None:
+def test_log_on_closed_logger_is_error(make: Any, tmp_path: Path) -> None:
     logger = make(str(tmp_path / "log"))
     assert isinstance(logger, Logger)
     assert repr(logger) == f"{make.__name__}({str(tmp_path / 'log')!r})"
@@ -260,13 +260,13 @@ def test_a_logger_that_is_not_open_says_so(make: Any, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["id", "config"])
-def test_what_the_wandb_logger_sets_itself_is_refused(name: str) -> None:
+def test_wandb_options_set_by_logger_are_refused(name: str) -> None:
     with pytest.raises(TypeError, match=f"sets '{name}' itself. Leave it out"):
         WandbLogger("runs/one", **{name: "x"})
 
 
 @pytest.mark.parametrize("content", ["", '{"run": "1f2e"}'])
-def test_a_file_that_names_no_run_is_left_as_it_is(content: str, tmp_path: Path) -> None:
+def test_file_without_run_id_is_left_unchanged(content: str, tmp_path: Path) -> None:
     path = tmp_path / "wandb.json"
     path.write_text(content, encoding="utf-8")
     with pytest.raises(ValueError, match="does not name the run to continue"):
@@ -275,7 +275,7 @@ def test_a_file_that_names_no_run_is_left_as_it_is(content: str, tmp_path: Path)
 
 
 @pytest.mark.sweep
-def test_loggers_import_none_of_the_packages_until_they_begin(tmp_path: Path) -> None:
+def test_loggers_import_packages_only_at_start(tmp_path: Path) -> None:
     code = """\
 import sys
 from automicro.loggers import MLflowLogger, TensorBoardLogger, WandbLogger

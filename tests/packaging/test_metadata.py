@@ -1,4 +1,4 @@
-"""The contents for a package index: one version, valid links, everything that tests need."""
+"""The published files have one version, valid links and everything that tests need."""
 
 import email
 import email.message
@@ -24,7 +24,7 @@ def metadata(wheel: Path) -> email.message.Message:
         return email.message_from_bytes(archive.read(name))
 
 
-def files_of_the_tree(*folders: str) -> set[str]:
+def tree_files(*folders: str) -> set[str]:
     return {
         path.relative_to(ROOT).as_posix()
         for folder in folders
@@ -34,7 +34,7 @@ def files_of_the_tree(*folders: str) -> set[str]:
 
 
 @pytest.mark.sweep
-def test_the_version_has_one_source(wheel: Path) -> None:
+def test_version_has_one_source(wheel: Path) -> None:
     assert metadata(wheel)["Version"] == automicro.__version__
     written = [
         path.relative_to(ROOT).as_posix()
@@ -45,15 +45,15 @@ def test_the_version_has_one_source(wheel: Path) -> None:
 
 
 @pytest.mark.sweep
-def test_a_wheel_has_the_package_and_nothing_else(wheel: Path) -> None:
+def test_wheel_contains_only_package(wheel: Path) -> None:
     names = {each for each in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in each}
-    assert names == files_of_the_tree("automicro")
+    assert names == tree_files("automicro")
     assert "automicro/py.typed" in names
 
 
 @pytest.mark.sweep
-def test_an_sdist_has_all_that_tests_read(unpacked: Path) -> None:
-    expected = files_of_the_tree(*FOLDERS) | {
+def test_sdist_contains_files_that_tests_read(unpacked: Path) -> None:
+    expected = tree_files(*FOLDERS) | {
         *("README.md", "CHANGELOG.md", "CONTRIBUTING.md", "LICENSE", "Makefile", "conftest.py"),
         *("constraints.txt", "hatch_build.py", "pyproject.toml"),
     }
@@ -61,7 +61,7 @@ def test_an_sdist_has_all_that_tests_read(unpacked: Path) -> None:
 
 
 @pytest.mark.sweep
-def test_a_readme_without_a_repository_has_no_link_that_leads_nowhere(wheel: Path) -> None:
+def test_readme_without_repository_has_no_relative_links(wheel: Path) -> None:
     shown = metadata(wheel).get_payload()
     assert isinstance(shown, str)
     assert shown.lstrip().startswith("# automicro")
@@ -69,7 +69,7 @@ def test_a_readme_without_a_repository_has_no_link_that_leads_nowhere(wheel: Pat
     assert "`docs/guarantees.md`" in shown
 
 
-def test_a_readme_and_projects_links_lead_into_the_repository(
+def test_readme_and_project_links_point_into_repository(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv(hatch_build.VARIABLE, f"{REPOSITORY}/")
@@ -91,12 +91,12 @@ def test_a_readme_and_projects_links_lead_into_the_repository(
 @pytest.mark.parametrize(
     "text", ["automicro", "git@example.org:us/automicro.git", "https://me:secret@example.org/a/b"]
 )
-def test_what_is_no_address_of_a_repository_is_refused(text: str) -> None:
+def test_invalid_repository_addresses_are_refused(text: str) -> None:
     with pytest.raises(ValueError, match="is not the address of a repository: give one that a br"):
         hatch_build.read_repository(text)
 
 
-def test_code_in_a_readme_stays_as_it_is() -> None:
+def test_code_in_readme_is_unchanged() -> None:
     code = "```python\nlayers[0](batch)\n```\n"
     assert hatch_build.for_an_index(code, REPOSITORY) == code
     assert hatch_build.for_an_index("[a](https://b.org)", None) == "[a](https://b.org)"

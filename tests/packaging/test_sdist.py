@@ -1,4 +1,4 @@
-"""The tests run with only the sdist, and the packages that tests need."""
+"""The tests run from the sdist alone, with the packages that tests need."""
 
 import os
 import re
@@ -12,7 +12,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 
 def run(command: list[str], tree: Path) -> str:
-    """Run a command there, where this tree cannot be imported, and return its output."""
+    """Run a command in a tree, without importing this one, and return its output."""
     environment = {**os.environ, "PYTHONPATH": str(tree)}
     done = subprocess.run(
         command,
@@ -27,7 +27,7 @@ def run(command: list[str], tree: Path) -> str:
     return done.stdout
 
 
-def test_every_test_is_found_in_an_sdist(unpacked: Path) -> None:
+def test_sdist_collects_all_tests(unpacked: Path) -> None:
     ask = "import automicro, tests; print(automicro.__file__, tests.__file__)"
     found = run([sys.executable, "-c", ask], unpacked).split()
     assert all(each.startswith(str(unpacked)) for each in found)
@@ -37,8 +37,8 @@ def test_every_test_is_found_in_an_sdist(unpacked: Path) -> None:
     assert int(number[1]) > 3000
 
 
-def test_the_quick_tests_pass_in_an_sdist(unpacked: Path) -> None:
-    # From the environment that runs this, which is up to date.
+def test_quick_tests_pass_in_sdist(unpacked: Path) -> None:
+    # Use the current environment, which is up to date.
     there = [f"BIN={Path(sys.executable).parent}", "-o", ".venv/.installed"]
     said = run(["make", "test-quick", *there], unpacked)
     number = re.search(r"(\d+) passed", said)

@@ -1,6 +1,6 @@
-"""The wheel in a separate environment, installed as by a user: newest torch, no extras.
+"""The wheel works in a new environment, as installed by users: newest torch, no extras.
 
-On Linux this is a torch built for CUDA, on any machine: some gigabytes to download.
+On Linux, torch comes with CUDA on every machine, a download of several gigabytes.
 """
 
 import json
@@ -49,7 +49,7 @@ class Installed:
                 pytrace=False,
             )
 
-    def say(self, *command: str, code: int = 0) -> str:
+    def output_of(self, *command: str, code: int = 0) -> str:
         """Return the output of a command in the environment, which must exit with a given code."""
         done = self._run([str(self.bin / command[0]), *command[1:]], RUN_SECONDS)
         said = done.stdout + done.stderr
@@ -96,15 +96,15 @@ def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator
 @pytest.fixture(scope="module")
 def with_digits(installed: Installed) -> Installed:
     """Add the package that the error message names for training on the digits."""
-    said = installed.say("automicro", "train", "job.yaml", code=2)
+    said = installed.output_of("automicro", "train", "job.yaml", code=2)
     assert re.search(r"scikit-learn.* is not installed", said), said
     assert "pip install" in said
     installed.install("scikit-learn")
     return installed
 
 
-def test_nothing_is_installed_that_was_not_asked_for(installed: Installed) -> None:
-    listed = json.loads(installed.say("pip", "list", "--format", "json"))
+def test_install_adds_no_extras(installed: Installed) -> None:
+    listed = json.loads(installed.output_of("pip", "list", "--format", "json"))
     names = {each["name"].lower() for each in listed}
     extras = {"scikit-learn", "transformers", "tensorboard", "wandb", "mlflow-skinny", "pytest"}
     assert {"automicro", "torch", "torchmetrics", "omegaconf", "rich"} <= names
@@ -114,35 +114,35 @@ import automicro, torch
 kind, count = torch.accelerator.current_accelerator(), torch.accelerator.device_count()
 print(automicro.__file__, torch.__version__, f"built for {kind}, {count} there")
 """
-    said = installed.say("python", "-c", ask)
+    said = installed.output_of("python", "-c", ask)
     assert said.startswith(str(installed.bin.parent))
     print(said)  # shows the version of torch
 
 
-def test_commands_work_that_need_no_data(installed: Installed) -> None:
-    assert installed.say("automicro", "--version").startswith("automicro ")
+def test_commands_without_data_work(installed: Installed) -> None:
+    assert installed.output_of("automicro", "--version").startswith("automicro ")
     for command in ("train", "eval", "verify", "config", "cache"):
-        assert f"automicro {command}" in installed.say("automicro", command, "--help")
-    assert "max_duration" in installed.say("automicro", "config", "--keys")
-    assert "model:" in installed.say("automicro", "config", "--template")
-    assert "memory_limit: 8MiB" in installed.say("automicro", "config", "job.yaml", "--set")
-    assert "size is remembered" in installed.say("automicro", "cache")
+        assert f"automicro {command}" in installed.output_of("automicro", command, "--help")
+    assert "max_duration" in installed.output_of("automicro", "config", "--keys")
+    assert "model:" in installed.output_of("automicro", "config", "--template")
+    assert "memory_limit: 8MiB" in installed.output_of("automicro", "config", "job.yaml", "--set")
+    assert "size is remembered" in installed.output_of("automicro", "cache")
 
 
-def test_the_digits_train_to_their_end(with_digits: Installed) -> None:
-    with_digits.say("automicro", "train", "job.yaml", "run_dir=runs/digits")
+def test_digits_training_finishes_and_evaluates(with_digits: Installed) -> None:
+    with_digits.output_of("automicro", "train", "job.yaml", "run_dir=runs/digits")
     text = (with_digits.work / "runs/digits/summary.json").read_text(encoding="utf-8")
     trained = json.loads(text)
     assert trained["train_ooms"] > 0
     assert trained["eval_metrics"]["accuracy"] > 0.95
     weights = "weights=runs/digits/weights.pt"
-    found = json.loads(with_digits.say("automicro", "eval", "job.yaml", weights, "--json"))
+    found = json.loads(with_digits.output_of("automicro", "eval", "job.yaml", weights, "--json"))
     assert found["accuracy"] == trained["eval_metrics"]["accuracy"]
 
 
-def test_the_digits_are_found_exact(with_digits: Installed) -> None:
+def test_verify_finds_digits_exact(with_digits: Installed) -> None:
     small = ["train_dataloader.args.batch_size=9", "model.args.channels=8"]
-    assert with_digits.say("automicro", "verify", "job.yaml", *small).startswith("exact")
+    assert with_digits.output_of("automicro", "verify", "job.yaml", *small).startswith("exact")
 
 
 def summary(environment: Installed, *options: str, processes: int) -> dict[str, Any]:
@@ -150,12 +150,12 @@ def summary(environment: Installed, *options: str, processes: int) -> dict[str, 
     # Ranks draw different random numbers.
     command += ["train", "job.yaml", "max_duration=4ba", "model.args.dropout=0.0", "--json"]
     command += options
-    found: dict[str, Any] = json.loads(environment.say(*command))
+    found: dict[str, Any] = json.loads(environment.output_of(*command))
     return found
 
 
 @pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
-def test_two_processes_train_what_one_does(with_digits: Installed, parallel: str) -> None:
+def test_two_processes_match_one_process(with_digits: Installed, parallel: str) -> None:
     alone = summary(with_digits, f"parallel={parallel}", processes=1)
     together = summary(with_digits, f"parallel={parallel}", processes=2)
     assert together["steps"] == alone["steps"] == 4
