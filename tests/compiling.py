@@ -26,7 +26,7 @@ def find_compiler() -> str | None:
 def compile_library(
     compiler: str, sources: Sequence[Path], folder: Path, libraries: Sequence[str]
 ) -> Path:
-    """Return the library, compiled again only if sources, torch or compiler changed."""
+    """Return the library, and recompile it only if sources, torch or compiler changed."""
     folder.mkdir(parents=True, exist_ok=True)
     objects = [_name(compiler, [source], folder, ".o") for source in sources]
     library = _name(compiler, sources, folder, ".so")
@@ -48,7 +48,7 @@ def _name(compiler: str, sources: Sequence[Path], folder: Path, suffix: str) -> 
 
 
 def _with_headers(source: Path) -> list[Path]:
-    """Yield a file and the neighboring files that it includes."""
+    """Return a file and the neighboring files that it includes."""
     names = re.findall(r'^#include "(.+)"$', source.read_text(), re.M)
     return [source, *(each for name in names for each in _with_headers(source.with_name(name)))]
 

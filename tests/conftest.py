@@ -1,4 +1,4 @@
-"""Initial state of every test, and checks that no test leaves anything behind."""
+"""Sets the initial state of every test, and checks that no test changes the process."""
 
 import gc
 import os
@@ -20,11 +20,11 @@ settings.load_profile("ci" if os.environ.get("CI") else "people")
 # Read when huggingface_hub is imported: otherwise TRL starts a telemetry thread.
 os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
 
-# More threads only make small kernels wait for each other, and change the last bits of sums between
+# More threads slow down small kernels, and the last bits of sums would then differ between
 # machines.
 torch.set_num_threads(1)
 
-# A shell starts jobs in the background with Ctrl-C ignored, and a run leaves it so; processes that
+# A shell starts background jobs with Ctrl-C ignored. Runs keep this setting, and the processes that
 # tests start inherit it.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -45,8 +45,8 @@ VARIABLES_OF_LIBRARIES = {
 THREADS_OF_LIBRARIES = {"tqdm_monitor", "InductorSubproc", "subproc_worker_timer"}
 
 
-# Seconds for tests without a timeout of their own: on a slow, busy machine the longest take
-# minutes.
+# Seconds for costly tests without their own timeout: the longest take minutes on a slow, busy
+# machine.
 COSTLY_TIMEOUT = 600
 
 
@@ -62,7 +62,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def freeze_gc() -> None:
     """Hide objects of imports and earlier modules from the garbage collector.
 
-    After running out of memory automicro collects cycles, hundreds of times in these tests.
+    automicro collects cycles after each OOM, which happens hundreds of times in these tests.
     """
     gc.freeze()
 
@@ -83,7 +83,7 @@ def fixed_seeds() -> None:
     np.random.seed(0)
     if torch.accelerator.is_available():
         torch.manual_seed(0)
-    else:  # it keeps a traceback for each missing kind of device: a millisecond
+    else:  # manual_seed takes a millisecond: a traceback per missing kind of device
         torch.default_generator.manual_seed(0)
 
 
@@ -132,7 +132,7 @@ def lasting_threads(before: set[threading.Thread]) -> list[threading.Thread]:
         for thread in threading.enumerate()
         if thread not in before
         and thread.name not in THREADS_OF_LIBRARIES
-        # Threads not started by Python, such as autograd's for each device, stay.
+        # Threads that Python did not start, such as autograd's, keep running.
         and not isinstance(thread, threading._DummyThread)
     ]
     for thread in new:

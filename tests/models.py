@@ -24,7 +24,7 @@ CLASS_WEIGHT = torch.tensor([0.2, 3.0, 1.0, 0.5, 2.0], dtype=torch.float64)
 
 
 class Mlp(nn.Sequential):
-    """A model from rows of six numbers to five logits."""
+    """Maps rows of six numbers to five logits."""
 
     def __init__(self, inputs: int = 6, outputs: int = CLASSES) -> None:
         super().__init__(nn.Linear(inputs, 8), nn.Tanh(), nn.Linear(8, outputs))
@@ -37,7 +37,7 @@ def norm_model() -> nn.Sequential:
 
 
 class Encoder(nn.Module):
-    """A transformer from tokens to logits per token; tied weights are optional."""
+    """A transformer that gives logits per token, optionally with tied weights."""
 
     def __init__(self, *, tied: bool = False) -> None:
         super().__init__()

@@ -35,7 +35,7 @@ def oldest(requirements: Sequence[str]) -> list[str]:
 
 
 def make_environment(folder: Path, requirements: list[str]) -> str:
-    """Make an environment with these versions, again only if they changed; return its Python."""
+    """Return the Python of an environment with these versions, rebuilt only if they changed."""
     python = str(folder / "bin" / "python")
     wanted = "\n".join([sys.prefix, *requirements])
     stamp = folder / "requirements.txt"

@@ -17,8 +17,8 @@ def start(work: Callable[[], object], *, log: Path) -> int:
     """Fork a process that does the work in a new session, and return its number.
 
     Args:
-        work: what to do; the exit code is 0 after it, 1 after an exception, that of a SystemExit.
-        log: receives its output, and its traceback.
+        work: the function to call; the exit code is 0, 1 after an exception, or SystemExit's.
+        log: receives the output and the traceback.
     """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12: forking with threads.

@@ -1,4 +1,4 @@
-"""Layers that cannot be split exactly, and the messages about them."""
+"""Layers that cannot be split exactly are found, and messages name them."""
 
 from collections.abc import Callable
 

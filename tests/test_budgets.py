@@ -27,7 +27,7 @@ CONSTRUCTORS = {
     "parameters of Microbatcher": ("automicro.microbatcher", "Microbatcher"),
     "parameters of Trainer": ("automicro.trainer.trainer", "Trainer"),
 }
-AT_LEAST = "comments per 100 lines"  # the only row that should grow
+AT_LEAST = "comments per 100 lines"  # the only row that should increase
 NO_CODE = {
     tokenize.COMMENT,
     tokenize.NL,
@@ -207,7 +207,7 @@ def test_code_is_counted_without_docstrings_comments_and_blank_lines(tmp_path: P
 
 
 def write_lower() -> None:
-    """Write the table with every budget lowered to its measurement, where possible."""
+    """Write the table with each budget lowered to its measured value, if that is smaller."""
     found = measured()
     text = [
         "# What the package may measure at most (tests/test_budgets.py), and where it is to go.",

@@ -15,7 +15,7 @@ from tests.config_jobs import JOB, args_of, job, load_config
 
 
 @pytest.fixture(autouse=True)
-def job_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def base_config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     Path("base.yaml").write_text(JOB, encoding="utf-8")
 

@@ -14,7 +14,7 @@ import automicro
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
-# A snippet, and its output, in a separate block or after a print.
+# A snippet, and its output in a separate block or after a print.
 CODE = re.compile(r"^```(python|output)\n(.*?)^```", re.DOTALL | re.MULTILINE)
 PRINTED = re.compile(r"^ *print\(.*\)  # (.+)$", re.MULTILINE)
 REFERENCE = ROOT / "docs" / "reference.md"
@@ -57,7 +57,7 @@ def not_printed(shown: list[str], printed: list[str]) -> list[str]:
     return [line for line in wanted if not any(re.fullmatch(line, each.strip()) for each in rest)]
 
 
-# Slow snippets, whose content tests/integrations covers in less time.
+# Slow snippets; tests/integrations covers their content in less time.
 LONG = {"docs/integrations/transformers.md-0"}
 
 

@@ -1,4 +1,4 @@
-"""Temporary evaluation mode: modules return to their own modes, and merged weights still work."""
+"""Evaluation mode is temporary: modules return to their modes, and merged weights still work."""
 
 import pytest
 import torch

@@ -127,7 +127,7 @@ def test_time_left_needs_two_updates_of_one_run() -> None:
     assert left.at(0.1) is None  # earlier time may include the search for a size
     now[0] = 10.0
     assert left.at(0.2) == pytest.approx(80.0)
-    assert left.at(0.05) is None  # another run
+    assert left.at(0.05) is None  # a new run
     assert left.at(1.0) == 0.0
 
 

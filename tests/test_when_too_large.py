@@ -18,7 +18,7 @@ WIDTH, BLOCKS, LENGTH = 32, 16, 512
 
 
 class Block(nn.Module):
-    """Attention-free block of a transformer, with dropout."""
+    """A transformer block without attention, with dropout."""
 
     def __init__(self) -> None:
         super().__init__()

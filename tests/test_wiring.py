@@ -302,7 +302,7 @@ def scaled(model: nn.Module, loss: Tensor) -> None:
     loss.backward()
     for parameter in model.parameters():
         assert parameter.grad is not None
-        parameter.grad.data.mul_(0.5)  # which counts no version, like fused kernels
+        parameter.grad.data.mul_(0.5)  # leaves the version counter unchanged, like fused kernels
 
 
 @pytest.mark.parametrize("backward", [cleared_first, clipped, scaled])

@@ -66,7 +66,7 @@ def copy_of(model: nn.Module) -> dict[str, Tensor]:
 
 
 class Unfreezing(Callback):
-    """Trains modules, by name, only from a batch on."""
+    """Freezes the named modules until the given batches."""
 
     def __init__(self, since: Mapping[str, int]) -> None:
         self._since = since
@@ -77,7 +77,7 @@ class Unfreezing(Callback):
 
 
 def trainer_with(*callbacks: Callback, model: nn.Module | None = None, **options: Any) -> Trainer:
-    """A trainer of four batches of 16 rows per epoch."""
+    """Make a trainer with four batches of 16 rows per epoch."""
     loader = options.pop("train_dataloader", None) or make_loader(rows=64, batch_size=16)
     return make_trainer(model or make_model(), loader, callbacks=list(callbacks), **options)
 

@@ -214,7 +214,7 @@ def test_schedule_sizes_follow_steps_and_multiples() -> None:
     assert sizes(steps=3) == [10, 10, 17, 17, 24, 24, 31, 31]
 
 
-def test_growth_schedule_accepts_custom_resize_function() -> None:
+def test_growth_schedule_resizes_batches_and_logs_size() -> None:
     class Shapes(Callback):
         def __init__(self) -> None:
             self.widths: list[tuple[int, float]] = []

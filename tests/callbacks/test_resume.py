@@ -74,16 +74,16 @@ def hide(batch: Any, size: int) -> Any:
 
 @pytest.mark.parametrize("dies_after", mostly_in_sweeps([4, 6, 9]))
 def test_resumed_run_matches_uninterrupted_run(tmp_path: Path, dies_after: int) -> None:
-    undisturbed = Job(tmp_path / "undisturbed")
-    summary = undisturbed.trainer.fit()
+    uninterrupted = Job(tmp_path / "uninterrupted")
+    summary = uninterrupted.trainer.fit()
     assert summary.train_ooms > 0
     with pytest.raises(ConnectionError):
-        Job(tmp_path / "disturbed", dies_after=dies_after).trainer.fit()
-    resumed = Job(tmp_path / "disturbed")
+        Job(tmp_path / "interrupted", dies_after=dies_after).trainer.fit()
+    resumed = Job(tmp_path / "interrupted")
     resumed.trainer.fit()
-    assert resumed.trainer.state.batch == undisturbed.trainer.state.batch == 11  # stopped early
-    assert_equal(copy_of(resumed.model), copy_of(undisturbed.model))
-    assert_equal(resumed.average.average_state_dict(), undisturbed.average.average_state_dict())
-    assert resumed.stopping.state_dict() == undisturbed.stopping.state_dict()
-    for name in ("disturbed", "undisturbed"):
+    assert resumed.trainer.state.batch == uninterrupted.trainer.state.batch == 11  # stopped early
+    assert_equal(copy_of(resumed.model), copy_of(uninterrupted.model))
+    assert_equal(resumed.average.average_state_dict(), uninterrupted.average.average_state_dict())
+    assert resumed.stopping.state_dict() == uninterrupted.stopping.state_dict()
+    for name in ("interrupted", "uninterrupted"):
         assert list((tmp_path / name / "oom").iterdir())

@@ -80,13 +80,13 @@ def test_job_resumed_within_epoch_matches_uninterrupted_run(name: str, tmp_path:
         return trainer.fit(), trainer._run.model
 
     kept = f"checkpoint={{folder: {tmp_path}}}"
-    _, undisturbed = train()
+    _, uninterrupted = train()
     stopped, before = train(kept, f"callbacks=[{{call: {STOP}, args: {{batches: 5}}}}]")
     summary, after = train(kept)
     assert stopped.steps == 5
     assert summary.steps == 12
     assert summary.rehearsed is None, "the sizes are those of the checkpoint"
-    assert_same(after, undisturbed)
+    assert_same(after, uninterrupted)
     assert any(
         not torch.equal(one, other)
         for one, other in zip(before.parameters(), after.parameters(), strict=True)

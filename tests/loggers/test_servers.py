@@ -220,7 +220,7 @@ def test_mlflow_params_contain_run_settings(tmp_path: Path) -> None:
 
 
 @pytest.mark.sweep
-@pytest.mark.filterwarnings("ignore")  # of libraries
+@pytest.mark.filterwarnings("ignore")  # from libraries
 def test_invalid_mlflow_names_and_values_are_adapted(tmp_path: Path) -> None:
     logger = MLflowLogger(tmp_path)
     group = LoggerGroup([logger])
