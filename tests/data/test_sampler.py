@@ -84,7 +84,7 @@ def test_epoch_resumes_on_any_number_of_ranks(job: dict[str, Any], data: st.Data
     before, between, after = (data.draw(st.integers(1, 5)) for _ in range(3))
     given_rows: list[int] = []
 
-    def go_on(world_size: int, state: dict[str, int] | None) -> dict[str, int]:
+    def resume_epoch(world_size: int, state: dict[str, int] | None) -> dict[str, int]:
         samplers = parts(job, world_size)
         for each in samplers:
             each.set_epoch(1)
@@ -97,7 +97,7 @@ def test_epoch_resumes_on_any_number_of_ranks(job: dict[str, Any], data: st.Data
         assert all(each == states[0] for each in states)
         return states[0]
 
-    state = go_on(between, go_on(before, None))
+    state = resume_epoch(between, resume_epoch(before, None))
     counts = set()
     for part in parts(job, after):
         part.load_state_dict(state)
