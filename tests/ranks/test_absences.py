@@ -41,12 +41,12 @@ class UnreadableError(RuntimeError):
 
 # Errors, and the text that other ranks get.
 ERRORS: dict[str, tuple[Exception, str]] = {
-    "a lone surrogate": (
+    "lone surrogate": (
         ValueError("cannot decode caf\udce9.jpg"),
         r"rank 1: ValueError: cannot decode caf\udce9.jpg",
     ),
     "text that raises": (UnreadableError(), "rank 1: UnreadableError: <its text cannot be read>"),
-    "a long one": (ValueError("é" * 5000), "rank 1: ValueError: éééé"),
+    "long text": (ValueError("é" * 5000), "rank 1: ValueError: éééé"),
 }
 
 
@@ -96,13 +96,13 @@ def failing_on_rank_1(error: Exception, **options: Any) -> Callable[[], object]:
     return lambda: found.backward(batch())
 
 
-@pytest.mark.parametrize("where", ["a fit", "a forward"])
+@pytest.mark.parametrize("where", ["fit", "forward"])
 @pytest.mark.parametrize("name", ERRORS)
 @on_ranks()
 def test_error_with_unusual_text_reaches_other_ranks(name: str, where: str) -> None:
     forget_peers()
     error, told = ERRORS[name]
-    is_fit = where == "a fit"
+    is_fit = where == "fit"
     work = trainer(Broken(copy.copy(error))).fit if is_fit else failing_on_rank_1(error)
     require_told(work, type(error).__name__, told=told)
 

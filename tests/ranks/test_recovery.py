@@ -189,7 +189,7 @@ def test_compiled_code_with_collectives_is_refused(world2: World) -> None:
         ("ddp", {"hook": "bare"}, "VotingHook"),
         ("fsdp", {"symmetric": True}, "leave out set_symm_mem_for_comm"),
     ],
-    ids=["static graph", "a hook", "symmetric memory"],
+    ids=["static graph", "hook", "symmetric memory"],
 )
 def test_unguardable_option_is_refused_with_remedy(
     world2: World, kind: str, options: dict[str, Any], remedy: str

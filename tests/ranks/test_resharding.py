@@ -306,7 +306,7 @@ def test_runs_resume_between_one_and_four_ranks(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
-def test_accumulated_batches_stay_the_same_after_resharding(
+def test_accumulated_batches_keep_rows_after_resharding(
     world2: World, world3: World, tmp_path: Path, kind: str
 ) -> None:
     options = {"rows": 7 * PER_BATCH + 1, "accumulate_batches": 2, "parallel": kind}
@@ -316,7 +316,7 @@ def test_accumulated_batches_stay_the_same_after_resharding(
 @pytest.mark.parametrize(
     ("kind", "mode"), [("ddp", "duration"), ("fsdp", "fixed"), ("ddp", "1D-bucketing-dyn")]
 )
-def test_batches_by_length_stay_the_same_after_resharding(
+def test_batches_by_length_keep_rows_after_resharding(
     world1: World, world2: World, tmp_path: Path, kind: str, mode: str
 ) -> None:
     # Buckets are dealt to the number of ranks that began the epoch.
@@ -387,7 +387,7 @@ def test_batches_from_batch_sampler_are_refused(
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_two_ranks_train_on_a_single_row(world2: World, kind: str) -> None:
+def test_two_ranks_train_on_single_row(world2: World, kind: str) -> None:
     metrics = ("accuracy", "logits")
     arguments: Any = (None, "2ep", 1, "in order")
     first, second = world2.run(train_on, *arguments, parallel=kind, metrics=metrics)
@@ -401,7 +401,7 @@ def test_two_ranks_train_on_a_single_row(world2: World, kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_two_ranks_evaluate_a_single_row(world2: World, kind: str) -> None:
+def test_two_ranks_evaluate_single_row(world2: World, kind: str) -> None:
     first, second = world2.run(evaluate_few, 1, kind)
     assert first == second
     assert first["loss"] > 0
