@@ -14,7 +14,7 @@ from torch import nn
 
 import automicro
 from automicro import Callback, Fixed, Halving, Microbatcher, Trainer
-from automicro.callbacks import EarlyStopping, FreezeSchedule, MemoryMonitor
+from automicro.callbacks import EarlyStopping, MemoryMonitor
 from automicro.trainer.progress import StatusLine, TimeLeft
 
 STATUS = StatusLine(
@@ -72,7 +72,6 @@ def test_each_thing_shows_itself_in_one_line() -> None:
     [
         (EarlyStopping("eval/loss", patience=5), "EarlyStopping("),
         (MemoryMonitor(), "MemoryMonitor()"),
-        (FreezeSchedule({"encoder.*": "100ba"}), "FreezeSchedule("),
         (Halving(multiple_of=4), "Halving(initial=None, multiple_of=4)"),
         (Fixed(4), "Fixed(4)"),
         (Callback(), "Callback()"),

@@ -35,18 +35,18 @@ def check(names: Iterable[str], capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.sweep
-def test_a_sample_of_the_table_is_as_good_as_before(capsys: pytest.CaptureFixture[str]) -> None:
+def test_sampled_verdicts_are_no_worse_than_recorded(capsys: pytest.CaptureFixture[str]) -> None:
     check(SAMPLE, capsys)
 
 
 @pytest.mark.sweep
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
-def test_the_whole_table_is_as_good_as_before(capsys: pytest.CaptureFixture[str]) -> None:
+def test_all_verdicts_are_no_worse_than_recorded(capsys: pytest.CaptureFixture[str]) -> None:
     check(TABLE, capsys)
 
 
-def test_the_table_is_large_and_the_file_is_about_it() -> None:
+def test_table_is_large_and_covers_recorded_rows() -> None:
     runs = dict.fromkeys((True, False), 0)
     for row in TABLE.values():
         runs[row.is_wrong] += len(row.dtypes)
@@ -55,7 +55,7 @@ def test_the_table_is_large_and_the_file_is_about_it() -> None:
 
 
 @pytest.mark.sweep
-def test_what_is_no_longer_said_is_worse_and_so_is_a_false_alarm(
+def test_missing_warnings_and_false_alarms_count_as_worse(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     right = judge("a mean, of numbers", "float64")

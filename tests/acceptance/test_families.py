@@ -40,12 +40,12 @@ def of(library: str) -> list[str]:
 
 
 @pytest.mark.sweep
-def test_a_sample_of_transformers_is_as_good_as_before(capsys: pytest.CaptureFixture[str]) -> None:
+def test_sampled_transformers_verdicts_are_no_worse(capsys: pytest.CaptureFixture[str]) -> None:
     check(of("transformers")[SEED % 12 :: 12], capsys)
 
 
 @pytest.mark.sweep
-def test_a_sample_of_torchmetrics_is_as_good_as_before(capsys: pytest.CaptureFixture[str]) -> None:
+def test_sampled_torchmetrics_verdicts_are_no_worse(capsys: pytest.CaptureFixture[str]) -> None:
     check(of("torchmetrics")[SEED % 4 :: 4], capsys)
 
 
@@ -54,7 +54,7 @@ def test_a_sample_of_torchmetrics_is_as_good_as_before(capsys: pytest.CaptureFix
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("library", ["transformers", "torchmetrics", "torchvision"])
-def test_a_whole_library_is_as_good_as_before(
+def test_verdicts_of_whole_library_are_no_worse(
     library: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     check(of(library), capsys)
@@ -63,7 +63,7 @@ def test_a_whole_library_is_as_good_as_before(
 @pytest.mark.sweep
 @pytest.mark.parametrize("precision", DTYPES)
 @pytest.mark.parametrize("kind", ["Accuracy", "AUROC", "ConfusionMatrix", "F1Score"])
-def test_metrics_are_not_named_in_any_precision(kind: str, precision: str) -> None:
+def test_metrics_cause_no_warning_in_any_precision(kind: str, precision: str) -> None:
     """Warnings are errors here."""
     job = RIGHT["CrossEntropyLoss"].make(0, precision)
     metric = made(f"classification.Multiclass{kind}", {"num_classes": 3})()
@@ -73,7 +73,7 @@ def test_metrics_are_not_named_in_any_precision(kind: str, precision: str) -> No
     metric.compute()
 
 
-def test_every_family_has_a_line_and_two_are_not_as_they_should_be() -> None:
+def test_every_family_is_recorded_and_two_are_wrong() -> None:
     assert known().keys() == judges().keys()
     off = {name for name, verdict in known().items() if place(verdict) > place("refused")}
     assert off == {"transformers | Llama, dynamic rope", "transformers | Nyströmformer"}
@@ -81,7 +81,7 @@ def test_every_family_has_a_line_and_two_are_not_as_they_should_be() -> None:
 
 @pytest.mark.sweep
 @pytest.mark.parametrize("name", UNSHIFTED)
-def test_a_model_whose_loss_is_not_of_its_declared_type_is_named_with_the_remedy(name: str) -> None:
+def test_wrong_declared_loss_type_causes_warning_with_remedy(name: str) -> None:
     family = TRANSFORMERS[name]
     torch.manual_seed(0)
     batch = family.batch(Draws(torch.Generator().manual_seed(1), torch.float32, 0))

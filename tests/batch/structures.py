@@ -112,20 +112,20 @@ class Attrs:
 
 
 class Image(torch.Tensor):
-    """A tensor subclass, with an attribute that torch does not carry over."""
+    """A tensor subclass with an attribute that torch does not carry over."""
 
     unit: str
 
 
 class Text:
-    """An opaque row, as users write it."""
+    """An opaque user-defined row."""
 
     def __init__(self, text: str) -> None:
         self.text = text
 
 
 class Picture:
-    """An image like those of PIL, which a copy of its attributes does not replace."""
+    """An image like those of PIL, whose state is not in its attributes."""
 
     def __init__(self, value: float) -> None:
         self.value = value
@@ -141,7 +141,7 @@ class Both(tuple):
         return super().__new__(cls, (first, second))
 
 
-class Colour(enum.Enum):
+class Color(enum.Enum):
     RED = 1
 
 
@@ -182,7 +182,7 @@ def records() -> np.ndarray:
 
 def compressed(layout: torch.layout) -> torch.Tensor:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # torch calls these a beta
+        warnings.simplefilter("ignore", UserWarning)  # torch warns that these layouts are in beta
         return torch.tril(x(ROWS, ROWS)).to_sparse(layout=layout)
 
 
@@ -221,7 +221,7 @@ STRUCTURES: dict[str, Callable[[], Any]] = {
         "dtype": torch.float16,
         "size": torch.Size([1, 2]),
         "slice": slice(2),
-        "colour": Colour.RED,
+        "color": Color.RED,
         "activation": torch.relu,
         "module": torch.nn.ReLU,
         "zero_d": np.float32(1.0),
@@ -275,7 +275,7 @@ STRUCTURES: dict[str, Callable[[], Any]] = {
 
 
 def rows_of(value: Any, rows: int) -> list[Any]:
-    """Return the rows of a leaf in a comparable form that differs from shared values."""
+    """Return the rows of a leaf in a form that differs from that of shared values."""
     if isinstance(value, PackedSequence):
         return [row.tolist() for row in unpack_sequence(value)]
     if isinstance(value, torch.Tensor) and value.is_nested:
@@ -288,7 +288,7 @@ def rows_of(value: Any, rows: int) -> list[Any]:
 
 
 def assert_partition(batch: Any, pieces: list[Any], sizes: list[int]) -> None:
-    """Check that the pieces have the batch's types and hold all its rows in order, each once."""
+    """Check that the pieces have the batch's types and hold each row exactly once, in order."""
     assert [type(piece) for piece in pieces] == [type(batch)] * len(pieces)
     if isinstance(batch, Mapping) and not isinstance(batch, TensorDictBase):
         assert [list(piece) for piece in pieces] == [list(batch)] * len(pieces)
@@ -323,7 +323,7 @@ def assert_partition(batch: Any, pieces: list[Any], sizes: list[int]) -> None:
 
 
 def numbers_of(value: Any, *, is_row: bool = False) -> list[torch.Tensor]:
-    """Return all numbers in the rows, flat, without shared values."""
+    """Return all numbers in the rows as flat tensors, without shared values."""
     if isinstance(value, PackedSequence):
         return [value.data.flatten().double()]
     if isinstance(value, torch.Tensor):
@@ -335,7 +335,7 @@ def numbers_of(value: Any, *, is_row: bool = False) -> list[torch.Tensor]:
         named = value.dtype.names
         columns = [value] if named is None else [value[name] for name in named]
         return [torch.tensor(np.asarray(column).astype(float)).flatten() for column in columns]
-    # By name, because a Microbatcher walks all classes that its forward names, here many.
+    # Compare the module name, because a Microbatcher inspects every class its forward names.
     if type(value).__module__.startswith("tensordict."):
         leaves = value.values(include_nested=True, leaves_only=True)
         return [leaf.flatten().double() for leaf in leaves]

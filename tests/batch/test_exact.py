@@ -30,7 +30,7 @@ def expected(structure: str) -> Tensor:
     return model.scale.grad
 
 
-def test_every_structure_gives_the_gradient_of_the_whole_batch() -> None:
+def test_every_structure_matches_gradient_of_whole_batch() -> None:
     for structure, make in STRUCTURES.items():
         wanted = expected(structure)
         for size in (1, 3, 5, "auto"):
@@ -38,7 +38,7 @@ def test_every_structure_gives_the_gradient_of_the_whole_batch() -> None:
             assert torch.allclose(found, wanted, rtol=0, atol=1e-9), (structure, size)
 
 
-# Ways to put a structure beside a tensor.
+# Containers that hold a structure beside a tensor.
 BESIDE: list[Callable[[Any], Any]] = [
     lambda part: {"x": x(), "part": part},
     lambda part: (x(), part),
@@ -55,7 +55,7 @@ BESIDE: list[Callable[[Any], Any]] = [
     around=st.sampled_from(BESIDE),
     size=st.sampled_from([1, 3, "auto"]),
 )
-def test_structures_inside_others_are_exact_and_stay_as_they_were(
+def test_nested_structures_are_exact_and_restored(
     structures: list[str], beside: Any, around: Any, size: Any
 ) -> None:
     def make() -> Any:
@@ -71,7 +71,7 @@ def test_structures_inside_others_are_exact_and_stay_as_they_were(
     assert torch.equal(torch.cat(numbers_of(batch)), torch.cat(numbers_of(make())))
 
 
-def test_a_retry_sees_what_the_first_attempt_saw_whatever_that_did() -> None:
+def test_retry_receives_batch_of_first_attempt() -> None:
     for structure, make in STRUCTURES.items():
         model, batch, untouched = Waves(), make(), make()
         model.most = sum(map(len, numbers_of(batch))) - 1
@@ -87,7 +87,7 @@ def test_a_retry_sees_what_the_first_attempt_saw_whatever_that_did() -> None:
 
 
 def late(change: Callable[[Any], None]) -> Callable[[nn.Module, Any], Any]:
-    """Return a forward that changes its batch from the second batch on."""
+    """Return a forward that changes its batch from the second call on."""
 
     def run(model: Any, batch: Any) -> Any:
         found = torch.cat([number.clone() for number in numbers_of(batch)])
@@ -100,37 +100,37 @@ def late(change: Callable[[Any], None]) -> Callable[[nn.Module, Any], Any]:
 
 
 LATE: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
-    "an entry is replaced": (
+    "replaced entry": (
         lambda: {"x": torch.rand(8, 2)},
         lambda batch: batch.update(x=batch["x"] / 2),
     ),
-    "an entry is popped": (lambda: {"x": torch.rand(8), "w": torch.rand(8)}, lambda b: b.pop("w")),
-    "a nested entry is popped": (
+    "popped entry": (lambda: {"x": torch.rand(8), "w": torch.rand(8)}, lambda b: b.pop("w")),
+    "popped nested entry": (
         lambda: {"in": {"x": torch.rand(8), "w": torch.rand(8)}},
         lambda batch: batch["in"].pop("w"),
     ),
-    "a list grows": (lambda: ([0.5] * 8, torch.rand(8)), lambda batch: batch[0].append(1.0)),
-    "an array is normalised": (
+    "grown list": (lambda: ([0.5] * 8, torch.rand(8)), lambda batch: batch[0].append(1.0)),
+    "normalized array": (
         lambda: {"x": np.arange(8.0)},
         lambda b: np.divide(b["x"], 2, b["x"]),
     ),
-    "an array of a sample": (
+    "normalized array in sample": (
         lambda: [{"x": np.arange(3.0) + i} for i in range(8)],
         lambda batch: [np.divide(row["x"], 2, row["x"]) for row in batch],
     ),
-    "an input is asked for a gradient": (
+    "input requires grad": (
         lambda: {"x": torch.rand(8, 2)},
         lambda batch: batch["x"].requires_grad_(),
     ),
-    "the data of a tensor are swapped": (
+    "replaced tensor data": (
         lambda: {"x": torch.rand(8, 2)},
         lambda batch: batch["x"].__setattr__("data", batch["x"].data / 2),
     ),
-    "an attribute of an object": (
+    "changed object attribute": (
         lambda: [Text(letter) for letter in "abcdefgh"],
         lambda batch: [row.__setattr__("text", "z") for row in batch],
     ),
-    "a list in an object": (
+    "shortened list in object": (
         lambda: [Text([1.0, 2.0]) for _ in range(8)],  # type: ignore[arg-type]
         lambda batch: [row.text.pop() for row in batch],
     ),
@@ -138,7 +138,7 @@ LATE: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
 
 
 @pytest.mark.parametrize(("make", "change"), LATE.values(), ids=LATE)
-def test_what_a_forward_begins_to_change_late_is_as_it_was_for_the_retry(
+def test_changes_from_second_batch_are_undone_before_retry(
     make: Callable[[], Any], change: Callable[[Any], Any]
 ) -> None:
     first, second = make(), make()
@@ -151,14 +151,14 @@ def test_what_a_forward_begins_to_change_late_is_as_it_was_for_the_retry(
     microbatcher.backward(first)
     model.zero_grad()
     run.calls = 1  # type: ignore[attr-defined]
-    model.most = sum(map(len, numbers_of(second))) - 1  # runs out after all changes
+    model.most = sum(map(len, numbers_of(second))) - 1  # runs out of memory after all changes
     assert microbatcher.backward(second).ooms == 1
     assert model.scale.grad is not None
     assert whole.scale.grad is not None
     assert torch.allclose(model.scale.grad, whole.scale.grad, rtol=0, atol=1e-9)
 
 
-def test_a_tensor_in_an_object_that_is_written_to_is_as_it_was_for_the_retry() -> None:
+def test_tensor_modified_inside_object_is_restored_before_retry() -> None:
     def run(model: Any, batch: Any) -> Any:
         for row in batch:
             row.text.mul_(2)
@@ -173,13 +173,13 @@ def test_a_tensor_in_an_object_that_is_written_to_is_as_it_was_for_the_retry() -
     assert torch.allclose(found, whole.scale.grad, rtol=0, atol=1e-9)
 
 
-def test_where_an_object_cannot_be_copied_writing_into_its_tensors_is_named() -> None:
+def test_modified_tensor_in_uncopyable_object_raises_rollback_error() -> None:
     class Open:
         def __init__(self, value: Tensor) -> None:
             self.value = value
 
         def __del__(self) -> None:
-            """Close a file, for example, which a copy would close, too."""
+            """Close a file, for example; a copy would close it, too."""
 
     def run(model: Any, batch: Any) -> Any:
         for row in batch:
@@ -191,7 +191,7 @@ def test_where_an_object_cannot_be_copied_writing_into_its_tensors_is_named() ->
         gradient(Waves(most=8), "auto", rows, run)
 
 
-def test_rows_that_can_be_read_only_once_are_refused() -> None:
+def test_one_time_iterators_are_rejected_as_rows() -> None:
     rows = [(float(i) for i in range(3)) for _ in range(8)]
     with pytest.raises(BatchError, match="generator, which can be read only once"):
         gradient(Waves(), 3, rows)

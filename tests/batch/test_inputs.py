@@ -13,7 +13,7 @@ from tests.models import ROWS, Mlp, x, y
 
 
 class Writer(Mlp):
-    """A model that scales its input in place, and may run out of memory afterwards."""
+    """A model that scales its input in place and may run out of memory afterwards."""
 
     most = ROWS
 
@@ -25,7 +25,7 @@ class Writer(Mlp):
 
 
 class LateWriter(Mlp):
-    """A model that writes into its input only in its second batch."""
+    """A model that writes into its input only from the second batch on."""
 
     writes = False
     most = ROWS
@@ -43,7 +43,7 @@ def on(model: nn.Module, **options: Any) -> Microbatcher:
 
 
 def expected_of(model: nn.Module, inputs: Tensor) -> Any:
-    """Return the gradients of the whole batch in plain torch, on a copy of it."""
+    """Return the gradients of the whole batch in plain torch, computed on a copy."""
     model.zero_grad()
     F.cross_entropy(model(inputs.clone()), y()).backward()
     found = gradients(model)
@@ -53,9 +53,7 @@ def expected_of(model: nn.Module, inputs: Tensor) -> Any:
 
 @pytest.mark.parametrize("size", [None, 3, "auto"])
 @pytest.mark.parametrize("budgeted", [False, True])
-def test_a_model_that_writes_into_its_input_leaves_the_batch_alone(
-    size: Any, budgeted: bool
-) -> None:
+def test_batch_is_unchanged_by_inplace_model_input(size: Any, budgeted: bool) -> None:
     model, inputs = Writer(), x()
     expected = expected_of(model, inputs)
     model.most = 3 if size == "auto" else ROWS
@@ -68,7 +66,7 @@ def test_a_model_that_writes_into_its_input_leaves_the_batch_alone(
     assert result.num_microbatches == {None: 1, 3: 4, "auto": 4}[size]
 
 
-def test_evaluating_leaves_the_batch_alone() -> None:
+def test_evaluation_leaves_batch_unchanged() -> None:
     model, inputs = Writer(), x()
     microbatcher = on(model, eval_microbatch_size=3)
     for _ in range(2):
@@ -76,7 +74,7 @@ def test_evaluating_leaves_the_batch_alone() -> None:
         assert torch.equal(inputs, x())
 
 
-def test_writing_that_begins_late_is_noticed_and_the_next_batch_is_kept() -> None:
+def test_late_inplace_write_is_detected_for_next_batch() -> None:
     model, microbatcher, inputs = (model := LateWriter()), on(model, microbatch_size=3), x()
     microbatcher.backward((inputs, y()))
     model.writes = True
@@ -91,7 +89,7 @@ def test_writing_that_begins_late_is_noticed_and_the_next_batch_is_kept() -> Non
 
 @pytest.mark.parametrize("budgeted", [False, True])
 @pytest.mark.parametrize("size", [None, 1, 3])
-def test_an_input_that_requires_a_gradient_gets_the_whole_batchs(
+def test_input_that_requires_grad_gets_gradient_of_whole_batch(
     size: int | None, budgeted: bool
 ) -> None:
     model, inputs = Mlp(), x().requires_grad_()
@@ -106,7 +104,7 @@ def test_an_input_that_requires_a_gradient_gets_the_whole_batchs(
         assert torch.allclose(inputs.grad, calls * expected, rtol=0, atol=1e-9)
 
 
-def test_the_gradient_of_an_input_is_rolled_back() -> None:
+def test_input_gradient_is_rolled_back() -> None:
     class FailsLater(Mlp):
         def forward(self, inputs: Tensor) -> Any:
             if inputs[0, 0] == x()[-3, 0]:
@@ -119,7 +117,7 @@ def test_the_gradient_of_an_input_is_rolled_back() -> None:
     assert inputs.grad is None
 
 
-def test_an_input_with_a_history_is_refused_where_it_is_split() -> None:
+def test_split_of_non_leaf_input_is_rejected() -> None:
     cases: list[Any] = [3, "auto"]
     for size in cases:
         encoder, model = nn.Linear(6, 6).double(), Writer()
@@ -131,11 +129,11 @@ def test_an_input_with_a_history_is_refused_where_it_is_split() -> None:
         assert all(parameter.grad is None for parameter in model.parameters())
 
 
-# On the way to the device
+# Transfer to the device
 
 
 @pytest.mark.parametrize("size", [None, 2])
-def test_views_of_one_memory_stay_apart_if_their_signs_or_gradients_differ(
+def test_aliased_views_stay_separate_if_conjugation_or_gradients_differ(
     size: int | None,
 ) -> None:
     def forward(model: Any, batch: Any) -> Tensor:
@@ -160,7 +158,7 @@ def test_views_of_one_memory_stay_apart_if_their_signs_or_gradients_differ(
     torch.testing.assert_close(*found, rtol=1e-9, atol=0)
 
 
-def test_a_batch_of_inference_tensors_is_kept_too() -> None:
+def test_batch_of_inference_tensors_is_unchanged() -> None:
     cases: list[Any] = [None, 3]
     for size in cases:
         with torch.inference_mode():
@@ -170,7 +168,7 @@ def test_a_batch_of_inference_tensors_is_kept_too() -> None:
         assert torch.equal(inputs, x())
 
 
-def test_under_a_budget_only_one_microbatch_lies_on_the_device() -> None:
+def test_budget_keeps_only_one_microbatch_on_device() -> None:
     model = nn.Linear(4096, 1).double()
     batch = (torch.randn(64, 4096, dtype=torch.float64), torch.randn(64, 1, dtype=torch.float64))
     peaks = {}
@@ -186,7 +184,7 @@ def test_under_a_budget_only_one_microbatch_lies_on_the_device() -> None:
     assert peaks[8] < 64 * 4096 * 8 / 2
 
 
-def test_a_model_that_was_seen_not_to_write_gets_the_batchs_own_memory() -> None:
+def test_model_without_inplace_writes_receives_batch_memory() -> None:
     inputs = x()
     first, last = inputs.data_ptr(), inputs.data_ptr() + inputs.nbytes
     inside: list[bool] = []
@@ -204,8 +202,8 @@ def test_a_model_that_was_seen_not_to_write_gets_the_batchs_own_memory() -> None
 
 
 @pytest.mark.parametrize("width", [6, 7])
-def test_the_first_call_has_the_bits_of_later_ones_though_it_gets_copies(width: int) -> None:
-    """Three rows of six numbers end within a cache line, where kernels round otherwise."""
+def test_first_call_with_copies_matches_later_calls_bitwise(width: int) -> None:
+    """Three rows of six numbers end within a cache line, where kernels round differently."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(width, 40), nn.Tanh(), nn.Linear(40, 3))
     batch = torch.randn(16, width), torch.randint(3, (16,))

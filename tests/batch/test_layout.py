@@ -1,4 +1,4 @@
-"""Declared layouts, lists that can be read in two ways, and batches that are refused."""
+"""Declared layouts, ambiguous lists, and rejected batches."""
 
 import warnings
 from typing import Any
@@ -14,7 +14,7 @@ from tests.batch.structures import ROWS, Frozen, Pair, sequences, x, y
 
 
 class TestDeclarations:
-    def test_rows_may_lie_along_another_dimension(self):
+    def test_rows_may_be_in_another_dimension(self):
         batch: dict[str, Any] = {"x": x(5, ROWS, 2), "a": x(5, ROWS).numpy(), "y": y()}
         pieces = split_batch(batch, 3, batch_layout={"": 1, "y": 0})
         assert torch.equal(torch.cat([piece["x"] for piece in pieces], dim=1), batch["x"])
@@ -26,21 +26,21 @@ class TestDeclarations:
         assert np.array_equal(taken["a"], batch["a"][:, [4, 2]])
         assert taken["y"].tolist() == [4, 2]
 
-    def test_a_dimension_holds_for_all_below_its_path(self):
+    def test_dimension_applies_to_all_paths_below(self):
         batch = {"seq": {"a": x(5, ROWS), "b": (x(4, ROWS),)}, "y": y()}
         assert num_rows(batch, batch_layout={"seq": 1}) == ROWS
 
-    def test_a_shared_leaf_goes_whole_to_every_microbatch(self):
+    def test_shared_leaf_is_passed_whole_to_every_microbatch(self):
         mask = x(1, 5)
         pieces = split_batch((x(), mask), 3, batch_layout={"1": "shared"})
         assert all(piece[1] is mask for piece in pieces)
 
-    def test_shared_makes_an_unknown_object_acceptable(self):
+    def test_unknown_object_can_be_declared_shared(self):
         thing = object()
         pieces = split_batch({"x": x(), "thing": thing}, 3, batch_layout={"thing": "shared"})
         assert all(piece["thing"] is thing for piece in pieces)
 
-    def test_two_views_in_a_batch_of_two_need_a_declaration(self):
+    def test_two_views_in_batch_of_two_need_declaration(self):
         batch: dict[str, Any] = {"views": [x(2, 3), x(2, 3) + 9], "y": x(2)}
         with pytest.raises(BatchError, match=r"'views'.*two ways.*'items'.*'fields'"):
             num_rows(batch)
@@ -49,14 +49,14 @@ class TestDeclarations:
         items = split_batch(batch, 1, batch_layout={"views": "items"})
         assert items[1]["views"][0] is batch["views"][1]
 
-    def test_lists_as_only_evidence_need_a_declaration(self):
+    def test_batch_with_only_ambiguous_lists_needs_declaration(self):
         batch = {"views": [x(), x()]}
         with pytest.raises(BatchError, match=r"2 or 8 rows.*'views': 'items'\} for 2 rows"):
             num_rows(batch)
         assert num_rows(batch, batch_layout={"views": "items"}) == 2
         assert num_rows(batch, batch_layout={"views": "fields"}) == 8
 
-    def test_the_batch_itself_can_be_declared(self):
+    def test_layout_of_batch_itself_can_be_declared(self):
         samples = [(x(3, 2), 5), (x(3, 2), 6), (x(3, 2), 7), (x(3, 2), 8)]
         with pytest.raises(BatchError, match=r"'': 'items'\} for 4 rows"):
             num_rows(samples)
@@ -72,7 +72,7 @@ class TestDeclarations:
         ],
         ids=["fields", "items", "values", "token lists"],
     )
-    def test_an_earlier_batch_decides_a_tie(self, early, late):
+    def test_earlier_batch_resolves_ambiguity(self, early, late):
         layout = BatchLayout()
         layout.num_rows(early)
         pieces = layout.split(late, [1] * layout.num_rows(late))
@@ -86,18 +86,18 @@ class TestDeclarations:
         else:
             assert pieces[1]["v"][0] is late["v"][1]
 
-    def test_an_earlier_batch_of_samples_does_not_make_parts_of_a_collated_one_rows(self):
+    def test_earlier_sample_list_does_not_affect_collated_batch(self):
         layout = BatchLayout()
         assert layout.num_rows([{"x": x(3)}, {"x": x(3)}, {"x": x(3)}]) == 3
         assert layout.num_rows([x(3, 2), x(4, 2), x(5, 2)]) == 3
         assert layout.num_rows([x(), y()]) == ROWS
 
-    def test_an_earlier_batch_does_not_forbid_a_new_structure(self):
+    def test_earlier_batch_does_not_forbid_new_structure(self):
         layout = BatchLayout()
         assert layout.num_rows({"v": [x(), x()], "y": y()}) == 8
         assert layout.num_rows({"v": [x(), x(), x()], "y": x(3)}) == 3
 
-    def test_a_declaration_that_does_not_fit_the_batch_is_an_error(self):
+    def test_declaration_that_does_not_match_batch_raises(self):
         cases: list[Any] = [
             ({"labels": y()}, {"lables": "shared"}, "'lables'.*did you mean 'labels'.*'labels'"),
             ({"a": y(), "x": x(3)}, {"aa": "shared"}, "'aa'.*did you mean 'a'"),
@@ -110,12 +110,12 @@ class TestDeclarations:
             with pytest.raises(BatchError, match=message):
                 num_rows(batch, batch_layout=layout)
 
-    def test_a_part_that_was_there_once_may_be_absent_later(self):
+    def test_declared_part_may_be_absent_in_later_batch(self):
         layout = BatchLayout({"mask": "shared"})
         layout.num_rows({"x": x(), "mask": x(1, 2)})
         assert layout.num_rows({"x": x()}) == ROWS
 
-    def test_senseless_declarations_are_refused(self):
+    def test_invalid_declarations_are_rejected(self):
         cases: list[Any] = [
             (True, TypeError, "got True"),
             ({"x": True}, ValueError, "'x'] is True"),
@@ -126,7 +126,7 @@ class TestDeclarations:
                 BatchLayout(layout)
 
 
-def test_a_batch_that_would_need_a_guess_is_refused_with_paths_and_remedy():
+def test_ambiguous_batch_error_gives_paths_and_remedy():
     for batch, message in [
         ((x(8, 3), x(6)), r"'0' has 8 rows \(Tensor of shape \(8, 3\)\).*'1' has 6 rows.*'items'"),
         ([x(8, 3), x(6)], r"'0' has 8 rows.*'1' has 6 rows"),
@@ -163,15 +163,15 @@ def test_a_batch_that_would_need_a_guess_is_refused_with_paths_and_remedy():
             split_batch(batch, 2)
 
 
-def test_blocks_of_a_sparse_tensor_are_refused_by_name():
+def test_block_sparse_tensor_is_rejected():
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # torch calls these a beta
+        warnings.simplefilter("ignore", UserWarning)  # torch warns that this layout is in beta
         batch = {"graph": torch.eye(4).to_sparse_bsr((2, 2))}
     with pytest.raises(BatchError, match=r"'graph'.*sparse_bsr.*register_batch_type"):
         num_rows(batch)
 
 
-def test_equal_images_in_a_list_are_not_taken_for_parts_of_three_rows() -> None:
+def test_list_of_equal_images_is_ambiguous() -> None:
     images = [torch.zeros(3, 8, 8) for _ in range(5)]
     with pytest.raises(BatchError, match=r"3 or 5 rows.*\{'': 'items'\}"):
         num_rows(images)
@@ -179,18 +179,18 @@ def test_equal_images_in_a_list_are_not_taken_for_parts_of_three_rows() -> None:
     assert num_rows(images, batch_layout={"": "fields"}) == 3
 
 
-def test_a_pair_of_equal_shapes_is_inputs_and_targets() -> None:
+def test_pair_with_equal_shapes_is_inputs_and_targets() -> None:
     assert num_rows([torch.zeros(8, 1), torch.zeros(8, 1)]) == 8
 
 
-def test_of_what_disagrees_with_the_rest_the_leaf_is_named_that_cannot_agree() -> None:
-    either = [torch.zeros(ROWS, 2)] * 3  # three rows, or the same number as the other parts
+def test_row_mismatch_error_names_unambiguous_leaf() -> None:
+    either = [torch.zeros(ROWS, 2)] * 3  # three rows, or as many rows as the other parts
     batch = {"x": x(), "meta": {"images": either, "n": torch.zeros(3)}}
     with pytest.raises(BatchError, match=rf"'x' has {ROWS} rows .*, but 'meta.n' has 3 rows"):
         num_rows(batch)
 
 
-def test_a_batch_of_a_form_that_was_cut_before_is_not_read_again(
+def test_batch_with_known_structure_is_not_read_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     read: list[object] = []

@@ -1,4 +1,4 @@
-"""Batches of other libraries: their collators, their containers, their graphs."""
+"""Batches of other libraries: collators, containers and graphs."""
 
 import collections
 import copy
@@ -43,10 +43,10 @@ Loss = Callable[[Any, Any], Any]
 def compare(
     make: Callable[[], nn.Module], batch: Callable[[], Any], loss: Loss, **options: Any
 ) -> None:
-    """Compare gradients at several sizes, and after running out of memory, with plain torch."""
+    """Compare gradients at several sizes, and after an OOM, with plain torch."""
     torch.manual_seed(0)
     whole = make()
-    loss(whole, copy.deepcopy(batch())).backward()  # on a copy, because plain torch may change it
+    loss(whole, copy.deepcopy(batch())).backward()  # a copy, because plain torch may change it
     trigger = Outside()
     for size in (1, 3, "auto"):
         torch.manual_seed(0)
@@ -63,7 +63,7 @@ def compare(
             model, forward=forward, microbatch_size=size, probe=size == 3, **options
         )
         given = batch()
-        for attempt in range(2):  # the second attempt finds the same batch as the first
+        for attempt in range(2):  # the second call receives the same batch as the first
             model.zero_grad()
             result = microbatcher.backward(given)
             assert result.num_microbatches > 1 or attempt
@@ -95,7 +95,7 @@ def language_model() -> nn.Module:
     return GPT2LMHeadModel(config).double()
 
 
-def test_what_a_collator_of_a_language_model_gives_although_its_labels_are_popped(
+def test_language_model_collator_batch_is_exact_with_popped_labels(
     tokenizer: Any,
 ) -> None:
     collate = DataCollatorForLanguageModeling(tokenizer, mlm=False)
@@ -110,10 +110,10 @@ def test_what_a_collator_of_a_language_model_gives_although_its_labels_are_poppe
     assert "labels" in batch
 
 
-# torch's own collate on odd data sets
+# default_collate of torch on unusual datasets
 
 
-class Odd(Dataset):
+class MadeDataset(Dataset):
     def __init__(self, make: Callable[[int], Any]) -> None:
         self.make = make
 
@@ -124,7 +124,7 @@ class Odd(Dataset):
         return self.make(index)
 
 
-ODD: dict[str, tuple[Callable[[int], Any], Loss]] = {
+COLLATED: dict[str, tuple[Callable[[int], Any], Loss]] = {
     "nested pairs": (
         lambda i: ((torch.ones(4) * i, [torch.ones(4), torch.zeros(4)]), str(i)),
         lambda m, b: m(b[0][0].double() + b[0][1][0]),
@@ -136,12 +136,12 @@ ODD: dict[str, tuple[Callable[[int], Any], Loss]] = {
 }
 
 
-@pytest.mark.parametrize("name", ODD)
-def test_what_torchs_own_collate_gives(name: str) -> None:
-    make, outputs = ODD[name]
+@pytest.mark.parametrize("name", COLLATED)
+def test_default_collate_batches_are_exact(name: str) -> None:
+    make, outputs = COLLATED[name]
     compare(
         lambda: nn.Linear(4, 2).double(),
-        lambda: next(iter(DataLoader(Odd(make), batch_size=8))),
+        lambda: next(iter(DataLoader(MadeDataset(make), batch_size=8))),
         lambda model, batch: outputs(model, batch).pow(2).mean(),
     )
 
@@ -156,7 +156,7 @@ def triplet_loss(model: Any, batch: Any) -> Any:
     return F.triplet_margin_loss(*(model(part) for part in batch))
 
 
-def test_a_list_of_anchors_positives_and_negatives_is_refused_until_it_is_declared() -> None:
+def test_triplet_list_needs_declaration() -> None:
     with pytest.raises(BatchError, match=r"3 or 8 rows.*DataLoader.*\{'': 'fields'\} for 8 rows"):
         num_rows(triplets())
     compare(lambda: nn.Linear(6, 4).double(), triplets, triplet_loss, batch_layout={"": "fields"})
@@ -181,7 +181,7 @@ TENSORDICTS: dict[str, Callable[[], Any]] = {
 
 
 @pytest.mark.parametrize("name", TENSORDICTS)
-def test_a_tensordict_is_cut_and_stays_as_it_was(name: str) -> None:
+def test_tensordict_is_split_and_unchanged(name: str) -> None:
     def loss(model: Any, batch: Any) -> Any:
         x = batch["x"] if batch.is_locked else batch.pop("x")
         return F.cross_entropy(model(x), batch["deep", "y"])
@@ -191,7 +191,7 @@ def test_a_tensordict_is_cut_and_stays_as_it_was(name: str) -> None:
     assert torch.equal(batch["x"], rows_of_tensordict()["x"])
 
 
-def test_a_tensorclass_is_cut() -> None:
+def test_tensorclass_is_split() -> None:
     @tensordict.tensorclass
     class Rows:
         x: Tensor
@@ -206,7 +206,7 @@ def test_a_tensorclass_is_cut() -> None:
     )
 
 
-def test_a_tensordict_whose_rows_are_elsewhere_is_refused() -> None:
+def test_tensordict_without_leading_row_dimension_is_rejected() -> None:
     cases: list[Any] = [
         (lambda: TensorDict({"x": torch.zeros(8)}), 0, r"no batch_size.*batch_size=\[rows\]"),
         (rows_of_tensordict, 1, "rows are dimension 0 of its batch_size.*Transpose it"),
@@ -236,7 +236,7 @@ def graph_loss(model: Any, batch: Any) -> Any:
     return F.cross_entropy(logits.index_add(0, batch.batch, model(batch.x)), batch.y)
 
 
-def test_a_batch_of_graphs_is_refused_by_name_and_cut_once_it_is_registered() -> None:
+def test_graph_batch_is_split_once_registered() -> None:
     batch = next(iter(GraphLoader(graphs(), batch_size=8)))
     with pytest.raises(BatchError, match=r"DataBatch.*register_batch_type"):
         num_rows(batch)
@@ -259,11 +259,11 @@ def _recipes() -> list[str]:
     return [block.partition("```")[0] for block in blocks]
 
 
-# Errors that name the part
+# Errors name the part
 
 
 class Callable8:
-    """A callable object that nevertheless holds rows."""
+    """A callable object that contains rows."""
 
     def __init__(self) -> None:
         self.x = torch.zeros(8, 2)
@@ -271,7 +271,7 @@ class Callable8:
     def __call__(self) -> None: ...
 
 
-def test_what_cannot_be_cut_is_named_with_what_to_write() -> None:
+def test_unsplittable_part_error_gives_remedy() -> None:
     cases: list[Any] = [
         (Data(x=torch.zeros(8, 2)), "'part' is of type Data.*register_batch_type"),
         (Callable8(), "'part' is of type Callable8, which is callable, but its 'x' has 8 rows"),
@@ -287,7 +287,7 @@ def test_what_cannot_be_cut_is_named_with_what_to_write() -> None:
         assert num_rows({"x": torch.zeros(8), "part": part}, batch_layout=layout) == 8
 
 
-def test_an_attribute_with_rows_of_a_tensor_is_not_lost_without_a_word() -> None:
+def test_tensor_subclass_attribute_with_rows_is_rejected() -> None:
     class Measured(Tensor):
         lengths: Tensor
 
@@ -299,8 +299,8 @@ def test_an_attribute_with_rows_of_a_tensor_is_not_lost_without_a_word() -> None
         )
 
 
-def test_metadata_that_no_slice_cuts_is_refused_with_what_to_write() -> None:
-    value: Any = torch.zeros(8, 2).as_subclass(Image)  # without its own indexing
+def test_tensor_subclass_metadata_with_rows_is_rejected() -> None:
+    value: Any = torch.zeros(8, 2).as_subclass(Image)  # without custom indexing
     value.meta = {"spacing": [1.0, 2.0], "paths": [str(row) for row in range(8)]}
     with pytest.raises(BatchError, match=r"Image.*'meta\.paths'.*register_batch_type"):
         split_batch([value, torch.zeros(8)], 4)

@@ -1,4 +1,4 @@
-"""Channels last in memory: gradients of microbatches have the format of their parameters."""
+"""Channels-last models: accumulated gradients keep the memory format of their parameters."""
 
 from typing import Any
 
@@ -32,7 +32,7 @@ def make_batch(dims: int = 2) -> tuple[Tensor, Tensor]:
 
 
 @pytest.mark.parametrize("dims", [2, 3])
-def test_gradients_added_up_over_microbatches_keep_the_format(dims: int) -> None:
+def test_accumulated_gradients_keep_memory_format(dims: int) -> None:
     net = make_net(dims)
     for index in (0, 3):
         net[index].weight.data = net[index].weight.data.to(memory_format=FORMATS[dims])

@@ -1,4 +1,4 @@
-"""Rows of batches of every structure: counted, cut, taken and joined, also of registered types."""
+"""Rows of every batch structure and of registered types: counted, split, taken and joined."""
 
 import warnings
 from typing import Any
@@ -29,11 +29,11 @@ from tests.batch.structures import (
     y,
 )
 
-# With two chosen rows, a list of two parts is ambiguous, which has its own tests.
+# With two chosen rows, a list of two parts is ambiguous; other tests cover that.
 TIES_AT_TWO_ROWS = {"views beside", "size in a tuple", "deep", "model output"}
 
 
-def test_chosen_rows_are_those_of_the_batch():
+def test_taken_rows_match_rows_of_batch():
     for structure in STRUCTURES.keys() - TIES_AT_TWO_ROWS:
         batch = STRUCTURES[structure]()
         layout = BatchLayout()
@@ -47,7 +47,7 @@ def test_chosen_rows_are_those_of_the_batch():
             assert_partition(both, [first, second], [1, 1])
 
 
-def test_a_cached_property_of_the_whole_batch_is_not_carried_over():
+def test_cached_property_of_batch_is_not_copied_to_pieces():
     batch = Derived(x())
     assert batch.total == 276.0
     pieces = split_batch(batch, 3)
@@ -55,7 +55,7 @@ def test_a_cached_property_of_the_whole_batch_is_not_carried_over():
     assert batch.total == 276.0
 
 
-def test_a_batch_encoding_takes_its_tokenizer_records_along():
+def test_batch_encoding_keeps_tokenizer_records():
     class Record:
         n_sequences = 1
 
@@ -69,7 +69,7 @@ def test_a_batch_encoding_takes_its_tokenizer_records_along():
     assert BatchLayout().take_rows(batch, [5]).encodings == [records[5]]
 
 
-def test_rows_that_do_not_exist_are_refused_and_none_is_dropped():
+def test_sizes_and_indices_must_match_rows():
     for sizes in ([4, 3], [8, 1], []):
         with pytest.raises(BatchError, match="batch has 8 rows"):
             BatchLayout().split(x(), sizes)
@@ -82,7 +82,7 @@ def test_rows_that_do_not_exist_are_refused_and_none_is_dropped():
 
 @settings(max_examples=300, deadline=None)
 @given(rows=st.integers(1, 500), size=st.integers(1, 600), floor=st.integers(1, 4))
-def test_sizes_are_balanced_the_fewest_and_not_under_the_floor(
+def test_balanced_sizes_are_minimal_and_respect_minimum_rows(
     rows: int, size: int, floor: int
 ) -> None:
     sizes = balanced_sizes(rows, size, min_rows=floor)
@@ -105,7 +105,7 @@ class TestRegisteredTypes:
             concat=lambda parts: Graphs(torch.cat([part.x for part in parts])),
         )
 
-    def test_chosen_rows_need_a_way_to_join_unless_they_are_neighbours(self):
+    def test_taking_nonadjacent_rows_requires_concat(self):
         class Plain:
             rows = ROWS
 
@@ -119,7 +119,7 @@ class TestRegisteredTypes:
         with pytest.raises(BatchError, match=r"Rows \[6, 1\] of '0'.*concat="):
             BatchLayout().take_rows([Plain(), y()], [6, 1])
 
-    def test_a_take_that_drops_rows_is_found_out(self):
+    def test_take_function_that_drops_rows_is_detected(self):
         class Leaky(Graphs):
             pass
 
@@ -129,7 +129,7 @@ class TestRegisteredTypes:
         with pytest.raises(BatchError, match=r"take\(Leaky, 0, 4\).*returned 3 rows instead of 4"):
             split_batch(Leaky(x()), 4)
 
-    def test_senseless_registrations_are_refused(self):
+    def test_invalid_registrations_are_rejected(self):
         cases: list[Any] = [
             ("Graphs", TypeError, "needs a class, got 'Graphs'"),
             (dict, ValueError, "dict already has a meaning"),
@@ -140,13 +140,13 @@ class TestRegisteredTypes:
                 register_batch_type(cls, num_rows=len, take=lambda value, a, b: value[a:b])
 
 
-def test_paths_lead_to_the_tensors():
+def test_tensor_leaves_returns_paths():
     batch = {"a": x(), "b": (y(), [{"c": y()}]), "n": 1, "p": pack_sequence(sequences(), False)}
     assert [path for path, _ in tensor_leaves(batch)] == ["a", "b.0", "b.1.0.c", "p.data"]
 
 
 class Slotted:
-    """Rows of a class with slots and no dictionary."""
+    """Rows of a class with slots and without a `__dict__`."""
 
     __slots__ = ("names", "x")
 
@@ -154,7 +154,7 @@ class Slotted:
         self.x, self.names = x, names
 
 
-def test_tensors_in_the_slots_of_a_registered_type_are_found_and_mapped() -> None:
+def test_tensors_in_slots_of_registered_type_are_mapped() -> None:
     register_batch_type(
         Slotted,
         num_rows=lambda rows: len(rows.x),
@@ -191,7 +191,7 @@ JOINABLE = [
 
 
 class TestJoining:
-    def test_joining_microbatches_gives_the_batch(self):
+    def test_joined_microbatches_equal_batch(self):
         batches = {structure: STRUCTURES[structure]() for structure in JOINABLE} | {
             "deep": {"a": {"b": (x(), {"c": y()})}, "d": Pair(x(), None)},
             "odd": {"x": x(), "device": torch.device("cpu"), "word": "train", "none": None},
@@ -200,7 +200,7 @@ class TestJoining:
             for size in (1, 3):
                 assert_partition(concat_rows(split_batch(batch, size)), [batch], [ROWS])
 
-    def test_outputs_that_cannot_be_joined_are_refused_by_path(self):
+    def test_unjoinable_outputs_error_names_path(self):
         cases: list[Any] = [
             ([], "no outputs"),
             ([{"loss": torch.tensor(1.0)}], "output 'loss' is a 0-d Tensor.*one value per row"),
@@ -219,7 +219,7 @@ class TestJoining:
 
 
 class TestRaggedTensors:
-    def test_joining_packed_sequences_gives_the_rows_back(self):
+    def test_joined_packed_sequences_equal_original_rows(self):
         for packed in (
             pack_sequence(sequences(), enforce_sorted=False),
             pack_sequence(sequences((9, 7, 7, 5, 4, 2, 2, 1))),
@@ -229,7 +229,7 @@ class TestRaggedTensors:
             pairs = zip(unpack_sequence(joined), unpack_sequence(packed), strict=True)
             assert all(torch.equal(a, b) for a, b in pairs)
 
-    def test_jagged_tensors_that_share_offsets_still_do_in_a_microbatch(self):
+    def test_jagged_tensors_share_offsets_after_split(self):
         first: Any = jagged()
         second = torch.nested.nested_tensor_from_jagged(first.values() * 2, first.offsets())
         for a, b in [
@@ -238,9 +238,9 @@ class TestRaggedTensors:
         ]:
             assert torch.equal((a + b).values(), a.values() * 3)
 
-    def test_a_strided_nested_tensor_keeps_its_layout(self):
+    def test_strided_nested_tensor_keeps_layout(self):
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", UserWarning)  # torch calls these a prototype
+            warnings.simplefilter("ignore", UserWarning)  # torch: a prototype layout
             whole = torch.nested.nested_tensor(sequences())
             pieces = split_batch(whole, 3)
             joined = concat_rows(pieces)

@@ -31,7 +31,7 @@ class Letters(nn.Module):
         return torch.stack(rows)
 
 
-def test_texts_are_predicted_for_however_few_there_are() -> None:
+def test_prediction_accepts_any_number_of_texts() -> None:
     cases: list[Any] = [1, 2, 3, None, "auto"]
     for size in cases:
         model = Letters()
@@ -41,7 +41,7 @@ def test_texts_are_predicted_for_however_few_there_are() -> None:
         assert torch.equal(microbatcher.predict((TEXTS, torch.tensor(LABELS))), model(TEXTS))
 
 
-def test_outputs_that_are_texts_are_joined_in_order() -> None:
+def test_text_outputs_are_joined_in_order() -> None:
     class Upper(nn.Module):
         def forward(self, texts: Any) -> Any:
             return {
@@ -54,7 +54,7 @@ def test_outputs_that_are_texts_are_joined_in_order() -> None:
     assert found["length"].tolist() == [len(text) for text in TEXTS]
 
 
-def test_a_list_of_rows_is_not_taken_for_inputs_and_targets() -> None:
+def test_list_of_rows_is_rejected_as_pair() -> None:
     for count in [11, 2]:
         microbatcher = Microbatcher(Letters(), loss_fn=nn.CrossEntropyLoss(), microbatch_size=2)
         for call in (microbatcher.backward, microbatcher.evaluate):
@@ -62,7 +62,7 @@ def test_a_list_of_rows_is_not_taken_for_inputs_and_targets() -> None:
                 call(TEXTS[:count])
 
 
-def test_a_row_costs_its_elements_its_characters_or_one() -> None:
+def test_cost_of_row_counts_elements_or_characters() -> None:
     cases: list[Any] = [
         (["ab", "cdef"], 2, 3.0),
         ([{"t": "ab", "n": 1}, {"t": "cdef", "n": 2}], 2, 4.0),
@@ -81,7 +81,7 @@ def test_a_row_costs_its_elements_its_characters_or_one() -> None:
         assert cost_of_row(Contents(batch), rows) == cost
 
 
-def test_texts_that_do_not_fit_are_cut() -> None:
+def test_text_batch_is_split_after_oom() -> None:
     class Wide(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -107,7 +107,7 @@ class Reviews(torch.utils.data.Dataset):
         return TEXTS[index], LABELS[index]
 
 
-def test_a_trainer_trains_on_texts_and_predicts_for_them() -> None:
+def test_trainer_fits_and_predicts_texts() -> None:
     loader = DataLoader(Reviews(), batch_size=6)
     model = Letters()
     trainer = Trainer(
@@ -124,11 +124,11 @@ def test_a_trainer_trains_on_texts_and_predicts_for_them() -> None:
     assert torch.equal(found, model(TEXTS))
 
 
-# Running out of memory while a batch is read
+# OOM while a batch is read
 
 
 class Table:
-    """Rows whose counting and cutting takes memory."""
+    """Rows that use memory when they are counted or split."""
 
     failures = 0
 
@@ -154,7 +154,7 @@ class Table:
 
 @pytest.mark.parametrize("at", ["count", "cut"])
 @pytest.mark.parametrize("failures", [1, 99])
-def test_running_out_of_memory_while_a_batch_is_read_is_tried_once_more(
+def test_oom_while_reading_batch_is_retried_once(
     at: str, failures: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     from automicro import register_batch_type

@@ -1,4 +1,4 @@
-"""Training on batches of any structure: a model of all numbers, and a forward that spoils them."""
+"""Train on batches of any structure: a model of all numbers, and a forward that modifies inputs."""
 
 from collections.abc import Callable
 from typing import Any
@@ -56,7 +56,7 @@ def spoil(value: Any) -> None:
     elif isinstance(value, dict):
         for part in value.values():
             spoil(part)
-        if not isinstance(value, ModelOutput):  # ModelOutput forbids that
+        if not isinstance(value, ModelOutput):  # ModelOutput does not allow removal
             value.pop(next(iter(value), None), None)
             value["added"] = 1
     elif isinstance(value, list):
@@ -68,10 +68,10 @@ def spoil(value: Any) -> None:
             spoil(part)
     elif isinstance(value, Text):
         value.text = "spoiled"
-    elif hasattr(value, "y") and not isinstance(value, tuple):  # frozen classes by force
+    elif hasattr(value, "y") and not isinstance(value, tuple):  # assign even to frozen classes
         spoil(value.y)
         object.__setattr__(value, "y", None)
-    elif hasattr(value, "items"):  # another mapping, which may be read-only
+    elif hasattr(value, "items"):  # another mapping, possibly read-only
         for _, part in list(value.items()):
             spoil(part)
 

@@ -1,6 +1,7 @@
 """Trainers with callbacks, and callbacks that take notes."""
 
 from collections import deque
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -62,6 +63,17 @@ class Logged(Callback):
 
 def copy_of(model: nn.Module) -> dict[str, Tensor]:
     return {name: value.clone() for name, value in model.state_dict().items()}
+
+
+class Unfreezing(Callback):
+    """Trains modules, by name, only from a batch on."""
+
+    def __init__(self, since: Mapping[str, int]) -> None:
+        self._since = since
+
+    def batch_start(self, run: Run, batch: Any) -> None:
+        for name, number in self._since.items():
+            run.model.get_submodule(name).requires_grad_(run.state.batch >= number)
 
 
 def trainer_with(*callbacks: Callback, model: nn.Module | None = None, **options: Any) -> Trainer:

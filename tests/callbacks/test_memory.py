@@ -9,17 +9,11 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from automicro import Halving, Microbatcher, Trainer
 from automicro.batch.device import on_host
-from automicro.callbacks import (
-    FreezeSchedule,
-    GrowthSchedule,
-    ImageSizeSchedule,
-    SequenceLengthSchedule,
-)
-from automicro.callbacks.growth import cut_tokens, resize_images
+from automicro.callbacks import GrowthSchedule
 from automicro.events.callback import Callback
 from automicro.events.run import LoopState, Run
 from automicro.step.results import StepResult
-from tests.callbacks.runs import Scripted, Sizes, assert_equal, copy_of, trainer_with
+from tests.callbacks.runs import Scripted, Sizes, Unfreezing, assert_equal, copy_of, trainer_with
 from tests.sweeps import mostly_in_sweeps
 from tests.trainer.runs import CLASSES, FEATURES, make_loader, make_model
 
@@ -91,7 +85,7 @@ def tokens() -> list[dict[str, Tensor]]:
 
 def test_layers_unfreeze_deep_into_training_and_need_more_memory() -> None:
     def train(model: nn.Module, *extra: Callback, **options: Any) -> Trainer:
-        schedule = FreezeSchedule({"0.*": "3ba", "3.*": "3ba"})
+        schedule = Unfreezing({"0": 3, "3": 3})
         loader = make_loader(rows=1024, batch_size=256)
         return trainer_with(
             schedule, *extra, model=model, train_dataloader=loader, max_duration="8ba", **options
@@ -110,53 +104,12 @@ def test_layers_unfreeze_deep_into_training_and_need_more_memory() -> None:
     assert_equal(copy_of(model), copy_of(expected))
 
 
-def test_frozen_parameters_stay_as_they_are_until_they_are_due() -> None:
-    class Watch(Callback):
-        def __init__(self) -> None:
-            self.trained: list[tuple[bool, bool]] = []
-            self._before: dict[str, Tensor] = {}
-
-        def batch_start(self, run: Run, batch: Any) -> None:
-            self._before = copy_of(run.model)
-
-        def batch_end(self, run: Run, result: StepResult) -> None:
-            now = run.model.state_dict()
-            self.trained.append(
-                (
-                    not torch.equal(now["0.weight"], self._before["0.weight"]),
-                    not torch.equal(now["5.weight"], self._before["5.weight"]),
-                )
-            )
-
-    watch = Watch()
-    schedule = FreezeSchedule({"0.*": "2ba"}, frozen_from={"5.*": "1ep"})
-    trainer_with(schedule, watch, max_duration="6ba").fit()
-    assert watch.trained == [(False, True)] * 2 + [(True, True)] * 2 + [(True, False)] * 2
+def resize_images(batch: Any, size: int) -> Any:
+    return torch.nn.functional.interpolate(batch[0], (size, size), mode="bilinear"), batch[1]
 
 
-def test_a_schedule_of_freezing_takes_up_where_training_stands() -> None:
-    model = make_model()
-    schedule = FreezeSchedule({"0.*": "2ba"}, frozen_from={"3.*": "4ba", "5.*": "5ba"})
-    run: Any = type(
-        "Late",
-        (),
-        {"model": model, "optimizer": None, "state": LoopState(batch=4), "world_size": 1},
-    )
-    schedule.fit_start(run)
-    assert [p.requires_grad for p in model.parameters()] == [True] * 2 + [False] * 2 + [True] * 2
-
-
-def test_what_cannot_be_frozen_is_an_error() -> None:
-    for pattern, message in (
-        ("encoder.*", r"no parameter matches 'encoder\.\*'. There are 6, such as"),
-        ("3", r"use 'module\.\*' for those of a module"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            trainer_with(FreezeSchedule({pattern: "2ba"})).fit()
-    model = make_model()
-    optimizer = torch.optim.SGD(model[5].parameters(), lr=0.1)
-    with pytest.raises(ValueError, match="the optimizer does not have it"):
-        trainer_with(FreezeSchedule({"0.*": "2ba"}), model=model, optimizer=optimizer).fit()
+def cut_tokens(batch: Any, size: int) -> Any:
+    return {key: each[:, :size] for key, each in batch.items()}
 
 
 OF_IMAGES = {"max_duration": "12ba", "optimizer": torch.optim.SGD}
@@ -174,8 +127,8 @@ def test_rows_grow_until_memory_runs_out_and_training_goes_on(kind: str, is_plai
 
     def train(model: nn.Module, *extra: Callback, **more: Any) -> Any:
         given = {"model": model, "train_dataloader": loader(), **options, **more}
-        images = ImageSizeSchedule(4, 16, over="8ba", steps=4)
-        words = SequenceLengthSchedule(4, LENGTH, over="6ba", multiple_of=4)
+        images = GrowthSchedule(4, 16, over="8ba", steps=4, resize=resize_images)
+        words = GrowthSchedule(4, LENGTH, over="6ba", multiple_of=4, resize=cut_tokens)
         return trainer_with(images if make is Images else words, *extra, **given).fit()
 
     model, sizes = make(), Sizes()
@@ -249,48 +202,6 @@ def test_a_callback_that_runs_the_model_itself_survives_running_out_of_memory() 
     train(same, scripted, microbatch_size=Scripted(sizes.sizes))
     assert scripted.ooms == 0
     assert_equal(copy_of(small), copy_of(same))
-
-
-def test_images_keep_their_shape_and_type() -> None:
-    wide = torch.randint(0, 255, (2, 3, 8, 12), dtype=torch.uint8)
-    small, targets = resize_images((wide, "targets"), 4, multiple_of=2)
-    assert (small.shape, small.dtype, targets) == ((2, 3, 4, 6), torch.uint8, "targets")
-    whole = (wide, 1)
-    assert resize_images(whole, 8) is whole
-    named = resize_images({"pixel_values": wide.float(), "labels": 1}, 16)
-    assert named["pixel_values"].shape == (2, 3, 16, 24)
-    assert isinstance(resize_images([wide, 1], 4), list)
-
-
-def test_what_cannot_be_resized_for_sure_is_refused() -> None:
-    pictures = torch.rand(2, 3, 8, 8)
-    with pytest.raises(ValueError, match=r"might need the same resize\. Pass resize="):
-        resize_images((pictures, torch.zeros(2, 8, 8)), 4)
-    with pytest.raises(ValueError, match="of type int has 0 tensors of the shape"):
-        resize_images(3, 4)
-    with pytest.raises(ValueError, match="of type dict has 2 tensors of the shape"):
-        resize_images({"images": pictures, "others": pictures}, 4)
-
-
-def test_what_is_cut_of_a_mapping() -> None:
-    batch = {
-        "input_ids": torch.ones(2, 8, dtype=torch.long),
-        "attention_mask": torch.ones(2, 1, 8, 8),
-        "labels": torch.ones(2),
-        "name": "text",
-    }
-    shorter = cut_tokens(batch, 4)
-    assert shorter["input_ids"].shape == (2, 4)
-    assert shorter["attention_mask"].shape == (2, 1, 4, 4)
-    assert shorter["labels"] is batch["labels"]
-    assert cut_tokens(batch, 8) is batch
-    pair = cut_tokens((batch, torch.ones(2, 8)), 4)
-    assert (pair[0]["input_ids"].shape, pair[1].shape) == ((2, 4), (2, 4))
-    with pytest.raises(ValueError, match="'spans' has the length of the tokens, 8"):
-        cut_tokens({**batch, "spans": torch.ones(2, 8)}, 4)
-    for wrong in (3, torch.ones(2, 8)):
-        with pytest.raises(ValueError, match="has no token ids of the shape"):
-            cut_tokens(wrong, 4)
 
 
 def test_sizes_grow_in_steps_and_by_multiples() -> None:

@@ -9,7 +9,6 @@ from automicro import Halving, Trainer
 from automicro.callbacks import (
     EarlyStopping,
     ExponentialMovingAverage,
-    FreezeSchedule,
     GrowthSchedule,
     MemoryMonitor,
     OutOfMemoryReport,
@@ -19,7 +18,7 @@ from automicro.checkpoints.store import CheckpointConfig
 from automicro.events.callback import Callback
 from automicro.events.run import Run
 from automicro.step.results import StepResult
-from tests.callbacks.runs import assert_equal, copy_of, trainer_with
+from tests.callbacks.runs import Unfreezing, assert_equal, copy_of, trainer_with
 from tests.sweeps import mostly_in_sweeps
 from tests.trainer.runs import FEATURES, make_loader, make_model
 
@@ -46,7 +45,7 @@ class Job:
             self.average,
             self.stopping,
             OutOfMemoryReport(folder / "oom"),
-            FreezeSchedule({"0.*": "5ba"}),
+            Unfreezing({"0": 5}),
             GrowthSchedule(4, FEATURES, over="8ba", resize=hide),
             SpeedMonitor(),
             MemoryMonitor(),

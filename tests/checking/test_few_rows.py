@@ -1,4 +1,4 @@
-"""Checks of a few rows: what they find, how often they are made, what they leave behind."""
+"""Checks on a few rows: their findings, frequency, cost and side effects."""
 
 import copy
 import itertools
@@ -44,7 +44,7 @@ def rows(count: int = 12, width: int = 6) -> Tensor:
     return torch.randn(count, width, dtype=torch.float64)
 
 
-def test_padding_is_looked_at_between_looks_that_could_not_tell_yet() -> None:
+def test_padded_batch_is_checked_between_inconclusive_checks() -> None:
     def forward(m: Any, batch: Any) -> Any:
         return F.cross_entropy(m(batch[0]).flatten(0, 1), batch[1].flatten())
 
@@ -52,17 +52,17 @@ def test_padding_is_looked_at_between_looks_that_could_not_tell_yet() -> None:
     microbatcher = Microbatcher(model, forward=forward, microbatch_size=2)
     ids = torch.randint(1, 20, (8, 6))
     whole, padded = (ids, ids), (ids, torch.where(torch.arange(6) < ids[:, :1] % 6 + 1, ids, -100))
-    equal = tuple(each[:1].expand(8, 6).clone() for each in whole)  # rows that cannot tell
+    equal = tuple(each[:1].expand(8, 6).clone() for each in whole)  # these rows show no difference
     assert warnings_of(microbatcher, whole, equal) == []
-    (message,) = warnings_of(microbatcher, padded)  # the third batch, when no look is due
+    (message,) = warnings_of(microbatcher, padded)  # the third batch, without a scheduled check
     assert "splitting changes this batch: the gradient of" in message
 
 
-# What cannot be seen is said
+# Undetectable differences are reported
 
 
 @pytest.mark.parametrize("draw", [np.random.rand, random.random])
-def test_draws_that_nothing_can_silence_are_named_with_both_remedies(draw: Any) -> None:
+def test_uncontrolled_random_draws_warn_with_both_remedies(draw: Any) -> None:
     def forward(m: Any, batch: Any) -> Any:
         noise = torch.tensor([draw() for _ in batch[0]])
         return ((m(batch[0]) - batch[1]).square().mean(1) * noise).mean()
@@ -75,7 +75,7 @@ def test_draws_that_nothing_can_silence_are_named_with_both_remedies(draw: Any) 
     assert microbatcher.loss_average_is == "unchecked"
 
 
-def test_a_loss_without_any_gradient_is_said_after_some_looks() -> None:
+def test_loss_without_gradient_warns_after_several_checks() -> None:
     model = net(6, 6)
     microbatcher = Microbatcher(model, forward=lambda m, b: m(b[0]).sum() * 0.0, microbatch_size=4)
     messages = warnings_of(microbatcher, *[(rows(), rows())] * 20)
@@ -85,7 +85,7 @@ def test_a_loss_without_any_gradient_is_said_after_some_looks() -> None:
 
 @pytest.mark.filterwarnings("ignore:Sparse CSR tensor support")
 @pytest.mark.parametrize("layout", [torch.sparse_coo, torch.sparse_csr])
-def test_sparse_rows_are_looked_at(layout: torch.layout) -> None:
+def test_sparse_rows_are_checked(layout: torch.layout) -> None:
     def ignoring(model: Any, batch: Any) -> Tensor:
         outputs = torch.sparse.mm(batch[0], model.weight.T) + model.bias
         return F.cross_entropy(outputs, batch[1], ignore_index=0)
@@ -98,7 +98,7 @@ def test_sparse_rows_are_looked_at(layout: torch.layout) -> None:
 
 
 class Hidden:
-    """A batch of which neighbours alone can be taken."""
+    """A batch type that can only take contiguous rows."""
 
     def __init__(self, inputs: Tensor, targets: Tensor) -> None:
         self.inputs, self.targets = inputs, targets
@@ -117,7 +117,7 @@ def hidden() -> Callable[[], Hidden]:
     return lambda: Hidden(rows(30), rows(30))
 
 
-def test_a_check_that_fails_is_said_at_once(hidden: Callable[[], Hidden]) -> None:
+def test_failed_check_warns_immediately(hidden: Callable[[], Hidden]) -> None:
     def forward(model: Any, batch: Hidden) -> Tensor:
         return F.mse_loss(model(batch.inputs), batch.targets)
 
@@ -127,7 +127,7 @@ def test_a_check_that_fails_is_said_at_once(hidden: Callable[[], Hidden]) -> Non
     assert "concat=..." in message
 
 
-def test_where_no_check_of_a_few_rows_could_be_made_the_whole_batch_is_compared(
+def test_whole_batch_is_compared_when_row_check_fails(
     hidden: Callable[[], Hidden],
 ) -> None:
     def forward(model: Any, batch: Hidden) -> Tensor:
@@ -139,7 +139,7 @@ def test_where_no_check_of_a_few_rows_could_be_made_the_whole_batch_is_compared(
     assert "for 30 rows in 4 parts" in message
 
 
-def test_rows_that_fail_by_themselves_are_named_with_their_error() -> None:
+def test_rows_that_fail_alone_are_named_with_error() -> None:
     def masked(model: Any, batch: Any) -> Tensor:
         scores = (batch["x"] @ batch["x"].transpose(1, 2)).masked_fill(batch["mask"], -9e9)
         return F.mse_loss(model(scores.softmax(-1) @ batch["x"]), batch["y"])
@@ -155,7 +155,7 @@ def test_rows_that_fail_by_themselves_are_named_with_their_error() -> None:
     assert "have none on their own (RuntimeError" in message
 
 
-def test_a_forward_that_communicates_is_not_looked_at_alone() -> None:
+def test_collective_in_local_check_raises() -> None:
     draws = HeldDraws(is_alone=True)
 
     operation = torch.ops._c10d_functional.all_reduce.default
@@ -163,7 +163,7 @@ def test_a_forward_that_communicates_is_not_looked_at_alone() -> None:
         draws.run(operation, (), (torch.ones(2), "sum", ""), {})
 
 
-def test_a_loss_whose_first_cut_agrees_by_coincidence_is_found_by_the_second() -> None:
+def test_second_cut_detects_loss_that_first_cut_misses() -> None:
     def hardest_half(m: Any, batch: Any) -> Any:
         losses = (m(batch[0]) - batch[1]).square().mean(1)
         return losses.topk(max(1, len(losses) // 2)).values.mean()
@@ -174,11 +174,11 @@ def test_a_loss_whose_first_cut_agrees_by_coincidence_is_found_by_the_second() -
         assert warnings_of(microbatcher, *[(rows(6), rows(6)) for _ in range(2)]), seed
 
 
-def test_what_a_look_cannot_put_back_is_a_warning_and_stops_nothing() -> None:
+def test_unrestorable_state_after_check_only_warns() -> None:
     class Remembers(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.net, self.bank = net(6, 6), torch.zeros(2**22 + 1)  # over 16 MiB, and no buffer
+            self.net, self.bank = net(6, 6), torch.zeros(2**22 + 1)  # over 16 MiB, and not a buffer
 
         def forward(self, inputs: Tensor) -> Any:
             self.bank[0] += 1
@@ -191,10 +191,10 @@ def test_what_a_look_cannot_put_back_is_a_warning_and_stops_nothing() -> None:
         microbatcher.backward((rows(), rows()))
 
 
-# How sure it is
+# Confidence in the loss average
 
 
-def test_a_result_says_how_sure_the_average_is() -> None:
+def test_result_states_confidence_in_loss_average() -> None:
     batch = (rows(), rows())
     mean = lambda m, b: F.mse_loss(m(b[0]), b[1])  # noqa: E731
     sure = {
@@ -208,7 +208,7 @@ def test_a_result_says_how_sure_the_average_is() -> None:
         assert microbatcher.backward(batch).loss_average_is == expected
 
 
-def test_the_summary_and_verify_say_it_too() -> None:
+def test_fit_summary_and_verify_state_confidence_in_average() -> None:
     model = net(6, 6)
     trainer = Trainer(
         model,
@@ -227,11 +227,11 @@ def test_the_summary_and_verify_say_it_too() -> None:
     assert "The average of the loss: checked" in str(report)
 
 
-# What a look costs
+# Cost of a check
 
 
 class Counted(nn.Module):
-    """A model to count the calls of."""
+    """A model whose calls are counted."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -241,7 +241,7 @@ class Counted(nn.Module):
         return self.net(inputs)
 
 
-def test_a_check_is_three_passes_over_sixteen_rows_at_powers_of_two() -> None:
+def test_check_makes_three_passes_at_powers_of_two() -> None:
     class Tally:
         def __enter__(self) -> "Tally":
             self.seen = Outside(lengths=[])
@@ -262,18 +262,18 @@ def test_a_check_is_three_passes_over_sixteen_rows_at_powers_of_two() -> None:
     with Tally() as tally:
         for _ in range(40):
             microbatcher.backward(batch)
-    whole = [64, 16, 16, 16, 16]  # and its microbatches, at batches 1, 2 and 10 that are split
+    whole = [64, 16, 16, 16, 16]  # and its microbatches, at the split batches 1, 2 and 10
     lengths, few = list(tally.seen.lengths), list[list[int]]()
     assert [lengths[3:8], lengths[11:16], lengths[22:27]] == [whole] * 3
     del lengths[22:27], lengths[11:16], lengths[3:8]
     while lengths:
         few.append(lengths[:3])
         del lengths[:3]
-    assert len(few) == 6  # at batches 1, 2, 4, 8, 16 and 32, other rows each time
+    assert len(few) == 6  # at batches 1, 2, 4, 8, 16 and 32, with different rows each time
     assert all(each[0] == each[1] + each[2] == 16 for each in few)
 
 
-def test_while_it_learns_nothing_it_looks_at_batches_1_2_4_and_8() -> None:
+def test_inconclusive_checks_repeat_at_powers_of_two() -> None:
     seen, number = Outside(batches=[]), 0
 
     def note(module: nn.Module, args: Any, output: Any) -> None:
@@ -289,15 +289,15 @@ def test_while_it_learns_nothing_it_looks_at_batches_1_2_4_and_8() -> None:
             microbatcher.backward((rows(), rows()))
     finally:
         handle.remove()
-    # At batch 10 the whole is compared with its microbatches once more.
+    # Batch 10 is compared with its microbatches once more.
     assert sorted({*seen.batches}) == [1, 2, 4, 8, 10, 16]
 
 
-# What a look leaves behind: nothing
+# Checks leave no side effects
 
 
 class Teacher(nn.Module):
-    """A student, and a teacher whose parameters are moved in the forward, unseen by autograd."""
+    """A student, and a teacher whose parameters the forward updates outside autograd."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -309,7 +309,7 @@ class Teacher(nn.Module):
         return F.mse_loss(self.student(x), self.teacher(x))
 
 
-def test_a_teacher_that_moves_in_the_forward_is_refused_where_it_was() -> None:
+def test_teacher_updated_in_forward_is_rejected_and_restored() -> None:
     model = Teacher()
     before = [(each.data_ptr(), each.clone()) for each in model.parameters()]
     microbatcher = Microbatcher(model, forward=lambda m, b: m(b), microbatch_size=3)
@@ -320,7 +320,7 @@ def test_a_teacher_that_moves_in_the_forward_is_refused_where_it_was() -> None:
         assert torch.equal(now, values)
 
 
-def test_a_parameter_that_is_drawn_anew_in_the_forward_is_as_before_a_check() -> None:
+def test_parameter_redrawn_in_forward_is_restored_after_verify() -> None:
     model = nn.Linear(6, 4).double()
     before = copy.deepcopy(model.state_dict())
 
@@ -333,7 +333,7 @@ def test_a_parameter_that_is_drawn_anew_in_the_forward_is_as_before_a_check() ->
 
 
 @pytest.mark.parametrize("limit", [9.0, 0.5])
-def test_what_only_constrains_a_parameter_is_let_through(limit: float) -> None:
+def test_parameter_constraint_in_forward_is_allowed(limit: float) -> None:
     class Scaled(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -359,7 +359,7 @@ def test_what_only_constrains_a_parameter_is_let_through(limit: float) -> None:
     assert list(map(len, told)) == [0, int(limit < 1)]
 
 
-def test_a_layer_that_initialises_itself_from_data_is_named_and_not_initialised_by_a_look() -> None:
+def test_data_dependent_initialization_warns_and_is_rolled_back() -> None:
     class Normed(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -377,11 +377,11 @@ def test_a_layer_that_initialises_itself_from_data_is_named_and_not_initialised_
     microbatcher = Microbatcher(model, forward=lambda m, b: m(b), microbatch_size=3)
     with pytest.warns(BufferWarning, match=r"sets parameters \('shift'\).*before the first step"):
         microbatcher.backward(batch)
-    assert model.seen == [3]  # of the first microbatch: no look has left anything
+    assert model.seen == [3]  # set by the first microbatch: checks have no side effect
     torch.testing.assert_close(model.shift, -batch[:3].mean(0))
 
 
-def test_hooks_and_optimizers_in_hooks_see_no_look() -> None:
+def test_gradient_hooks_do_not_run_during_checks() -> None:
     model, calls = net(6, 6), list[int]()
     for parameter in model.parameters():
         parameter.register_hook(lambda gradient: calls.append(1))
@@ -394,7 +394,7 @@ def test_hooks_and_optimizers_in_hooks_see_no_look() -> None:
 
 
 @pytest.mark.parametrize("times", [1, 2])
-def test_a_check_that_cannot_restore_the_state_is_not_passed_over(
+def test_check_that_cannot_restore_state_raises(
     times: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     failures = [torch.OutOfMemoryError("CUDA out of memory.") for _ in range(times)]
@@ -429,21 +429,21 @@ def seed_of_the_batch(model: Any, batch: Any) -> Tensor:
 
 
 @pytest.mark.parametrize("forward", [own_seed, seed_of_the_batch])
-def test_a_forward_that_seeds_its_own_draws_is_named(forward: Any) -> None:
+def test_forward_that_reseeds_generator_warns(forward: Any) -> None:
     microbatcher = Microbatcher(net(6, 6), forward=forward, microbatch_size=4)
     (message,) = warnings_of(microbatcher, *[(rows(), rows(), 3)] * 3)
     assert "sets the seed of its random draws" in message
     assert microbatcher.loss_average_is == "wrong"
 
 
-def test_an_evaluation_that_seeds_its_own_draws_is_named() -> None:
+def test_evaluation_that_reseeds_generator_warns() -> None:
     microbatcher = Microbatcher(net(6, 6), forward=own_seed, eval_microbatch_size=4)
     with pytest.warns(LossAverageWarning, match="sets the seed"):
         microbatcher.evaluate((rows(), rows()))
 
 
 class Noisy(nn.Module):
-    """Has a generator of its own, which goes on from state to state, and dropout."""
+    """Has a private generator that continues from state to state, and dropout."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -501,7 +501,7 @@ def seeded_for_a_while(model: Any, batch: Any) -> Tensor:
         seeded_for_a_while,
     ],
 )
-def test_draws_that_go_on_or_are_the_same_for_all_rows_are_not_named(forward: Any) -> None:
+def test_row_independent_random_draws_give_no_warning(forward: Any) -> None:
     batch = rows(), rows(), torch.arange(12), torch.Generator().manual_seed(42)
     microbatcher = Microbatcher(Noisy(), forward=forward, microbatch_size=4)
     assert not warnings_of(microbatcher, *[batch] * 9)
@@ -531,7 +531,7 @@ DRAWS: dict[str, Callable[[Tensor], Any]] = {
 }
 
 
-def test_rows_draw_the_same_whatever_rows_are_beside_them() -> None:
+def test_held_draws_of_row_are_independent_of_other_rows() -> None:
     inputs = torch.randn(6, 8)
     for name, draw in DRAWS.items():
         with HeldDraws() as draws:
@@ -545,8 +545,8 @@ def test_rows_draw_the_same_whatever_rows_are_beside_them() -> None:
     assert draws.unheld == {"torch.multinomial"}
 
 
-class OnAnEdge(nn.Module):
-    """A ReLU so near zero that rounding decides, which kernels do otherwise for other rows."""
+class AtThreshold(nn.Module):
+    """A ReLU so near zero that rounding decides, and kernels round differently for other rows."""
 
     def __init__(self, *, is_trained: bool) -> None:
         super().__init__()
@@ -561,18 +561,18 @@ class OnAnEdge(nn.Module):
 
 @pytest.mark.parametrize("is_trained", [True, False])
 @pytest.mark.parametrize("num_rows", [24, 48])
-def test_what_rounding_does_on_an_edge_is_no_wrong_weight(is_trained: bool, num_rows: int) -> None:
-    """Parameters that are off by rounding show it, and other rows do not."""
+def test_rounding_at_relu_threshold_gives_no_warning(is_trained: bool, num_rows: int) -> None:
+    """Only parameters that are off by rounding expose it, not other rows."""
     torch.manual_seed(0)
     x, y = torch.randn(num_rows, 8), torch.randn(num_rows, 1)
-    x[0, 0] = 6.0  # at the end of what varies, so that it is looked at
-    microbatcher = Microbatcher(OnAnEdge(is_trained=is_trained), loss_fn=nn.MSELoss())
+    x[0, 0] = 6.0  # an extreme row, which the check selects
+    microbatcher = Microbatcher(AtThreshold(is_trained=is_trained), loss_fn=nn.MSELoss())
     found = warnings_of(microbatcher, (x, y))
     assert found == []
 
 
 class Choices(nn.Module):
-    """Scores of choices, of which the softmax cancels the bias, from features that are small."""
+    """Score choices from small features; the softmax cancels the bias."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         super().__init__()
@@ -584,7 +584,7 @@ class Choices(nn.Module):
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
-def test_a_gradient_that_cancels_is_rounding_however_small_the_others_are(
+def test_canceling_gradient_is_treated_as_rounding(
     dtype: torch.dtype,
 ) -> None:
     for seed in range(10):
@@ -594,7 +594,7 @@ def test_a_gradient_that_cancels_is_rounding_however_small_the_others_are(
         assert warnings_of(step, data) == []
 
 
-def test_what_one_row_makes_torch_say_is_not_said() -> None:
+def test_torch_warnings_about_single_row_are_suppressed() -> None:
     def forward(model: Any, batch: Any) -> Any:
         return F.mse_loss(model(batch[0]), batch[1]) + model[0].weight.sum() * batch[1].std()
 
@@ -604,7 +604,7 @@ def test_what_one_row_makes_torch_say_is_not_said() -> None:
     assert not [each for each in caught if "degrees of freedom" in str(each.message)]
 
 
-def test_what_a_look_makes_others_say_is_said() -> None:
+def test_user_warnings_during_check_are_shown() -> None:
     def forward(model: Any, batch: Any) -> Any:
         if is_extra_pass():
             warnings.warn("a look of few rows", UserWarning, stacklevel=1)
@@ -614,7 +614,7 @@ def test_what_a_look_makes_others_say_is_said() -> None:
         Microbatcher(net(6, 6), forward=forward).backward((rows(), rows()))
 
 
-def test_leaves_that_each_forward_makes_do_not_hide_a_wrong_average() -> None:
+def test_new_leaf_tensors_do_not_hide_wrong_average() -> None:
     torch.manual_seed(0)
     model = nn.Linear(4, 3)
 
@@ -629,11 +629,11 @@ def test_leaves_that_each_forward_makes_do_not_hide_a_wrong_average() -> None:
     assert microbatcher.loss_average_is == "wrong"
 
 
-# Graphs of the caller's
+# Graphs built by the caller
 
 
 class Queries(nn.Module):
-    """Compares its rows with something that the caller computed, with a graph."""
+    """Compare rows with a tensor that the caller computed with a graph."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -661,13 +661,13 @@ def _in_batch(model: Any, batch: Any, given: Tensor) -> Any:
 
 
 @pytest.mark.parametrize("use", [_in_closure, _on_module, _by_another_loss, _in_batch])
-def test_a_look_does_not_go_backward_through_a_graph_of_the_callers(use: Any) -> None:
+def test_check_does_not_backpropagate_through_graph_of_caller(use: Any) -> None:
     inputs, targets, classes = rows(), rows(), rows(6)
     weights, times = [], []
     for is_ours in (False, True):
         torch.manual_seed(1)
         model, calls = Queries(), list[Tensor]()
-        given = model.encoder(classes)  # with weights that the forward uses, too
+        given = model.encoder(classes)  # uses weights that the forward uses, too
         given.register_hook(calls.append)
         batch: Any = (model.encoder(inputs) if use is _in_batch else inputs, targets)
         batch += (given,) if use is _in_batch else ()
@@ -683,7 +683,7 @@ def test_a_look_does_not_go_backward_through_a_graph_of_the_callers(use: Any) ->
     assert all(torch.equal(one, other) for one, other in zip(*weights, strict=True))
 
 
-def test_rows_that_hang_on_a_graph_are_looked_at_without_it() -> None:
+def test_rows_attached_to_graph_are_checked_without_it() -> None:
     encoder, model = net(6, 6), net(6, 3)
     microbatcher = Microbatcher(model, forward=lambda m, b: m(b).square().mean())
     for _ in range(2):
@@ -692,7 +692,7 @@ def test_rows_that_hang_on_a_graph_are_looked_at_without_it() -> None:
     assert all(each.grad is not None for each in encoder.parameters())
 
 
-def test_a_graph_that_microbatches_would_share_is_named_with_what_to_do() -> None:
+def test_graph_shared_by_microbatches_raises_with_advice() -> None:
     outer, model = net(6, 6), net(6, 6)
     given, batch = outer(rows(6)), rows()
 
@@ -705,10 +705,10 @@ def test_a_graph_that_microbatches_would_share_is_named_with_what_to_do() -> Non
     given = outer(rows(6))
     with pytest.raises(LossError, match=r"built before the forward \(AddmmBackward0\).*\.detach"):
         verify(model, batch, forward=forward)
-    given.sum().backward()  # its graph is still there
+    given.sum().backward()  # its graph is still intact
 
 
-def test_a_gradient_inside_of_a_forward_is_of_its_own_graph() -> None:
+def test_gradient_computed_inside_forward_is_checked() -> None:
     model = net(6, 8, 1)
 
     def penalty(model: Any, batch: Tensor) -> Any:

@@ -1,4 +1,4 @@
-"""Checks in training: what they name, what they leave alone, when they look again."""
+"""Checks during training: what they report, what they ignore, which rows they take."""
 
 import warnings
 from collections.abc import Callable
@@ -48,11 +48,11 @@ def shifted_mean(logits: Tensor, targets: Tensor) -> Tensor:
     return mean_of_tokens(logits[:, :-1], targets[:, 1:])
 
 
-# What it names
+# Reported
 
 
 class OwnCausalModel(nn.Module):
-    """Computes its loss on shifted labels itself, and declares nothing."""
+    """Compute the loss on shifted labels without declaring that."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -62,9 +62,7 @@ class OwnCausalModel(nn.Module):
         return {"loss": shifted_mean(self.encoder(input_ids), labels)}
 
 
-def test_a_model_that_shifts_its_labels_itself_gets_a_function_to_copy_that_makes_it_exact() -> (
-    None
-):
+def test_suggested_loss_average_for_shifted_labels_is_exact() -> None:
     batch = {"input_ids": tokens(), "labels": token_targets()}
     model = OwnCausalModel()
     assert len(warnings_of(Microbatcher(model, microbatch_size=4), batch)) == 1
@@ -93,9 +91,7 @@ class SaysItShifts(Unshifted):
     [(Unshifted(), "'tokens'"), (SaysItShifts(), "lambda batch: (batch['labels'] != -100).sum()")],
 )
 @pytest.mark.sweep
-def test_labels_that_are_not_shifted_are_never_taken_for_shifted(
-    model: nn.Module, remedy: str
-) -> None:
+def test_unshifted_labels_are_not_treated_as_shifted(model: nn.Module, remedy: str) -> None:
     batch = {"input_ids": tokens(), "labels": token_targets()}
     assert len(warnings_of(Microbatcher(model, microbatch_size=4), batch)) == 1
     assert verify(model, batch).loss_average == remedy
@@ -137,7 +133,7 @@ FOLLOWED: dict[str, Callable[[Any, Any], Any]] = {
 @pytest.mark.parametrize(
     "name", mostly_in_sweeps(FOLLOWED, quick=["a mean over other targets than -100"])
 )
-def test_a_remedy_to_copy_is_right_for_these_rows_and_for_others(name: str) -> None:
+def test_suggested_loss_average_is_exact_for_other_batches(name: str) -> None:
     forward, model = FOLLOWED[name], nn.Linear(6, 3).double()
 
     def batch(seed: int, targets: Tensor) -> Any:
@@ -164,7 +160,7 @@ def test_a_remedy_to_copy_is_right_for_these_rows_and_for_others(name: str) -> N
 
 
 class Opaque:
-    """An object of the caller's that refers to others of its kind."""
+    """An opaque user object that refers to others of its class."""
 
     def __init__(self, *others: Any) -> None:
         self.others = list(others)
@@ -190,7 +186,7 @@ def _itself_with_a_tensor() -> Any:
 
 
 @pytest.mark.parametrize("make", [_child_and_parent, _siblings, _itself_with_a_tensor])
-def test_objects_that_refer_back_do_not_hide_what_a_loss_is(make: Any) -> None:
+def test_cyclic_objects_do_not_hide_wrong_average(make: Any) -> None:
     layout = {} if make is _siblings else {"a": "shared"}
     batch = {"a": make(), "x": x(), "y": y() % 3, "w": torch.linspace(1, 2, ROWS).double()}
 
@@ -203,7 +199,7 @@ def test_objects_that_refer_back_do_not_hide_what_a_loss_is(make: Any) -> None:
 
 
 @pytest.mark.parametrize("kind", [dict, list])
-def test_a_container_that_holds_itself_is_refused_by_name(kind: Any) -> None:
+def test_container_that_contains_itself_is_rejected(kind: Any) -> None:
     inner: Any = kind()
     inner.update(up=inner) if kind is dict else inner.append(inner)
     layout = {"meta": "shared"}
@@ -212,10 +208,10 @@ def test_a_container_that_holds_itself_is_refused_by_name(kind: Any) -> None:
         microbatcher.backward({"x": x(), "meta": inner})
 
 
-# What it leaves alone
+# Ignored
 
 
-def test_an_error_of_the_model_itself_comes_through_without_a_warning() -> None:
+def test_model_error_propagates_without_warning() -> None:
     def forward(model: nn.Module, batch: Any) -> Any:
         return {"logits": model(batch[0])}
 
@@ -223,21 +219,21 @@ def test_an_error_of_the_model_itself_comes_through_without_a_warning() -> None:
         Microbatcher(Mlp(), forward=forward, microbatch_size=4).backward((x(), y()))
 
 
-def test_where_batchnorm_disables_splitting_nothing_is_probed() -> None:
+def test_disabled_splitting_skips_probe() -> None:
     model = nn.Sequential(Mlp(), nn.BatchNorm1d(CLASSES).double())
     disabled = on(model, contrastive, microbatch_size="auto", batchnorm="disable")
     assert warnings_of(disabled, (x(), y())) == []
 
 
 @pytest.mark.parametrize("size", ["auto", Halving(initial=20)])
-def test_a_batch_that_could_be_split_is_probed_although_it_fits(size: Any) -> None:
+def test_splittable_batch_is_probed_even_if_it_fits(size: Any) -> None:
     microbatcher = on(Mlp(), contrastive, microbatch_size=size)
     assert warnings_of(microbatcher, (x()[:1], y()[:1])) == []  # one row shows nothing
     assert len(warnings_of(microbatcher, (x(), y()), (x(), y()))) == 1
     assert warnings_of(on(Mlp(), contrastive, microbatch_size=size, probe=False), (x(), y())) == []
 
 
-def test_out_of_memory_in_the_probe_changes_nothing() -> None:
+def test_oom_in_probe_does_not_affect_step() -> None:
     class NoRoom(Mlp):
         def forward(self, inputs: Tensor) -> Any:
             if is_extra_pass():
@@ -252,7 +248,7 @@ def test_out_of_memory_in_the_probe_changes_nothing() -> None:
     assert (result.num_microbatches, result.ooms) == (1, 0)
 
 
-def test_where_warnings_are_errors_the_state_is_as_before_the_step() -> None:
+def test_gradients_stay_empty_when_warning_is_raised() -> None:
     model = Mlp()
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -261,7 +257,7 @@ def test_where_warnings_are_errors_the_state_is_as_before_the_step() -> None:
     assert all(parameter.grad is None for parameter in model.parameters())
 
 
-# Which rows it takes
+# Choice of rows
 
 
 def chosen(batch: Any, **options: Any) -> list[list[int]]:
@@ -269,7 +265,7 @@ def chosen(batch: Any, **options: Any) -> list[list[int]]:
     return telling_rows(layout, batch, layout.num_rows(batch), **options)
 
 
-def test_rows_of_both_parts_differ_in_how_many_targets_count() -> None:
+def test_parts_differ_in_number_of_valid_targets() -> None:
     targets = with_ignored(tokens())
     small, large = chosen((tokens(), targets))
     valid = (targets != IGNORED).sum(1).float()
@@ -278,7 +274,7 @@ def test_rows_of_both_parts_differ_in_how_many_targets_count() -> None:
     assert valid[large].sum() > 0
 
 
-def test_other_rows_are_taken_where_some_are_not_to_be() -> None:
+def test_excluded_rows_are_not_chosen_again() -> None:
     batch = (torch.randn(40, 2),)
     first = [row for part in chosen(batch) for row in part]
     again = [row for part in chosen(batch, without=first) for row in part]

@@ -1,4 +1,4 @@
-"""Outputs of a few rows together and in two parts: what joining microbatches would get wrong."""
+"""Outputs of a few rows, computed together and in two parts: errors of joined microbatches."""
 
 import random
 import re
@@ -19,7 +19,7 @@ ROWS, SIZE = 12, 4
 
 
 class Net(nn.Module):
-    """Computes what it is told to; has a counter and a linear layer."""
+    """Compute a given function; has a counter and a linear layer."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
         super().__init__()
@@ -52,7 +52,7 @@ OUTPUTS = [name for name in TABLE if name.startswith("outputs: ")]
 
 
 @pytest.mark.parametrize("row", mostly_in_sweeps(OUTPUTS, quick=OUTPUTS[::3]))
-def test_outputs_that_cannot_be_joined_are_named_and_no_others(row: str) -> None:
+def test_only_outputs_that_cannot_be_joined_warn(row: str) -> None:
     assert worse_and_better([judge(row, "float32")])[0] == []
 
 
@@ -70,14 +70,14 @@ def stateful(net: Any, x: Tensor) -> Tensor:
         (lambda net, x: net.linear(x).T, r"shape \(3, 12\) for 12 rows, and"),
     ],
 )
-def test_what_is_named_is_named_once_with_a_remedy(function: Any, named: str) -> None:
+def test_output_warning_is_given_once_with_remedy(function: Any, named: str) -> None:
     microbatcher = on(function)
     (message,) = told(microbatcher.predict, inputs())
     assert re.search(f"{named}.*eval_microbatch_size=None", message)
     assert told(microbatcher.predict, inputs(), inputs()) == []
 
 
-def test_what_cannot_be_looked_at_is_predicted_all_the_same() -> None:
+def test_prediction_succeeds_when_check_fails() -> None:
     def few_rows_fail(net: Any, x: Tensor) -> Tensor:
         if is_extra_pass():
             raise torch.OutOfMemoryError("CUDA out of memory.")
@@ -92,7 +92,7 @@ def test_what_cannot_be_looked_at_is_predicted_all_the_same() -> None:
         assert torch.equal(microbatcher.predict(x), microbatcher.predict(x))
 
 
-def test_with_little_memory_fewer_rows_are_compared() -> None:
+def test_fewer_rows_are_compared_under_low_memory() -> None:
     def centred(net: Any, x: Tensor) -> Tensor:
         if is_extra_pass() and len(x) > 4:
             raise torch.OutOfMemoryError("CUDA out of memory.")
@@ -105,7 +105,7 @@ def test_with_little_memory_fewer_rows_are_compared() -> None:
 RIGHT: dict[str, Callable[..., Any]] = {
     "dropped": lambda net, x: F.dropout(net.linear(x), 0.5),
     "noise of Python": lambda net, x: net.linear(x) + random.random(),
-    # As fake quantisation does: rounding on an edge moves an output by a step.
+    # As in fake quantization: rounding at an edge moves an output by one step.
     "rounded": lambda net, x: (net.linear(x) * 8).round() / 8,
     "nan": lambda net, x: net.linear(x).log(),
     "near zero": lambda net, x: net.linear(x) - (net.linear(x) * 3 / 3),
@@ -116,7 +116,7 @@ RIGHT: dict[str, Callable[..., Any]] = {
 
 
 @pytest.mark.parametrize("name", RIGHT)
-def test_right_outputs_are_not_named_in_any_precision(name: str) -> None:
+def test_correct_outputs_give_no_warning_in_any_precision(name: str) -> None:
     for dtype in (torch.float64, torch.float32, torch.bfloat16):
         microbatcher = on(RIGHT[name])
         microbatcher._model.to(dtype)

@@ -1,4 +1,4 @@
-"""`automicro.verify`: it names planted causes, passes clean models and leaves no trace."""
+"""`automicro.verify` names injected causes, passes clean models and leaves no trace."""
 
 import random
 import re
@@ -36,13 +36,13 @@ def kinds(report: VerifyReport) -> list[str]:
 
 
 def verified(row: str) -> VerifyReport:
-    """Verify a row of the table of checks."""
+    """Verify an entry of the table of checks."""
     job = TABLE[row].make(0, "float64")
     options = {name: value for name, value in job.options.items() if name in HANDED_ON}
     return verify(job.model, job.batch(1), sizes=[16, 5], **options)
 
 
-# By row of the table of checks: the kind of the cause, its name, and the right average.
+# Entry of the table of checks: kind and name of the cause, and the right average.
 NAMED = {
     "batch normalisation": ("batchnorm", "1", ""),
     "pixels that count": ("loss average", "255", "lambda batch: (batch[1] != 255).sum()"),
@@ -61,7 +61,7 @@ NAMED = {
     "NumPy's noise": ("random", "NumPy", ""),
     "model: NumPy's generator": ("random", "a generator of your own", ""),
 }
-# By row: the kind of a note.
+# Entry: kind of a note.
 EXACT = {
     "model: BERT": "",
     "model: GPT-2 with dropout": "random",
@@ -75,7 +75,7 @@ EXACT = {
 
 
 @pytest.mark.parametrize("row", NAMED)
-def test_a_cause_is_named(row: str) -> None:
+def test_injected_cause_is_named(row: str) -> None:
     kind, name, loss_average = NAMED[row]
     report = verified(row)
     (cause,) = report.causes
@@ -90,7 +90,7 @@ def test_a_cause_is_named(row: str) -> None:
 
 
 @pytest.mark.parametrize("row", EXACT)
-def test_what_is_exact_passes(row: str) -> None:
+def test_exact_models_pass(row: str) -> None:
     report = verified(row)
     assert report.is_exact, report
     assert report.exit_code == 0
@@ -107,7 +107,7 @@ def test_what_is_exact_passes(row: str) -> None:
         quick=["nested", "list of samples", "texts", "jagged", "rows in dimension 1"],
     ),
 )
-def test_batches_of_every_form_are_found_exact(form: str) -> None:
+def test_every_batch_form_is_verified_as_exact(form: str) -> None:
     job = Job(alone("form", form))
     options = {name: value for name, value in job.options.items() if name in HANDED_ON}
     report = verify(job.model, job.make_batch(job.contents[0], 0), **options)
@@ -115,7 +115,7 @@ def test_batches_of_every_form_are_found_exact(form: str) -> None:
 
 
 class Layered(nn.Module):
-    """An `Mlp` between which something happens."""
+    """Apply given layers between two linear ones."""
 
     def __init__(self, *middle: nn.Module) -> None:
         super().__init__()
@@ -127,7 +127,7 @@ class Layered(nn.Module):
 
 
 class Annealed(nn.Module):
-    """Counts its forwards in a plain attribute, and may compute with it."""
+    """Count forwards in a plain attribute, and optionally use the count."""
 
     def __init__(self, *, is_used: bool = True) -> None:
         super().__init__()
@@ -151,7 +151,7 @@ def over_tokens(logits: Tensor, targets: Tensor) -> Tensor:
 # Several causes, sizes, notes
 
 
-def test_several_causes_are_each_shown_by_an_experiment() -> None:
+def test_each_of_several_causes_has_evidence() -> None:
     model = Layered(nn.BatchNorm1d(8), Annealed())
     report = verify(model, (x(), y()), loss_fn=summed)
     assert kinds(report) == ["batchnorm", "state", "loss average"]
@@ -160,16 +160,16 @@ def test_several_causes_are_each_shown_by_an_experiment() -> None:
     assert report.verdict.startswith("not exact: BatchNorm averages")
 
 
-def test_a_cause_that_is_only_suspected_is_not_blamed() -> None:
-    """The forward changes state too, but the difference is the loss's alone."""
+def test_unproven_cause_is_only_noted() -> None:
+    """The forward changes state, too, but only the loss causes the difference."""
     report = verify(Layered(Annealed(is_used=False)), (x(), y()), loss_fn=summed)
     assert kinds(report) == ["loss average"]
     assert [note.kind for note in report.notes] == ["state"]
 
 
-def test_causes_are_found_in_float32_too() -> None:
+def test_causes_are_found_in_float32() -> None:
     def squares(outputs: Tensor, targets: Tensor) -> Tensor:
-        scores = outputs @ torch.ones(5, 1, dtype=torch.float32)  # refuses outputs in float64
+        scores = outputs @ torch.ones(5, 1, dtype=torch.float32)  # rejects outputs in float64
         return (scores.square() * (targets[:, None] > 1)).sum() / (targets > 1).sum()
 
     report = verify(Layered(), single(), loss_fn=squares)
@@ -178,20 +178,20 @@ def test_causes_are_found_in_float32_too() -> None:
     assert kinds(report) == ["compares rows"]
 
 
-def test_sizes_can_be_chosen_and_are_canonical() -> None:
+def test_given_sizes_are_normalized() -> None:
     report = verify(Mlp(), (x(), y()), loss_fn=LOSS, sizes=[4, 5, 10, 99])
     shapes = [(each.num_microbatches, each.microbatch_size) for each in report.comparisons]
     assert shapes == [(2, 6), (3, 4)]
 
 
-def test_default_sizes_stay_few_for_a_large_batch() -> None:
+def test_default_sizes_are_limited_for_large_batch() -> None:
     batch = (torch.randn(500, 6, dtype=torch.float64), classes(500))
     report = verify(Mlp(), batch, loss_fn=LOSS)
     assert max(each.num_microbatches for each in report.comparisons) <= 32
     assert any(500 % each.num_microbatches for each in report.comparisons)
 
 
-def test_a_batch_that_cannot_tell_averages_apart_is_pointed_out() -> None:
+def test_batch_that_cannot_distinguish_averages_is_noted() -> None:
     even = (tokens(), classes(*tokens().shape, high=VOCABULARY))
     report = verify(Encoder(), even, loss_fn=over_tokens)
     assert report.exit_code == 0
@@ -200,7 +200,7 @@ def test_a_batch_that_cannot_tell_averages_apart_is_pointed_out() -> None:
     assert not declared.notes
 
 
-def test_a_loss_that_differs_in_a_part_without_gradient_is_only_noted() -> None:
+def test_loss_difference_without_gradient_is_only_noted() -> None:
     def forward(model: nn.Module, batch: Any) -> Tensor:
         return F.cross_entropy(model(batch[0]), batch[1]) + len(batch[0])
 
@@ -209,15 +209,15 @@ def test_a_loss_that_differs_in_a_part_without_gradient_is_only_noted() -> None:
     assert "loss value" in [note.kind for note in report.notes]
 
 
-def test_a_lazy_model_is_run_once_before_it_is_verified() -> None:
+def test_uninitialized_lazy_model_is_reported() -> None:
     report = verify(nn.LazyLinear(3), (x(), y()), loss_fn=LOSS)
     assert kinds(report) == ["lazy"]
     assert "run one forward" in report.causes[0].remedy
 
 
-def test_failing_at_one_size_is_told_apart_from_being_inexact() -> None:
+def test_failure_at_one_size_differs_from_inexactness() -> None:
     def mean(model: nn.Module, batch: Any) -> Any:
-        logits = model(batch[0]).squeeze()  # of one row, no rows are left
+        logits = model(batch[0]).squeeze()  # for a single row, no row dimension is left
         return F.cross_entropy(logits, batch[1]) + 0 * logits[:, 0].sum()
 
     report = verify(Mlp(), (x(), y()), forward=mean, sizes=[6, 1])
@@ -234,7 +234,7 @@ def test_failing_at_one_size_is_told_apart_from_being_inexact() -> None:
     assert report.loss_average == "'none'"
 
 
-def test_batchnorm_is_named_where_no_size_can_be_run() -> None:
+def test_batchnorm_is_named_when_no_size_runs() -> None:
     model = nn.Sequential(nn.Linear(6, 5), nn.BatchNorm1d(5))
     report = verify(model, (x()[:2], y()[:2]), loss_fn=LOSS)
     assert kinds(report) == ["batchnorm"]
@@ -243,7 +243,7 @@ def test_batchnorm_is_named_where_no_size_can_be_run() -> None:
 # The report
 
 
-def test_a_report_reads_as_text() -> None:
+def test_report_text_has_verdict_advice_and_errors() -> None:
     report = verify(Layered(nn.BatchNorm1d(8)), (x(), y()), loss_fn=LOSS)
     text = str(report)
     assert text.splitlines()[0] == report.verdict
@@ -253,7 +253,7 @@ def test_a_report_reads_as_text() -> None:
     )
 
 
-def test_the_worst_parameter_is_named() -> None:
+def test_comparisons_name_worst_parameter() -> None:
     def forward(model: nn.Module, batch: Any) -> Tensor:
         loss = F.cross_entropy(model(batch[0]), batch[1])
         return loss + len(batch[0]) * model.last.bias.sum()  # type: ignore[operator, union-attr]
@@ -263,15 +263,15 @@ def test_the_worst_parameter_is_named() -> None:
     assert kinds(report) == ["compares rows"]
 
 
-# Wrong uses
+# Misuse
 
 
-def test_a_loss_that_cannot_be_used_is_an_error() -> None:
+def test_unreduced_loss_raises_loss_error() -> None:
     with pytest.raises(LossError, match="must be a single number"):
         verify(Mlp(), (x(), y()), loss_fn=nn.CrossEntropyLoss(reduction="none"))
 
 
-def test_parts_that_run_in_slices_are_named() -> None:
+def test_sliced_parts_are_noted() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 3)).double()
     part = split(model[0], microbatch_size=2)
     batch = torch.randn(6, 4).double(), torch.randint(3, (6,))
@@ -282,7 +282,7 @@ def test_parts_that_run_in_slices_are_named() -> None:
     assert not verify(model, batch, loss_fn=nn.CrossEntropyLoss()).notes
 
 
-def test_a_bug_in_the_model_passes_through() -> None:
+def test_model_exception_propagates() -> None:
     def forward(model: nn.Module, batch: Any) -> Tensor:
         raise KeyError("mask")
 
@@ -290,7 +290,7 @@ def test_a_bug_in_the_model_passes_through() -> None:
         verify(Mlp(), (x(), y()), forward=forward)
 
 
-def test_a_batch_that_cannot_be_compared_is_the_verdict_with_its_remedy() -> None:
+def test_unverifiable_batch_gives_verdict_with_remedy() -> None:
     for batch, remedy in (
         ((x(), y(), torch.ones(1, 4)), "batch_layout="),
         ((x()[:1], y()[:1]), "a dozen or more"),
@@ -303,7 +303,7 @@ def test_a_batch_that_cannot_be_compared_is_the_verdict_with_its_remedy() -> Non
         assert remedy in str(report)
 
 
-def test_state_that_nothing_reaches_makes_a_batch_incomparable() -> None:
+def test_unreachable_state_is_reported_as_nondeterministic() -> None:
     outside = Outside(calls=0)
 
     def forward(model: nn.Module, batch: Any) -> Any:
@@ -315,17 +315,17 @@ def test_state_that_nothing_reaches_makes_a_batch_incomparable() -> None:
     assert report.exit_code == 3
 
 
-def test_the_mode_of_the_model_is_noted() -> None:
+def test_eval_mode_is_noted() -> None:
     report = verify(Layered(nn.BatchNorm1d(8)).eval(), (x(), y()), loss_fn=LOSS)
     assert report.is_exact
     assert [note.kind for note in report.notes] == ["mode"]
 
 
-# No trace
+# Side effects
 
 
 class Everything(nn.Module):
-    """All that a forward can change."""
+    """Change every kind of state in a forward."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -346,16 +346,16 @@ class Everything(nn.Module):
         return self.last(hidden)
 
 
-def by_itself(model: nn.Module) -> dict[str, Any]:
+def with_loss_fn(model: nn.Module) -> dict[str, Any]:
     return {"loss_fn": LOSS}
 
 
-def captured(model: nn.Module) -> dict[str, Any]:
+def with_captured_model(model: nn.Module) -> dict[str, Any]:
     return {"forward": lambda _, batch: F.cross_entropy(model(batch[0]), batch[1])}
 
 
-@pytest.mark.parametrize("options", [by_itself, captured])
-def test_model_batch_gradients_and_generators_are_as_before(
+@pytest.mark.parametrize("options", [with_loss_fn, with_captured_model])
+def test_verify_restores_model_batch_gradients_and_generators(
     options: Callable[[nn.Module], dict[str, Any]],
 ) -> None:
     model, batch = Everything(), single()
@@ -390,7 +390,7 @@ def test_model_batch_gradients_and_generators_are_as_before(
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
 
 
-def test_nothing_is_left_behind_when_the_model_fails() -> None:
+def test_state_is_restored_when_model_fails() -> None:
     model = Layered(Annealed())
 
     def forward(_: nn.Module, batch: Any) -> Tensor:
@@ -403,15 +403,15 @@ def test_nothing_is_left_behind_when_the_model_fails() -> None:
     assert torch.get_default_dtype() is torch.float32
 
 
-def test_it_works_where_gradients_are_switched_off() -> None:
+def test_verify_works_under_no_grad() -> None:
     with torch.no_grad():
         assert verify(Mlp(), (x(), y()), loss_fn=LOSS).is_exact
 
 
-# Parts
+# Helpers
 
 
-def test_captured_modules_are_found_wherever_they_hide() -> None:
+def test_modules_captured_by_functions_are_found() -> None:
     teacher = nn.Linear(2, 2)
 
     def inner(batch: Any) -> Any:
@@ -426,7 +426,7 @@ def test_captured_modules_are_found_wherever_they_hide() -> None:
     assert captured_modules(F.cross_entropy) == []
 
 
-def test_a_gradient_that_is_zero_but_for_rounding_does_not_count() -> None:
+def test_gradient_at_rounding_level_is_ignored() -> None:
     whole = Reading(gradients={"w": torch.tensor([1.0]), "b": torch.tensor([1e-17])})
     split = Reading(gradients={"w": torch.tensor([1.0]), "b": torch.tensor([-1e-17])})
     assert max(relative_errors(split, whole).values()) < 1e-14

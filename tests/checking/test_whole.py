@@ -1,4 +1,4 @@
-"""Whole batches beside their microbatches: what a few rows do not show."""
+"""Whole batches compared with their microbatches: differences that a few rows do not show."""
 
 import contextlib
 import copy
@@ -42,12 +42,12 @@ def each(model: Any, batch: Any) -> Tensor:
 
 
 def hardest(model: Any, batch: Any) -> Tensor:
-    """Online hard example mining: of up to 16 rows a plain mean."""
+    """Online hard example mining, a plain mean for up to 16 rows."""
     losses = each(model, batch)
     return losses.topk(min(16, len(losses))).values.mean()
 
 
-def test_what_only_many_rows_show_is_named() -> None:
+def test_difference_visible_only_in_many_rows_warns() -> None:
     microbatcher = Microbatcher(net(), forward=hardest, microbatch_size=16)
     (message,) = warnings_of(microbatcher, batch(), batch(), batch())
     assert "for 64 rows in 4 parts" in message
@@ -55,7 +55,7 @@ def test_what_only_many_rows_show_is_named() -> None:
     assert microbatcher.loss_average_is == "wrong"
 
 
-def test_it_is_refused_before_anything_has_changed() -> None:
+def test_probe_error_is_raised_before_state_changes() -> None:
     model = net()
     microbatcher = Microbatcher(model, forward=hardest, microbatch_size=16, probe="error")
     with pytest.raises(LossAverageError, match="for 64 rows in 4 parts"):
@@ -64,7 +64,7 @@ def test_it_is_refused_before_anything_has_changed() -> None:
 
 
 @pytest.mark.filterwarnings("ignore::automicro.LossAverageWarning")
-def test_what_interrupts_the_shaking_of_parameters_leaves_them_as_they_were() -> None:
+def test_interrupted_parameter_perturbation_is_undone() -> None:
     def interrupted(plan: list[Fault]) -> list[str]:
         torch.manual_seed(0)
         model, mode = net(), FaultMode(plan)
@@ -82,7 +82,7 @@ def test_what_interrupts_the_shaking_of_parameters_leaves_them_as_they_were() ->
         interrupted([Fault(index, after, "interrupt")])
 
 
-def test_after_running_out_of_memory_what_fits_without_gradients_is_compared() -> None:
+def test_smaller_part_is_compared_after_oom() -> None:
     def forward(model: Any, batch: Any) -> Any:
         if len(batch[0]) > (32 if is_extra_pass() else 8):
             raise torch.OutOfMemoryError("CUDA out of memory.")
@@ -90,20 +90,20 @@ def test_after_running_out_of_memory_what_fits_without_gradients_is_compared() -
 
     microbatcher = Microbatcher(net(), forward=forward)
     (message,) = warnings_of(microbatcher, batch(), batch())
-    assert "for 32 rows in 4 parts" in message  # of 64, half of the microbatches
+    assert "for 32 rows in 4 parts" in message  # of 64 rows: half of the microbatches
 
 
-def test_an_evaluation_loss_is_compared_by_itself() -> None:
+def test_evaluation_loss_is_compared_separately() -> None:
     microbatcher = Microbatcher(net(), forward=hardest, eval_microbatch_size=16)
     with pytest.warns(LossAverageWarning, match=r"the loss is .* for 64 rows in 4 parts"):
         microbatcher.evaluate(batch())
 
 
 @pytest.mark.parametrize("call", ["backward", "evaluate"])
-def test_a_microbatch_without_a_finite_loss_is_named(call: str) -> None:
+def test_microbatch_with_nan_loss_warns(call: str) -> None:
     def forward(model: Any, batch: Any) -> Any:
         inputs, targets = batch
-        there = targets > 0  # of 64 rows two, which no look at 16 rows draws
+        there = targets > 0  # two of 64 rows, which no check of 16 rows draws
         outputs = model(inputs)[:, 0]
         return F.mse_loss(outputs, targets) + F.l1_loss(outputs[there], targets[there])
 
@@ -118,7 +118,7 @@ def test_a_microbatch_without_a_finite_loss_is_named(call: str) -> None:
 
 
 @pytest.mark.sweep
-def test_what_begins_late_is_named_at_the_next_power_of_ten() -> None:
+def test_late_difference_is_found_at_next_power_of_ten() -> None:
     begins = False
 
     def forward(model: Any, batch: Any) -> Any:
@@ -132,7 +132,7 @@ def test_what_begins_late_is_named_at_the_next_power_of_ten() -> None:
     assert len(warnings_of(microbatcher, batch())) == 1
 
 
-def test_a_batch_that_stays_whole_costs_no_pass() -> None:
+def test_unsplit_batch_needs_no_extra_whole_pass() -> None:
     seen = Outside(rows=[])
 
     def note(module: nn.Module, args: Any, output: Any) -> None:
@@ -148,8 +148,8 @@ def test_a_batch_that_stays_whole_costs_no_pass() -> None:
     assert max(seen.rows) == 16
 
 
-def numbers_told(forward: Callable[..., Any], *batches: Any, **options: Any) -> list[str]:
-    """What is said of numbers beside a loss, in training and in evaluation."""
+def metric_warnings(forward: Callable[..., Any], *batches: Any, **options: Any) -> list[str]:
+    """Return the warnings about values next to a loss, in training and in evaluation."""
     microbatcher = Microbatcher(
         net().to(batches[0][0].dtype), forward=forward, loss_average="samples", **options
     )
@@ -162,7 +162,7 @@ def numbers_told(forward: Callable[..., Any], *batches: Any, **options: Any) -> 
     return [str(one.message) for one in caught if one.category is MetricWarning]
 
 
-def test_numbers_beside_a_loss_that_are_no_means_are_named_once() -> None:
+def test_values_that_are_not_means_warn_once() -> None:
     def forward(model: Any, batch: Any) -> Any:
         logits = model(batch[0])
         return {
@@ -173,16 +173,16 @@ def test_numbers_beside_a_loss_that_are_no_means_are_named_once() -> None:
         }
 
     sizes: Any = {"microbatch_size": 16, "eval_microbatch_size": 16}
-    (message,) = numbers_told(forward, batch(), batch(), **sizes)
+    (message,) = metric_warnings(forward, batch(), batch(), **sizes)
     assert "'total' is " in message
     assert "'top' is " in message
     assert "accuracy" not in message
     whole: Any = {"microbatch_size": None, "eval_microbatch_size": None}
-    assert numbers_told(forward, batch(), **whole) == []
-    assert numbers_told(forward, batch(), probe=False, **sizes) == []
+    assert metric_warnings(forward, batch(), **whole) == []
+    assert metric_warnings(forward, batch(), probe=False, **sizes) == []
 
 
-def test_numbers_are_named_where_no_more_than_a_microbatch_fits() -> None:
+def test_values_warn_when_only_one_microbatch_fits() -> None:
     def forward(model: Any, batch: Any) -> Any:
         if len(batch[0]) > 16:
             raise torch.OutOfMemoryError("CUDA out of memory.")
@@ -190,13 +190,13 @@ def test_numbers_are_named_where_no_more_than_a_microbatch_fits() -> None:
         loss = F.cross_entropy(logits, batch[1])
         return {"loss": loss, "mean": loss.detach(), "perplexity": loss.detach().exp()}
 
-    (message,) = numbers_told(forward, batch(), microbatch_size=16, eval_microbatch_size=16)
+    (message,) = metric_warnings(forward, batch(), microbatch_size=16, eval_microbatch_size=16)
     assert "'perplexity' is " in message
     assert "'mean' is " not in message
 
 
-def test_a_batch_that_cannot_be_compared_is_not_the_one_that_was_due() -> None:
-    """Memory runs out while a size is found; the next batches are compared then."""
+def test_comparison_is_postponed_after_oom() -> None:
+    """Memory runs out during the size search, so later batches are compared instead."""
 
     def forward(model: Any, batch: Any) -> Any:
         if len(batch[0]) > 3:
@@ -210,8 +210,8 @@ def test_a_batch_that_cannot_be_compared_is_not_the_one_that_was_due() -> None:
     assert results[-1].num_microbatches == 32
 
 
-def test_what_fails_otherwise_is_not_tried_again_at_the_next_batch() -> None:
-    """A forward that takes a gradient itself, where nothing is kept for one."""
+def test_comparison_failing_without_oom_is_not_retried() -> None:
+    """The forward computes a gradient itself, which fails without a saved graph."""
 
     def forward(model: Any, batch: Any) -> Any:
         inputs = batch[0].clone().requires_grad_()
@@ -232,7 +232,7 @@ def test_what_fails_otherwise_is_not_tried_again_at_the_next_batch() -> None:
     assert not seen.extra
 
 
-def test_what_can_never_be_compared_is_not_tried_at_every_batch() -> None:
+def test_postponed_comparisons_back_off() -> None:
     splits, tried = Occasions(), []
     for number in range(1, 30):
         if splits.is_next():
@@ -241,8 +241,8 @@ def test_what_can_never_be_compared_is_not_tried_at_every_batch() -> None:
     assert tried == [1, 2, 3, 4, 5, 6, 14]
 
 
-def test_a_cut_that_no_batch_gets_names_nothing_for_want_of_rows() -> None:
-    """One half of each microbatch has none of the rows that a number is the mean of."""
+def test_empty_half_microbatches_give_no_warning() -> None:
+    """Half of each microbatch has no row that the reported value averages over."""
 
     def forward(model: Any, batch: Any) -> Any:
         if len(batch[0]) > 16:
@@ -253,14 +253,14 @@ def test_a_cut_that_no_batch_gets_names_nothing_for_want_of_rows() -> None:
     x, y = batch()
     y[torch.arange(ROWS) % 16 < 8] = 0
     y[torch.arange(ROWS) % 16 >= 8] = 1
-    assert numbers_told(forward, (x, y), microbatch_size=16, eval_microbatch_size=16) == []
+    assert metric_warnings(forward, (x, y), microbatch_size=16, eval_microbatch_size=16) == []
 
 
 @pytest.mark.parametrize("most", [ROWS, 16])
 @pytest.mark.parametrize(
     "dtype", mostly_in_sweeps([torch.float64, torch.float32, torch.bfloat16], quick=[torch.float32])
 )
-def test_numbers_beside_a_loss_that_are_means_are_not_named(dtype: torch.dtype, most: int) -> None:
+def test_values_that_are_means_give_no_warning(dtype: torch.dtype, most: int) -> None:
     def forward(model: Any, batch: Any) -> Any:
         if len(batch[0]) > most:
             raise torch.OutOfMemoryError("CUDA out of memory.")
@@ -280,4 +280,4 @@ def test_numbers_beside_a_loss_that_are_means_are_not_named(dtype: torch.dtype, 
     for rows in (64, 50):
         x, y = batch(rows)
         given = [(x.to(dtype), y), (-x.to(dtype), y)]
-        assert numbers_told(forward, *given, microbatch_size=16, eval_microbatch_size=7) == []
+        assert metric_warnings(forward, *given, microbatch_size=16, eval_microbatch_size=7) == []

@@ -1,4 +1,4 @@
-"""Warnings about the average of a loss."""
+"""Capture warnings about the loss average."""
 
 import warnings
 from typing import Any
@@ -7,7 +7,7 @@ from automicro import LossAverageWarning, Microbatcher
 
 
 def warnings_of(microbatcher: Microbatcher, *batches: Any) -> list[str]:
-    """Return the messages about the average while these batches are trained on."""
+    """Train on these batches and return the warnings about the loss average."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for batch in batches:

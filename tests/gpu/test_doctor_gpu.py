@@ -18,7 +18,7 @@ NAMES = ("average", "bank", "gradients", "losses")
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_the_planted_culprit_is_named_in_a_snapshot_of_cuda(name: str, tmp_path: Path) -> None:
+def test_doctor_finds_planted_culprit_in_cuda_snapshot(name: str, tmp_path: Path) -> None:
     device = DEVICE
     if not can_record_memory(device):
         pytest.skip("no allocator that takes snapshots")

@@ -39,7 +39,7 @@ CASES = {
 
 @pytest.mark.parametrize("where", ["host", "device"])
 @pytest.mark.parametrize("name", CASES)
-def test_the_gradient_is_that_of_the_whole_batch(name: str, where: str) -> None:
+def test_microbatched_gradient_equals_full_batch_gradient(name: str, where: str) -> None:
     found = []
     for size in (None, 1, 3, 5):
         job = Job(CASES[name])
@@ -55,7 +55,7 @@ def test_the_gradient_is_that_of_the_whole_batch(name: str, where: str) -> None:
     assert max(difference(found[0], each) for each in found[1:]) < 1e-9
 
 
-def test_bf16_in_microbatches_is_as_near_to_fp32_as_bf16_whole() -> None:
+def test_microbatched_bf16_error_matches_full_batch_bf16() -> None:
     found = {}
     for precision, size in (("fp32", ROWS), ("bf16", ROWS), ("bf16", 3)):
         net = model().eval()  # no dropout, whose mask depends on the cut
@@ -86,7 +86,7 @@ def with_layer() -> Any:
 
 
 @pytest.mark.parametrize("make", [lambda: nn.CrossEntropyLoss(), lambda: own_mean, with_layer])
-def test_a_microbatch_whose_targets_are_all_ignored_on_the_device_adds_zero(make: Any) -> None:
+def test_microbatch_with_all_targets_ignored_adds_zero(make: Any) -> None:
     if make is with_layer and not hasattr(nn, "LinearCrossEntropyLoss"):
         pytest.skip("torch has no LinearCrossEntropyLoss yet")
     targets = torch.arange(12).remainder(4).index_fill(0, torch.arange(4), -100).to(DEVICE)
@@ -102,7 +102,7 @@ def test_a_microbatch_whose_targets_are_all_ignored_on_the_device_adds_zero(make
     assert max(difference(found[0], each) for each in found[1:]) < 1e-5
 
 
-def test_a_gradient_inside_of_a_forward_is_of_its_own_graph_on_the_device_too() -> None:
+def test_forward_may_compute_gradient_of_its_own_graph() -> None:
     net = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 1)).to(DEVICE)
 
     def penalty(model: Any, batch: Tensor) -> Any:

@@ -58,7 +58,7 @@ def guarded(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 @pytest.mark.parametrize("failing_step", [0, 2], ids=["guarded", "replayed"])
 @pytest.mark.parametrize("phase", PHASES)
 @pytest.mark.usefixtures("deterministic")
-def test_a_sharded_model_that_ran_out_of_memory_ends_with_the_same_bits(
+def test_sharded_model_recovers_bit_identically_from_oom(
     phase: str, failing_step: int, guarded: list[str], record_property: Record
 ) -> None:
     mesh = init_device_mesh(DEVICE.type, (2,))

@@ -17,9 +17,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.mark.parametrize("library", LIBRARIES)
-def test_what_a_library_says_on_a_full_device_is_out_of_memory(
-    library: str, record_property: Record
-) -> None:
+def test_library_error_on_full_device_counts_as_oom(library: str, record_property: Record) -> None:
     command = [sys.executable, "-m", "tests.gpu.full_device", library]
     finished = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert finished.returncode == 0, finished.stderr

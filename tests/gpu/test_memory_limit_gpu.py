@@ -19,7 +19,7 @@ LIMIT = 320 * MIB * SHAPE[0] // 512
 TRAINER_LIMIT = max(LIMIT, 80 * MIB)
 
 
-def test_a_step_stays_within_its_limit_and_the_limit_ends_with_it() -> None:
+def test_step_stays_within_memory_limit_then_limit_is_lifted() -> None:
     before = share_of_device()
     held_bytes = allocated_bytes()  # by earlier tests in this process
     net = model()
@@ -33,12 +33,12 @@ def test_a_step_stays_within_its_limit_and_the_limit_ends_with_it() -> None:
     assert share_of_device() == pytest.approx(before)
 
 
-def test_a_limit_beyond_the_device_is_refused() -> None:
+def test_limit_larger_than_device_is_rejected() -> None:
     with pytest.raises(ValueError, match="exceeds the"):
         limit_memory("1000TiB", DEVICE)
 
 
-def test_a_trainer_survives_in_training_and_evaluation(record_property: Record) -> None:
+def test_trainer_recovers_from_oom_in_training_and_evaluation(record_property: Record) -> None:
     limit = TRAINER_LIMIT + allocated_bytes()
     inputs, targets = batch(16 * ROWS)
     rows = TensorDataset(inputs, targets)

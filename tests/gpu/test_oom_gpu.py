@@ -36,7 +36,7 @@ PHASES = {"forward": Hungry(64, 0), "backward": Hungry(0, 64)}
 ROOM = 900 * MIB
 
 
-def test_the_error_of_a_full_device_is_recognised() -> None:
+def test_oom_error_of_full_device_is_recognized() -> None:
     with room(64 * MIB), pytest.raises(torch.OutOfMemoryError) as caught:
         torch.empty(1024 * MIB, dtype=torch.uint8, device=DEVICE)
     assert classify(caught.value) is Failure.RETRYABLE
@@ -46,7 +46,7 @@ def test_the_error_of_a_full_device_is_recognised() -> None:
 @pytest.mark.parametrize("where", ["host", "pinned", "device"])
 @pytest.mark.parametrize("phase", PHASES)
 @pytest.mark.usefixtures("deterministic")
-def test_a_step_that_ran_out_of_memory_is_bit_identical_to_one_that_did_not(
+def test_step_after_oom_is_bit_identical_to_undisturbed_step(
     phase: str, where: str, precision: str
 ) -> None:
     rows = batch()
@@ -70,7 +70,7 @@ def test_a_step_that_ran_out_of_memory_is_bit_identical_to_one_that_did_not(
 
 
 @pytest.mark.usefixtures("deterministic")
-def test_an_evaluation_that_ran_out_of_memory_counts_each_row_once() -> None:
+def test_evaluation_after_oom_counts_each_row_once() -> None:
     net = model(PHASES["forward"])
     expected = microbatcher(net, ROWS // 2).evaluate(batch(), return_outputs=True)
     with room(ROOM):
@@ -84,7 +84,7 @@ def test_an_evaluation_that_ran_out_of_memory_counts_each_row_once() -> None:
 @needs_two_devices()
 @pytest.mark.parametrize("phase", PHASES)
 @pytest.mark.usefixtures("deterministic")
-def test_a_step_that_ran_out_of_memory_on_the_second_device_of_a_model_is_bit_identical(
+def test_step_after_oom_on_second_device_is_bit_identical(
     phase: str,
 ) -> None:
     found = []
@@ -102,7 +102,7 @@ def test_a_step_that_ran_out_of_memory_on_the_second_device_of_a_model_is_bit_id
 
 
 @needs_two_devices()
-def test_where_no_row_fits_the_second_device_nothing_stays_on_it() -> None:
+def test_second_device_is_freed_if_no_row_fits() -> None:
     net = OnTwoDevices(Hungry(0, 4096))
     gc.collect()
     state, held = accelerator.get_rng_state(SECOND), accelerator.memory_allocated(SECOND)
@@ -112,7 +112,7 @@ def test_where_no_row_fits_the_second_device_nothing_stays_on_it() -> None:
     assert torch.equal(accelerator.get_rng_state(SECOND), state)
 
 
-def test_where_no_row_fits_the_state_is_as_before() -> None:
+def test_state_is_unchanged_if_no_row_fits() -> None:
     microbatcher(model()).backward(batch())  # lets libraries create permanent state
     net = model(Hungry(0, 4096), batchnorm=True)
     before, before_bytes = snapshot(net), allocated_bytes()
@@ -128,7 +128,7 @@ def test_where_no_row_fits_the_state_is_as_before() -> None:
 
 
 @pytest.mark.parametrize("phase", PHASES)
-def test_a_retry_begins_without_the_blocks_of_what_failed(
+def test_retry_starts_without_cached_blocks_of_failed_attempt(
     phase: str, record_property: Record
 ) -> None:
     """Memory freed by the rollback is returned, because the retry would fragment cached blocks."""
@@ -161,7 +161,7 @@ class _Fails(torch.autograd.Function):
 
 
 @pytest.mark.parametrize("fails_first", [True, False])
-def test_what_a_failed_backward_left_queued_is_let_go(
+def test_release_frees_tensors_queued_by_failed_backward(
     fails_first: bool, record_property: Record
 ) -> None:
     x = torch.randn(MIB, device=DEVICE, requires_grad=True)
@@ -210,7 +210,7 @@ class Watch:
 
 @only_cuda("an observer of requests that cannot be served")
 @pytest.mark.skipif(not has_native_allocator(), reason="cudaMallocAsync has none")
-def test_whoever_asks_is_told_of_a_refused_request_while_the_device_is_full() -> None:
+def test_shortage_listener_is_called_while_device_is_full() -> None:
     watch = Watch()
     net = model(Hungry(0, 64))
     before = int(accelerator.memory_allocated(DEVICE))

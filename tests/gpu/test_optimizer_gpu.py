@@ -59,7 +59,7 @@ def weights() -> list[nn.Parameter]:
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_the_predicted_state_is_what_the_first_step_allocates(
+def test_predicted_state_equals_allocation_of_first_step(
     name: str, record_property: Record
 ) -> None:
     start_cublas()
@@ -105,7 +105,7 @@ def ooms_by_batch(room_bytes: int, *, reserves: bool) -> list[int]:
 
 
 @only_cuda("rows and blocks of this size in reasonable time")
-def test_a_nearly_full_device_shrinks_the_first_batch_and_not_the_second(
+def test_reservation_moves_oom_from_second_batch_to_first(
     record_property: Record,
 ) -> None:
     net = wide_model()
@@ -131,7 +131,7 @@ def test_a_nearly_full_device_shrinks_the_first_batch_and_not_the_second(
 
 @pytest.mark.parametrize("is_first", [True, False], ids=["first step", "later step"])
 @pytest.mark.parametrize("name", ["AdamW, foreach", "AdamW, fused", "AdamW, for-loop"])
-def test_an_optimizer_that_runs_out_of_memory_says_so(name: str, is_first: bool) -> None:
+def test_optimizer_step_oom_raises_named_error(name: str, is_first: bool) -> None:
     net = nn.ParameterList(weights())
     optimizer = OPTIMIZERS[name](net.parameters())
     if not is_first:
@@ -144,7 +144,7 @@ def test_an_optimizer_that_runs_out_of_memory_says_so(name: str, is_first: bool)
 
 
 @pytest.mark.usefixtures("deterministic")
-def test_training_with_reserved_memory_is_bit_identical_to_training_without() -> None:
+def test_reservation_does_not_change_trained_bits() -> None:
     found = []
     for reserves in (True, False):
         net = model()

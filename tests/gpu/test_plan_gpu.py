@@ -59,7 +59,7 @@ def planned(name: str, precision: str) -> tuple[automicro.PlanReport, tuple[Tens
 @only_cuda("kernels that a plan knows")
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("name", SUBJECTS)
-def test_a_real_peak_is_below_the_plan_and_near_it(
+def test_measured_peak_is_within_plan_and_close_to_it(
     name: str, precision: str, record_property: Record
 ) -> None:
     report, data = planned(name, precision)

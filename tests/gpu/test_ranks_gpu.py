@@ -51,7 +51,7 @@ def votes_over_gloo(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("phase", PHASES)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.usefixtures("deterministic")
-def test_a_wrapped_model_that_ran_out_of_memory_ends_with_the_same_bits(
+def test_wrapped_model_recovers_bit_identically_from_oom(
     kind: str, phase: str, failing_step: int
 ) -> None:
     found = ends_with_and_without_failure(
@@ -62,7 +62,7 @@ def test_a_wrapped_model_that_ran_out_of_memory_ends_with_the_same_bits(
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.usefixtures("deterministic")
-def test_an_error_on_autograds_device_thread_is_raised_and_leaves_no_trace(kind: str) -> None:
+def test_device_thread_error_is_raised_and_rolled_back(kind: str) -> None:
     net = wrapped(kind)
     step = microbatcher(net, HALF, probe=False)
     seen = Outside(threads=set())
@@ -97,9 +97,7 @@ def settled(kind: str) -> tuple[nn.Module, Microbatcher]:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_settled_step_of_a_wrapped_model_never_waits_for_the_device(
-    kind: str, record_property: Record
-) -> None:
+def test_settled_step_of_wrapped_model_never_syncs(kind: str, record_property: Record) -> None:
     _, step = settled(kind)
     rows = to_device(batch(seed=4))
     before = votes_of(step)
@@ -114,9 +112,7 @@ def test_a_settled_step_of_a_wrapped_model_never_waits_for_the_device(
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_trace_of_a_settled_step_shows_no_more_waiting_than_the_wrapper_has(
-    kind: str, record_property: Record
-) -> None:
+def test_settled_step_syncs_no_more_than_wrapper_alone(kind: str, record_property: Record) -> None:
     _, step = settled(kind)
     plain, loss_fn = wrapped(kind), nn.CrossEntropyLoss()
     inputs, targets = to_device(batch(seed=5))
@@ -134,7 +130,7 @@ def test_a_trace_of_a_settled_step_shows_no_more_waiting_than_the_wrapper_has(
 
 
 @pytest.mark.usefixtures("deterministic")
-def test_a_vote_that_is_cast_on_a_device_thread_stops_a_guarded_step() -> None:
+def test_vote_on_device_thread_stops_guarded_step() -> None:
     net = wrapped("ddp", Hungry(0, 64))
     step = microbatcher(net, "auto", probe=False)
     with room(ROOM):
@@ -161,7 +157,7 @@ class PeerFails(Exchange):
 
 
 @pytest.mark.usefixtures("deterministic")
-def test_a_peer_that_stops_is_heard_of_on_a_device_thread_and_the_step_is_repeated(
+def test_peer_failure_seen_on_device_thread_causes_retry(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The error goes from Python through autograd's and DDP's C++ and back."""

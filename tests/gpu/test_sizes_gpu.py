@@ -62,7 +62,7 @@ def room_bytes() -> int:
 
 
 @needs_native_allocator
-def test_training_ends_at_three_microbatches_where_halving_ends_at_four(
+def test_auto_settles_at_three_microbatches_and_halving_at_four(
     room_bytes: int, record_property: Record
 ) -> None:
     found: dict[str, list[Any]] = {}
@@ -83,7 +83,7 @@ def test_training_ends_at_three_microbatches_where_halving_ends_at_four(
 
 
 @pytest.mark.usefixtures("deterministic")
-def test_a_trial_that_runs_out_of_memory_changes_no_bit(room_bytes: int) -> None:
+def test_oom_during_size_trial_changes_no_bit(room_bytes: int) -> None:
     net, other = net_for_sizes(), net_for_sizes()
     step = microbatcher(net)
     for number in range(6):
@@ -153,7 +153,7 @@ def train_near_the_limit(asks: nn.Module, batches: int) -> tuple[list[int], list
 
 @needs_native_allocator
 @pytest.mark.usefixtures("near_the_limit")
-def test_retries_in_batch_after_batch_lead_to_a_smaller_size(record_property: Record) -> None:
+def test_repeated_allocator_retries_reduce_size(record_property: Record) -> None:
     sizes, counts = train_near_the_limit(Growing(16, 30), 12)
     record_property("sizes", sizes)
     record_property("retries", counts)
@@ -166,7 +166,7 @@ def test_retries_in_batch_after_batch_lead_to_a_smaller_size(record_property: Re
 
 @needs_native_allocator
 @pytest.mark.usefixtures("near_the_limit")
-def test_a_retry_of_the_first_batch_alone_changes_no_size(record_property: Record) -> None:
+def test_allocator_retry_in_first_batch_only_keeps_size(record_property: Record) -> None:
     sizes, counts = train_near_the_limit(RetryingOnce(), 8)
     record_property("retries", counts)
     assert counts[0] > 0
@@ -176,7 +176,7 @@ def test_a_retry_of_the_first_batch_alone_changes_no_size(record_property: Recor
 
 @needs_native_allocator
 @pytest.mark.usefixtures("near_the_limit")
-def test_retries_at_one_row_change_nothing() -> None:
+def test_allocator_retries_at_one_row_keep_size() -> None:
     net = nn.Sequential(nn.Linear(8, 8), Growing(1, 480), nn.Linear(8, 4)).to(DEVICE)
     step = Microbatcher(net, loss_fn=nn.CrossEntropyLoss(), probe=False)
     for number in range(5):
@@ -209,7 +209,7 @@ print(json.dumps(found))
 
 
 @only_cuda("libraries with memory of their own")
-def test_what_libraries_take_they_take_before_the_first_forward(record_property: Record) -> None:
+def test_libraries_allocate_memory_before_first_forward(record_property: Record) -> None:
     command = [sys.executable, "-c", _OUTSIDE]
     done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=300)
     start, first, _, end = json.loads(done.stdout.splitlines()[-1])
@@ -218,7 +218,7 @@ def test_what_libraries_take_they_take_before_the_first_forward(record_property:
 
 
 @pytest.mark.parametrize("waits", [True, False])
-def test_seconds_that_are_compared_are_the_devices(waits: bool, record_property: Record) -> None:
+def test_compared_seconds_are_measured_on_device(waits: bool, record_property: Record) -> None:
     """Without waiting they are those of the host, which hands the device its work."""
     side, times = (4096, 50) if DEVICE.type == "cuda" else (256, 20)
     a = torch.ones(side, side, device=DEVICE)

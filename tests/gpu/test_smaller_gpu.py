@@ -110,7 +110,7 @@ LEVELS: dict[str, Any] = {
 
 @pytest.mark.parametrize("level", ["recompute", "offload"])
 @pytest.mark.usefixtures("deterministic")
-def test_a_level_that_a_full_device_asked_for_has_the_bits_of_the_plain_one(
+def test_level_reached_by_oom_is_bit_identical_to_plain(
     level: str, record_property: Record
 ) -> None:
     plain, _, most = trained(PLENTY)
@@ -123,7 +123,7 @@ def test_a_level_that_a_full_device_asked_for_has_the_bits_of_the_plain_one(
 
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.usefixtures("deterministic")
-def test_a_level_needs_half_of_the_plain_one_at_most_and_leaves_nothing(
+def test_level_halves_peak_memory_and_leaves_nothing_allocated(
     level: str, record_property: Record
 ) -> None:
     def run(savers: Any) -> int:
@@ -151,7 +151,7 @@ def test_a_level_needs_half_of_the_plain_one_at_most_and_leaves_nothing(
 
 
 @pytest.mark.usefixtures("deterministic")
-def test_auto_finds_a_level_on_a_device_and_changes_no_number(record_property: Record) -> None:
+def test_auto_finds_level_and_changes_no_bit(record_property: Record) -> None:
     plain, _, _ = trained(PLENTY, steps=12)
     found, result, _ = trained(LIMIT, steps=12, when_too_large="auto")
     record_property("level", result.level)
@@ -189,7 +189,7 @@ def named(seed: int = 2) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.usefixtures("deterministic")
-def test_a_tail_that_ran_out_of_memory_shrinks_alone_and_has_the_same_bits(precision: str) -> None:
+def test_oom_in_tail_shrinks_only_tail_bit_identically(precision: str) -> None:
     def run(size: Any, limit: int) -> tuple[dict[str, Tensor], StepResult]:
         net = Tailed().to(DEVICE)
         step = Microbatcher(net, features=[Nested({"tail": size})], precision=precision)
@@ -205,7 +205,7 @@ def test_a_tail_that_ran_out_of_memory_shrinks_alone_and_has_the_same_bits(preci
 
 
 @pytest.mark.usefixtures("deterministic")
-def test_a_middle_that_ran_out_of_memory_shrinks_alone_and_has_the_same_bits() -> None:
+def test_oom_in_middle_part_shrinks_only_that_part() -> None:
     def run(size: Any, limit: int) -> tuple[dict[str, Tensor], StepResult]:
         net = model(Hungry(64, 0))
         step = microbatcher(net, nested={"hungry": size})
@@ -230,7 +230,7 @@ def errors(net: nn.Module, reference: nn.Module) -> float:
 
 
 @pytest.mark.usefixtures("deterministic")
-def test_a_contrastive_loss_in_slices_has_the_gradient_of_its_whole_batch() -> None:
+def test_sliced_contrastive_loss_has_full_batch_gradient() -> None:
     torch.manual_seed(1)
     encoder = nn.Sequential(nn.Linear(64, 128), nn.Tanh(), nn.Linear(128, 16)).double().to(DEVICE)
     reference = copy.deepcopy(encoder)
@@ -248,7 +248,7 @@ def test_a_contrastive_loss_in_slices_has_the_gradient_of_its_whole_batch() -> N
 
 
 @pytest.mark.usefixtures("deterministic")
-def test_exact_batchnorm_in_slices_has_the_gradient_of_its_whole_batch() -> None:
+def test_sliced_exact_batchnorm_has_full_batch_gradient() -> None:
     torch.manual_seed(1)
     layers = [nn.Conv2d(3, 8, 3, bias=False), nn.BatchNorm2d(8), nn.ReLU()]
     layers += [nn.Conv2d(8, 8, 3, bias=False), nn.BatchNorm2d(8), nn.Flatten()]

@@ -16,7 +16,7 @@ pytestmark = GPU
 FAILURES = 1000 if DEVICE.type == "cuda" else 30
 
 
-def test_a_thousand_failures_in_a_row_leave_no_byte_behind(record_property: Record) -> None:
+def test_thousand_consecutive_ooms_leak_no_memory(record_property: Record) -> None:
     net = model(Hungry(0, 8))
     step = microbatcher(net)
     rows = to_device(batch())

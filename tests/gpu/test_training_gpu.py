@@ -49,7 +49,7 @@ print(json.dumps({"same": sums[0] == sums[1], "variable": os.environ.get(sys.arg
 """
 
 
-def test_a_deterministic_trainer_starts_and_repeats_itself(record_property: Record) -> None:
+def test_deterministic_trainer_is_reproducible_in_new_process(record_property: Record) -> None:
     others = {name: value for name, value in os.environ.items() if name != CUBLAS_VARIABLE}
     finished = subprocess.run(
         [sys.executable, "-c", DETERMINISTIC_JOB, DEVICE.type, CUBLAS_VARIABLE],
@@ -68,7 +68,7 @@ def test_a_deterministic_trainer_starts_and_repeats_itself(record_property: Reco
     assert DeterminismWarning.__name__ not in finished.stderr
 
 
-def test_a_deterministic_run_gives_the_same_bits_and_its_settings_go_with_it() -> None:
+def test_deterministic_run_is_reproducible_and_restores_settings() -> None:
     found = []
     for _ in range(2):
         net = model(Hungry(64, 0))
@@ -79,7 +79,7 @@ def test_a_deterministic_run_gives_the_same_bits_and_its_settings_go_with_it() -
     assert differences(*found) == []
 
 
-def test_what_no_deterministic_run_can_do_on_a_device_is_refused() -> None:
+def test_nondeterministic_operation_raises_error() -> None:
     zeros, first = torch.zeros(4, device=DEVICE), torch.tensor([0], device=DEVICE)
     with (
         pytest.raises(RuntimeError, match="does not have a deterministic"),
@@ -111,7 +111,7 @@ def uncompiled(demand: Hungry) -> Hungry:
 
 
 @pytest.mark.parametrize("phase", PHASES)
-def test_a_compiled_model_recovers_while_its_backward_is_compiled(
+def test_compiled_model_recovers_while_backward_compiles(
     phase: str, record_property: Record
 ) -> None:
     """The first failure comes where the compiler has not seen the backward yet."""
@@ -128,7 +128,7 @@ def test_a_compiled_model_recovers_while_its_backward_is_compiled(
 
 @pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.usefixtures("deterministic")
-def test_half_precision_that_ran_out_of_memory_has_the_same_bits(
+def test_fp16_training_recovers_bit_identically_from_oom(
     fused: bool, record_property: Record
 ) -> None:
     found = []
@@ -147,7 +147,7 @@ def test_half_precision_that_ran_out_of_memory_has_the_same_bits(
     assert differences(*found) == []
 
 
-def test_a_report_of_running_out_of_memory_says_what_lies_on_the_device(tmp_path: Path) -> None:
+def test_oom_report_lists_memory_held_on_device(tmp_path: Path) -> None:
     net = model(PHASES["forward"])
     report = OutOfMemoryReport(tmp_path)
     monitor = MemoryMonitor()
@@ -165,7 +165,7 @@ def test_a_report_of_running_out_of_memory_says_what_lies_on_the_device(tmp_path
     assert path.with_suffix(".pickle").exists() == (DEVICE.type == "cuda")
 
 
-def test_a_compiled_microbatcher_gives_the_bits_of_its_sizes() -> None:
+def test_compiled_model_after_oom_matches_fixed_size() -> None:
     found = []
     for size, limit in ((ROWS // 2, 64 * ROOM), (Halving(refine=False), ROOM)):
         torch.compiler.reset()

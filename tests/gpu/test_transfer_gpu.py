@@ -13,7 +13,7 @@ BATCHES = 10 if DEVICE.type == "cuda" else 3
 
 @pytest.mark.parametrize("size", [1, 3, 8])
 @pytest.mark.usefixtures("deterministic")
-def test_prefetching_from_pinned_memory_gives_the_same_bits(size: int) -> None:
+def test_prefetching_from_pinned_memory_is_bit_identical(size: int) -> None:
     found = []
     for place in (to_device, pinned):
         net = model()
@@ -25,7 +25,7 @@ def test_prefetching_from_pinned_memory_gives_the_same_bits(size: int) -> None:
     assert differences(*found) == []
 
 
-def test_copies_do_not_leave_the_memory_of_every_batch_cached() -> None:
+def test_batch_copies_do_not_accumulate_cached_memory() -> None:
     net = model()
     step = microbatcher(net, 4)
     reserved_bytes = []

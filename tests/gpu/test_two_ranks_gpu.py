@@ -34,9 +34,7 @@ CASES = {
 
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("wrapper", ["ddp", pytest.param("fsdp", marks=only_standin)])
-def test_one_of_two_ranks_runs_out_of_memory_and_both_end_with_the_same_bits(
-    wrapper: str, case: str, world: World
-) -> None:
+def test_both_ranks_recover_bit_identically_from_oom(wrapper: str, case: str, world: World) -> None:
     demand, failing_step = CASES[case]
     arguments = DEVICE.type, wrapper, demand, failing_step
     expected = world.run(train, *arguments, None)

@@ -167,7 +167,7 @@ def step_of(model: nn.Module, size: int, options: dict[str, Any]) -> Microbatche
 
 @pytest.mark.parametrize("call", ["backward", "evaluate"])
 @pytest.mark.parametrize("name", STEPS)
-def test_a_settled_batch_waits_as_often_as_is_said(
+def test_settled_batch_sync_count_matches_table(
     name: str, call: str, record_property: Callable[[str, object], None]
 ) -> None:
     make, place, options, expected = STEPS[name]
@@ -185,7 +185,7 @@ def test_a_settled_batch_waits_as_often_as_is_said(
     assert tuple(found.values()) == expected
 
 
-def test_a_step_that_reads_a_value_is_seen_to_wait() -> None:
+def test_reading_value_counts_as_sync() -> None:
     value = torch.ones((), device=DEVICE)
     accelerator.synchronize(DEVICE)
     assert waits(lambda: value.add(1).item()) >= 1
@@ -193,9 +193,7 @@ def test_a_step_that_reads_a_value_is_seen_to_wait() -> None:
 
 @pytest.mark.parametrize("size", [4, "auto"])
 @pytest.mark.parametrize("place", [to_device, pinned, pageable])
-def test_a_settled_step_takes_no_memory_of_the_device(
-    place: Callable[[Batch], Batch], size: Any
-) -> None:
+def test_settled_step_allocates_no_new_segments(place: Callable[[Batch], Batch], size: Any) -> None:
     net = subjects.model()
     step = subjects.microbatcher(net, size)
     for seed in range(6):  # sizes are found, and checks are due
@@ -259,7 +257,7 @@ TRAINERS: dict[str, tuple[dict[str, Any], tuple[int, int, int]]] = {
 
 @pytest.mark.skipif(DEVICE.type == "cuda", reason="waits are counted on the stand-in")
 @pytest.mark.parametrize("name", TRAINERS)
-def test_a_batch_of_the_trainer_waits_as_often_as_is_said(
+def test_trainer_batch_sync_count_matches_table(
     name: str, record_property: Callable[[str, object], None]
 ) -> None:
     options, expected = TRAINERS[name]
@@ -292,7 +290,7 @@ def test_a_batch_of_the_trainer_waits_as_often_as_is_said(
     assert tuple(found.values()) == expected
 
 
-def test_an_evaluation_waits_as_often_however_many_batches_it_has() -> None:
+def test_evaluation_sync_count_is_independent_of_batch_count() -> None:
     found = []
     for batches in (2, 12):
         loader = loader_of(batches)

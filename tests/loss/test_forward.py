@@ -49,13 +49,13 @@ def train(model: nn.Module, batch: Any, **options: Any) -> float:
 
 @pytest.mark.parametrize("kind", ["output", "dict", "namespace"])
 @pytest.mark.parametrize("model_class", [Keyword, MereAttribute])
-def test_a_mapping_is_called_by_keyword_and_its_loss_taken(model_class: type, kind: str) -> None:
+def test_mapping_batch_is_passed_as_keywords(model_class: type, kind: str) -> None:
     model = model_class(kind)
     expected = float(F.cross_entropy(model.net(x()), y()).detach())
     assert train(model, {"inputs": x(), "labels": y()}) == pytest.approx(expected)
 
 
-def test_a_loss_function_may_return_losses_by_name() -> None:
+def test_loss_function_may_return_named_losses() -> None:
     def loss_fn(outputs: Tensor, targets: Tensor) -> dict[str, Tensor]:
         return {"fit": F.cross_entropy(outputs, targets), "size": outputs.square().mean()}
 
@@ -75,7 +75,7 @@ def test_a_loss_function_may_return_losses_by_name() -> None:
         (lambda loss: loss.detach(), "does not depend on any parameter"),
     ],
 )
-def test_a_forward_without_a_usable_loss_is_an_error_at_every_size(
+def test_forward_without_usable_loss_raises_error_at_every_size(
     result: Any, message: str, size: int | None
 ) -> None:
     def forward(model: nn.Module, batch: Any) -> Any:
@@ -100,15 +100,13 @@ def two_losses(outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         ({"forward": lambda m, b: two_losses(m(b[0]), b[1])}, "For two losses, return a mapping"),
     ],
 )
-def test_several_losses_in_a_tuple_are_refused_and_none_is_dropped(
-    options: Any, message: str, size: Any
-) -> None:
+def test_tuple_of_several_losses_is_rejected(options: Any, message: str, size: Any) -> None:
     with pytest.raises(LossError, match=message):
         Microbatcher(Mlp(), **options, microbatch_size=size).backward((x(), y()))
 
 
 @pytest.mark.parametrize("work", ["backward", "evaluate"])
-def test_a_loss_behind_the_outputs_is_told_how_to_come_first(work: str) -> None:
+def test_error_shows_how_to_return_loss_first(work: str) -> None:
     class ComputesItsLoss(nn.Sequential):
         def forward(self, inputs: Tensor, targets: Tensor) -> Any:  # type: ignore[override]
             logits = super().forward(inputs)
@@ -122,7 +120,7 @@ def test_a_loss_behind_the_outputs_is_told_how_to_come_first(work: str) -> None:
     torch.testing.assert_close(getattr(told, work)((x(), y())).loss, model(x(), y())[1])
 
 
-def test_a_detached_number_beside_the_loss_is_an_output() -> None:
+def test_detached_scalar_next_to_loss_is_an_output() -> None:
     def forward(model: nn.Module, batch: Any) -> Any:
         logits = model(batch[0])
         return F.cross_entropy(logits, batch[1]), logits.detach().mean()
@@ -144,7 +142,7 @@ class LossesByKeyword(nn.Module):
         return {**losses, "logits": logits} if self.others else losses
 
 
-def test_a_model_that_gives_losses_by_name_alone_is_trained_on_their_sum() -> None:
+def test_named_losses_are_summed() -> None:
     model = LossesByKeyword()
     batch = {"inputs": x(), "labels": y()}
     expected = {name: float(loss.detach()) for name, loss in model(**batch).items()}
@@ -156,13 +154,13 @@ def test_a_model_that_gives_losses_by_name_alone_is_trained_on_their_sum() -> No
     assert float(named.loss) == pytest.approx(sum(expected.values()))
 
 
-def test_losses_beside_other_outputs_are_not_guessed_at() -> None:
+def test_losses_among_other_outputs_are_not_guessed() -> None:
     microbatcher = Microbatcher(LossesByKeyword(others=True), microbatch_size=3)
     with pytest.raises(LossError, match="without a loss"):
         microbatcher.backward({"inputs": x(), "labels": y()})
 
 
-def test_a_batch_without_any_way_to_a_loss_is_an_error_with_the_ways() -> None:
+def test_missing_loss_error_lists_options() -> None:
     with pytest.raises(LossError, match=r"a batch of type tuple; pass loss_fn=…"):
         Microbatcher(Mlp()).backward((x(), y()))
     with pytest.raises(LossError, match=r"without a loss; the batch may lack 'labels'"):
@@ -170,7 +168,7 @@ def test_a_batch_without_any_way_to_a_loss_is_an_error_with_the_ways() -> None:
 
 
 @pytest.mark.parametrize("count", [None, lambda batch: float((batch["labels"] > 0).sum())])
-def test_a_forward_that_takes_the_number_of_items_is_told_what_it_divides_by(count: Any) -> None:
+def test_forward_receives_num_items_in_batch(count: Any) -> None:
     def forward(model: nn.Module, batch: Any, num_items_in_batch: Any) -> Tensor:
         losses = F.cross_entropy(model(batch["inputs"]), batch["labels"], reduction="none")
         return torch.where(batch["labels"] > 0, losses, 0).sum() / max(float(num_items_in_batch), 1)
@@ -195,7 +193,7 @@ def evaluate(model: nn.Module, batch: Any, metric: Any = None, **options: Any) -
 
 
 @pytest.mark.parametrize("kind", ["output", "dict"])
-def test_outputs_are_joined_without_the_loss_among_them(kind: str) -> None:
+def test_evaluation_joins_outputs_without_loss(kind: str) -> None:
     model = Keyword(kind)
     result = evaluate(model, {"inputs": x(), "labels": y()})
     with torch.no_grad():
@@ -204,7 +202,7 @@ def test_outputs_are_joined_without_the_loss_among_them(kind: str) -> None:
     assert type(result.outputs) is type(model(x(), y()))
 
 
-def test_a_model_without_labels_is_evaluated_without_a_loss() -> None:
+def test_batch_without_labels_is_evaluated_without_loss() -> None:
     result = evaluate(Keyword(), {"inputs": x()})
     assert result.loss is None
     assert result.outputs.logits.shape == (ROWS, CLASSES)
@@ -233,7 +231,7 @@ def test_metrics_get_outputs_and_targets_in_every_convention() -> None:
         assert int(states.tp + states.fn) == ROWS
 
 
-def test_targets_that_cannot_be_found_are_an_error_with_the_remedy() -> None:
+def test_missing_targets_raise_error_with_remedy() -> None:
     @dataclasses.dataclass
     class Batch:
         x: Tensor

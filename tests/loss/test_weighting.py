@@ -75,7 +75,7 @@ class OwnInit(nn.CrossEntropyLoss):
 # Reading off
 
 
-def test_a_loss_says_itself_what_it_averages_over() -> None:
+def test_average_is_inferred_from_loss() -> None:
     cases: list[Any] = [
         (nn.CrossEntropyLoss(), Tokens, True),
         (nn.NLLLoss(), Tokens, True),
@@ -116,7 +116,7 @@ def test_a_loss_says_itself_what_it_averages_over() -> None:
         ("ForTokenClassification", False, 0),
     ],
 )
-def test_a_hugging_face_model_says_whether_it_shifts_its_labels(
+def test_label_shift_is_inferred_from_hugging_face_model(
     loss_type: str, is_encoder_decoder: bool, shift: int
 ) -> None:
     class Model(nn.Module):
@@ -135,7 +135,7 @@ def test_a_hugging_face_model_says_whether_it_shifts_its_labels(
 
 
 @pytest.mark.parametrize("declares", [False, True])
-def test_a_claimed_loss_type_is_said_to_be_unchecked_where_nothing_can_be_looked_at(
+def test_unverifiable_loss_type_causes_warning(
     declares: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Model(nn.Module):
@@ -163,20 +163,20 @@ def test_a_claimed_loss_type_is_said_to_be_unchecked_where_nothing_can_be_looked
     assert all("the assumption that the loss is a mean over the" in each for each in said)
 
 
-def test_declaring_tokens_keeps_what_the_loss_says_of_itself() -> None:
+def test_declaring_tokens_keeps_ignore_index_of_loss() -> None:
     average = read(nn.CrossEntropyLoss(ignore_index=7), "tokens")
     targets = torch.tensor([7, 1, IGNORED + 101])
     assert average.divisors([cut([3], (None, targets), [(None, targets)])]).whole == 2
 
 
-def test_a_mapping_must_name_losses() -> None:
+def test_mapping_must_name_losses() -> None:
     cases: list[Any] = [{}, {"": "samples"}, {1: "samples"}]
     for declared in cases:
         with pytest.raises(ValueError, match="must name losses"):
             read(None, declared)
 
 
-def test_weights_are_shares_of_the_whole_batchs_denominator() -> None:
+def test_weights_are_fractions_of_full_batch_denominator() -> None:
     targets = torch.tensor([0, 1, IGNORED, 4, 4, IGNORED])
     parts = [(None, targets[:4]), (None, targets[4:])]
     assert microbatch_weights(Tokens(second), (None, targets), parts, [4, 2]) == [0.75, 0.25]
@@ -195,7 +195,7 @@ class OnDevice(Samples):
         return Divisors(each, torch.stack(each).sum())
 
 
-def test_weights_that_stay_on_the_device_add_up_and_drop_what_counts_nothing() -> None:
+def test_device_weights_ignore_microbatches_that_count_nothing() -> None:
     weights = BatchWeights({"": OnDevice()}, [cut([3, 1, 0])])
     assert not any(weights.is_nothing[index] for index in range(3))
     losses = [torch.tensor(value, requires_grad=True) for value in (4.0, 8.0, float("nan"))]
@@ -207,25 +207,25 @@ def test_weights_that_stay_on_the_device_add_up_and_drop_what_counts_nothing() -
     assert totals[0].dtype == torch.float32
 
 
-def test_a_batch_that_counts_nothing_on_the_device_weighs_zero() -> None:
+def test_batch_that_counts_nothing_on_device_has_zero_weight() -> None:
     weights = microbatch_weights(OnDevice(), None, [None] * 2, [0, 0])
     assert [float(weight) for weight in weights if weight is not None] == [0.0, 0.0]
 
 
 @pytest.mark.parametrize("wrong", [-1, float("nan"), float("inf"), None, "3", torch.ones(2)])
-def test_a_count_that_is_no_number_is_an_error_with_its_value(wrong: Any) -> None:
+def test_invalid_count_raises_error(wrong: Any) -> None:
     with pytest.raises(LossError, match="loss_average callable returned"):
         microbatch_weights(Counted(lambda part: wrong), None, [None, None], [1, 1])
 
 
-def test_targets_that_cannot_be_counted_are_an_error_that_says_what_they_are() -> None:
+def test_uncountable_targets_raise_error_with_their_type() -> None:
     cases: list[Any] = [None, [1, 2], torch.tensor(3)]
     for targets in cases:
         with pytest.raises(LossError, match=rf"targets are {type(targets).__name__}, not a tensor"):
             microbatch_weights(Tokens(second), (None, targets), [None, None], [1, 1])
 
 
-def test_losses_by_name_must_be_those_that_are_declared() -> None:
+def test_named_losses_must_match_declaration() -> None:
     weights = BatchWeights({"a": Samples(), "b": Sum()}, [cut([3, 1])])
     one = torch.tensor(1.0)
     total, parts = weights.apply(0, one, {"a": one, "b": one})
@@ -241,7 +241,7 @@ def test_losses_by_name_must_be_those_that_are_declared() -> None:
 
 @pytest.mark.parametrize("size", [None, 1, 3])
 @pytest.mark.parametrize("loss_average", ["tokens", count_targets])
-def test_a_batch_whose_every_target_is_ignored_contributes_zero(
+def test_batch_with_all_targets_ignored_contributes_zero(
     loss_average: Any, size: int | None
 ) -> None:
     model = Encoder()
@@ -256,7 +256,7 @@ def test_a_batch_whose_every_target_is_ignored_contributes_zero(
     assert float(microbatcher.backward(batch).loss) == 0  # and says so once
 
 
-def test_a_whole_batch_without_targets_leaves_earlier_gradients_as_they_were() -> None:
+def test_batch_without_targets_keeps_earlier_gradients() -> None:
     cases: list[Any] = [None, 1, 3]
     for size in cases:
         model = Mlp()
@@ -268,7 +268,7 @@ def test_a_whole_batch_without_targets_leaves_earlier_gradients_as_they_were() -
         assert difference(gradients(model), before) == 0
 
 
-def test_parts_beside_a_total_are_reported_for_the_whole_batch() -> None:
+def test_loss_parts_are_reported_for_full_batch() -> None:
     for size in [1, 3, 20]:
 
         def forward(model: nn.Module, batch: Any) -> dict[str, Tensor]:
@@ -286,14 +286,14 @@ def test_parts_beside_a_total_are_reported_for_the_whole_batch() -> None:
             assert float(loss) == pytest.approx(float(expected[name].detach()), abs=1e-9)
 
 
-def test_as_many_positions_as_rows_are_told_apart_by_the_cut() -> None:
+def test_row_dimension_is_inferred_from_cut() -> None:
     targets = with_ignored(classes(ROWS, ROWS)).T
     parts = [(None, part) for part in targets.split([6, 5], dim=1)]
     counts = Tokens(second).divisors([cut([6, 5], (None, targets), parts)]).each
     assert counts == [int((part != IGNORED).sum()) for _, part in parts]
 
 
-def test_the_loss_of_many_batches_does_not_depend_on_how_they_were_cut() -> None:
+def test_mean_loss_weights_batches_by_count() -> None:
     mean = LossMean()
     mean.add(torch.tensor(2.0), {"a": torch.tensor(1.0)}, {"a": 10.0, "b": None})
     with pytest.raises(KeyError):
@@ -305,7 +305,7 @@ def test_the_loss_of_many_batches_does_not_depend_on_how_they_were_cut() -> None
     assert mean.compute() == {"loss": 15.0, "loss/a": 3.0, "loss/b": 12.0}
 
 
-def test_a_batch_in_which_nothing_counts_does_not_spoil_the_mean() -> None:
+def test_batch_that_counts_nothing_does_not_affect_mean() -> None:
     mean = LossMean()
     mean.add(torch.tensor(float("nan")), {}, {"": 0})
     assert math.isnan(mean.compute()["loss"])
@@ -338,9 +338,7 @@ ADDED: dict[str, Callable[[WithScalars, Tensor], Any]] = {
 @pytest.mark.parametrize(
     "dtype", mostly_in_sweeps([torch.float32, torch.bfloat16], quick=[torch.bfloat16])
 )
-def test_backwards_that_begin_with_the_weight_have_the_bits_of_losses_times_it(
-    added: str, dtype: torch.dtype
-) -> None:
+def test_weighted_backward_is_bit_identical_to_scaled_loss(added: str, dtype: torch.dtype) -> None:
     model = WithScalars().to(dtype)
 
     def forward(model: Any, batch: Any) -> Any:
@@ -361,7 +359,7 @@ def test_backwards_that_begin_with_the_weight_have_the_bits_of_losses_times_it(
 
 
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
-def test_the_losses_of_microbatches_keep_nothing_alive_but_themselves(reduction: str) -> None:
+def test_microbatch_losses_keep_no_other_tensors_alive(reduction: str) -> None:
     """A mean of squares lies in the memory of the squares."""
     model = nn.Linear(4, 512)
     batch = torch.randn(64, 4), torch.zeros(64, 512)

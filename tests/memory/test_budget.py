@@ -30,7 +30,7 @@ def step(model: nn.Module, batch: torch.Tensor) -> None:
 # What is counted
 
 
-def test_residents_are_tracked_once() -> None:
+def test_tracked_tensors_are_counted_once() -> None:
     model = mlp()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     step(model, torch.ones(8, 64))
@@ -42,7 +42,7 @@ def test_residents_are_tracked_once() -> None:
     assert budget.peak_bytes == budget.allocated_bytes
 
 
-def test_a_lazy_layer_counts_from_its_first_use() -> None:
+def test_lazy_layer_is_counted_from_first_use() -> None:
     model = nn.LazyLinear(64)
     budget = MemoryBudget(None).track(model)
     assert budget.allocated_bytes == 0
@@ -51,12 +51,12 @@ def test_a_lazy_layer_counts_from_its_first_use() -> None:
     assert budget.allocated_bytes == 64 * 64 * 4 + 512
 
 
-def test_tracking_something_else_is_refused() -> None:
+def test_tracking_unsupported_type_raises_error() -> None:
     with pytest.raises(TypeError, match=r"cannot track 3 of type int: give modules"):
         MemoryBudget(None).track(3)
 
 
-def test_a_model_that_does_not_fit_is_refused_and_not_counted() -> None:
+def test_tracking_oversized_model_raises_oom_and_counts_nothing() -> None:
     model = mlp()
     budget = MemoryBudget("4KiB")
     with pytest.raises(torch.OutOfMemoryError, match=r"Tried to allocate 17\.50 KiB"):
@@ -66,7 +66,7 @@ def test_a_model_that_does_not_fit_is_refused_and_not_counted() -> None:
 
 @pytest.mark.filterwarnings("ignore:Sparse CSR tensor support")
 @pytest.mark.parametrize("layout", [torch.sparse_coo, torch.sparse_csr, torch.sparse_csc])
-def test_sparse_tensors_from_before_are_counted(layout: torch.layout) -> None:
+def test_existing_sparse_tensors_are_counted(layout: torch.layout) -> None:
     x = torch.eye(1024).to_sparse(layout=layout)
     with MemoryBudget(None) as budget:
         (x * 2).to_dense()
@@ -95,7 +95,7 @@ class Wrapper(torch.Tensor):
         return Wrapper(func(*plain, **(kwargs or {})))
 
 
-def test_what_a_wrapper_does_inside_is_counted() -> None:
+def test_operations_inside_tensor_wrapper_are_counted() -> None:
     wrapper = Wrapper(torch.zeros(1024))
     with MemoryBudget(None).track(wrapper) as budget:
         assert budget.allocated_bytes == 4 * KIB
@@ -127,7 +127,7 @@ def test_nested_tensors_are_counted_in_forward_and_backward(layout: torch.layout
 # Host and device
 
 
-def test_after_the_host_part_tensors_are_counted_again() -> None:
+def test_counting_resumes_after_host_block() -> None:
     with MemoryBudget(None) as budget:
         with pytest.raises(KeyError), budget.host():
             raise KeyError
@@ -135,7 +135,7 @@ def test_after_the_host_part_tensors_are_counted_again() -> None:
     assert budget.allocated_bytes == x.nbytes
 
 
-def test_a_transfer_that_does_not_fit_is_refused() -> None:
+def test_oversized_transfer_raises_oom() -> None:
     batch = torch.zeros(1024)
     with MemoryBudget("1KiB") as budget:
         with pytest.raises(torch.OutOfMemoryError, match=r"allocate 4\.00 KiB"):
@@ -155,7 +155,7 @@ def test_a_transfer_that_does_not_fit_is_refused() -> None:
     ids=["channels_last", "transposed", "coo", "csr"],
 )
 @pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta")
-def test_a_transfer_keeps_the_layout(make) -> None:
+def test_transfer_keeps_layout_and_strides(make) -> None:
     tensor = make()
     with MemoryBudget(None) as budget:
         moved = budget.transfer(tensor)
@@ -165,7 +165,7 @@ def test_a_transfer_keeps_the_layout(make) -> None:
         assert moved.stride() == tensor.stride()
 
 
-def test_tracking_brings_a_host_tensor_onto_the_device() -> None:
+def test_tracking_moves_host_tensor_to_device() -> None:
     x = torch.zeros(1024)
     budget = MemoryBudget(None)
     with budget, budget.host():
@@ -177,7 +177,7 @@ def test_tracking_brings_a_host_tensor_onto_the_device() -> None:
 # Entering and leaving
 
 
-def test_a_second_budget_inside_the_first_is_refused() -> None:
+def test_nested_budget_raises_error() -> None:
     with MemoryBudget("1GiB") as outer:
         with (
             pytest.raises(
@@ -191,7 +191,7 @@ def test_a_second_budget_inside_the_first_is_refused() -> None:
         assert active_budget() is outer
 
 
-def test_other_threads_are_not_watched() -> None:
+def test_other_threads_are_not_counted() -> None:
     seen: list[MemoryBudget | None] = []
 
     def work() -> None:
@@ -228,7 +228,7 @@ def compiled_forward() -> nn.Module:
 
 
 @pytest.mark.parametrize("make", [compiled_whole, compiled_in_place, compiled_forward])
-def test_compiled_modules_are_refused(make) -> None:
+def test_compiled_modules_are_rejected(make) -> None:
     nested = nn.Sequential(nn.ReLU(), nn.Sequential(make()))
     with pytest.raises(ValueError, match=r"compiled: 1\.0\. Leave out either"):
         refuse_compiled(nested)
@@ -239,7 +239,7 @@ def test_compiled_modules_are_refused(make) -> None:
 # When it refuses
 
 
-def test_the_measured_peak_is_a_limit_in_which_the_same_step_fits() -> None:
+def test_step_fits_in_budget_of_its_measured_peak() -> None:
     model = nn.Sequential(nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten())
     batch = torch.ones(8, 1, 12, 12)
     peaks: list[int] = []
@@ -253,7 +253,7 @@ def test_the_measured_peak_is_a_limit_in_which_the_same_step_fits() -> None:
         step(model, batch.clone())
 
 
-def test_a_refused_argument_is_not_counted_and_refused_again() -> None:
+def test_rejected_argument_is_not_counted() -> None:
     x = floats(8 * KIB)
     with MemoryBudget("4KiB") as budget:
         for _ in range(2):
@@ -264,7 +264,7 @@ def test_a_refused_argument_is_not_counted_and_refused_again() -> None:
 
 
 @pytest.mark.parametrize("training", [True, False])
-def test_a_refused_batchnorm_leaves_its_statistics(training: bool) -> None:
+def test_batchnorm_oom_leaves_running_statistics_unchanged(training: bool) -> None:
     layer = nn.BatchNorm2d(4).train(training)
     x = torch.randn(8, 4, 6, 6)
     before = copy.deepcopy(layer.state_dict())
@@ -279,7 +279,7 @@ def test_a_refused_batchnorm_leaves_its_statistics(training: bool) -> None:
         assert torch.equal(value, before[name]), name
 
 
-def test_a_refused_operation_that_declares_its_writes_takes_them_back() -> None:
+def test_oom_reverts_declared_writes_of_operation() -> None:
     noise = torch.full((512,), 7.0)
     x = torch.randn(512)
     with MemoryBudget("4KiB").track(noise, x), pytest.raises(torch.OutOfMemoryError):
@@ -290,7 +290,7 @@ def test_a_refused_operation_that_declares_its_writes_takes_them_back() -> None:
 # Recovering
 
 
-def test_the_engine_trap_holds_memory_until_release() -> None:
+def test_failed_backward_holds_memory_until_release() -> None:
     x = torch.ones(256, requires_grad=True)
 
     class Hungry(torch.autograd.Function):

@@ -10,7 +10,7 @@ from automicro.torch_private import can_record_memory
 KIB = 1024
 
 
-def test_on_a_cpu_the_active_budget_is_read() -> None:
+def test_active_budget_is_read_on_cpu() -> None:
     with MemoryBudget(None):
         x = torch.zeros(1024)
         torch.zeros(1024)
@@ -20,7 +20,7 @@ def test_on_a_cpu_the_active_budget_is_read() -> None:
         assert peak_bytes("cpu") == x.nbytes
 
 
-def test_an_accelerator_is_asked_twice_for_one_attempt(mocker) -> None:
+def test_attempt_queries_accelerator_statistics_twice(mocker) -> None:
     module = mocker.patch("torch.get_device_module").return_value
     module.memory_stats_as_nested_dict.return_value = {}  # nothing was allocated yet
     module.mem_get_info.return_value = (6, 10)
@@ -41,7 +41,7 @@ def test_an_accelerator_is_asked_twice_for_one_attempt(mocker) -> None:
     assert module.synchronize.call_count == 2
 
 
-def test_a_share_is_left_free_for_others(mocker) -> None:
+def test_capacity_excludes_share_left_for_others(mocker) -> None:
     module = mocker.patch("torch.get_device_module").return_value
     module.memory_stats_as_nested_dict.return_value = {}
     module.mem_get_info.return_value = (500, 1000)
@@ -51,7 +51,7 @@ def test_a_share_is_left_free_for_others(mocker) -> None:
     assert meter.end().capacity_bytes == 450
 
 
-def test_an_allocator_that_was_plugged_in_is_named(mocker, caplog) -> None:
+def test_warning_names_pluggable_allocator(mocker, caplog) -> None:
     module = mocker.patch("torch.get_device_module").return_value
     module.get_device_properties.return_value.total_memory = 2**30
     said = RuntimeError("CUDAPluggableAllocator does not yet support this")
@@ -70,7 +70,7 @@ def test_an_allocator_that_was_plugged_in_is_named(mocker, caplog) -> None:
 
 
 @pytest.mark.parametrize("backend", ["native", "cudaMallocAsync", "pluggable"])
-def test_only_the_native_allocator_gives_snapshots(
+def test_only_native_allocator_supports_snapshots(
     backend: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("torch.cuda.memory.get_allocator_backend", lambda: backend)
@@ -80,7 +80,7 @@ def test_only_the_native_allocator_gives_snapshots(
 @pytest.mark.parametrize("device", ["cuda:1", "cuda"])
 # Without a limit cudaMallocAsync says some millions, which cannot be set again.
 @pytest.mark.parametrize(("before", "after"), [(0.9, 0.9), (2e8, 1.0)])
-def test_cuda_is_limited_by_its_fraction_and_restored(mocker, device, before, after) -> None:
+def test_cuda_limit_sets_memory_fraction_and_restores_it(mocker, device, before, after) -> None:
     mocker.patch("torch.cuda.get_device_properties").return_value.total_memory = 8 * KIB
     mocker.patch("torch.cuda.get_per_process_memory_fraction", return_value=before)
     set_fraction = mocker.patch("torch.cuda.set_per_process_memory_fraction")

@@ -224,7 +224,7 @@ MEANS = [
 ]
 
 
-def test_each_error_is_taken_for_what_it_is() -> None:
+def test_errors_are_classified_correctly() -> None:
     found = [(label(error), classify(error), is_out_of_memory(error)) for error, _ in MEANS]
     assert found == [(label(each), means, means is Failure.RETRYABLE) for each, means in MEANS]
 
@@ -236,7 +236,7 @@ ON_A_FULL_DEVICE = [
 ]
 
 
-def test_a_library_that_gives_no_reason_has_run_out_of_memory_where_none_is_left(
+def test_unexplained_library_error_is_oom_on_full_device(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def means() -> set[Failure]:
@@ -248,14 +248,14 @@ def test_a_library_that_gives_no_reason_has_run_out_of_memory_where_none_is_left
         assert means() == {expected}
 
 
-def test_an_accelerator_error_counts_by_its_code() -> None:
+def test_accelerator_error_is_classified_by_error_code() -> None:
     for code, retry in ((2, True), (999, False), (1, False)):
         error = torch.AcceleratorError("something in another language")
         setattr(error, "error_code", code)  # noqa: B010 (as torch does; its stub lacks it)
         assert is_out_of_memory(error) is retry
 
 
-def test_a_real_allocation_failure_of_the_cpu_is_recognised() -> None:
+def test_cpu_allocation_failure_is_recognized_as_oom() -> None:
     with pytest.raises(RuntimeError) as caught:
         torch.empty(1 << 60, dtype=torch.int8)
     assert is_out_of_memory(caught.value)
@@ -350,7 +350,7 @@ ATTEMPTS = [
 ]
 
 
-def test_nothing_of_a_failed_attempt_is_alive_after_release() -> None:
+def test_release_frees_all_tensors_of_failed_attempt() -> None:
     for attempt in ATTEMPTS:
         failed, storages = fail(attempt)
         assert alive(storages) == len(storages)
@@ -358,7 +358,7 @@ def test_nothing_of_a_failed_attempt_is_alive_after_release() -> None:
         assert alive(storages) == 0
 
 
-def test_release_needs_no_memory() -> None:
+def test_release_allocates_no_memory() -> None:
     """On a device that is full to the last byte the engine must still let go."""
     budget = MemoryBudget("1KiB")
     with budget:
@@ -371,7 +371,7 @@ def test_release_needs_no_memory() -> None:
     assert budget.allocated_bytes == full.nbytes
 
 
-def test_release_passes_on_that_the_device_is_lost(mocker) -> None:
+def test_release_propagates_device_lost_error(mocker) -> None:
     failed, _ = fail(fail_in_forward)
     lost = RuntimeError("CUDA error: unspecified launch failure")
     mocker.patch("torch.autograd.grad", side_effect=lost)
@@ -379,7 +379,7 @@ def test_release_passes_on_that_the_device_is_lost(mocker) -> None:
         release(failed)
 
 
-def test_release_survives_that_memory_is_still_short(mocker) -> None:
+def test_release_tolerates_another_oom(mocker) -> None:
     failed, storages = fail(fail_in_forward)
     mocker.patch("torch.autograd.grad", side_effect=torch.OutOfMemoryError("CUDA out of memory."))
     release(failed)
@@ -387,14 +387,14 @@ def test_release_survives_that_memory_is_still_short(mocker) -> None:
 
 
 @pytest.mark.parametrize("kind", ["cuda", "xpu", "mps"])
-def test_the_cache_of_the_right_device_is_emptied(kind: str, mocker) -> None:
+def test_empty_cache_uses_given_device(kind: str, mocker) -> None:
     modules = mocker.patch("torch.get_device_module")
     empty_cache(kind)
     modules.assert_called_once_with(torch.device(kind))
     modules.return_value.empty_cache.assert_called_once_with()
 
 
-def test_memory_that_ran_out_while_compiling_is_found_in_the_compilers_error() -> None:
+def test_oom_inside_compiler_error_is_recognized() -> None:
     class CompilerError(RuntimeError):
         inner_exception = torch.OutOfMemoryError("CUDA out of memory.")
 

@@ -124,7 +124,7 @@ def batch() -> tuple[Tensor, Tensor]:
     return torch.randn(8, 4).double(), torch.randint(3, (8,))
 
 
-def test_an_error_that_stands_for_it_is_retried_to_the_exact_gradient() -> None:
+def test_error_caused_by_oom_is_retried_exactly() -> None:
     for fail in STANDS_FOR_IT.values():
         model, data = FailsOnce(fail), batch()
         plain = copy.deepcopy(model.linear)
@@ -134,7 +134,7 @@ def test_an_error_that_stands_for_it_is_retried_to_the_exact_gradient() -> None:
         torch.testing.assert_close(gradient_of(model), gradient_of(plain), rtol=0, atol=1e-12)
 
 
-def test_an_error_that_only_followed_it_reaches_its_author_unchanged() -> None:
+def test_unrelated_error_after_oom_is_raised_unchanged() -> None:
     for fail in FOLLOWED_IT.values():
         model = FailsOnce(fail)
         expected = raised_by(fail)
@@ -146,7 +146,7 @@ def test_an_error_that_only_followed_it_reaches_its_author_unchanged() -> None:
         assert model.linear.weight.grad is None
 
 
-def test_a_group_that_refers_to_itself_ends() -> None:
+def test_self_referencing_exception_group_is_classified() -> None:
     member = MemoryError()
     group = ExceptionGroup("round", [member])
     member.__cause__ = group
@@ -177,14 +177,14 @@ def odd_errors() -> list[Exception]:
     return [MuteError(), NoTextError(), SURROGATE, RuntimeError("\udcff"), UnicodeError("x")]
 
 
-def test_odd_texts_are_quoted_as_text_that_can_be_written() -> None:
+def test_unusual_error_messages_are_quoted_as_encodable_text() -> None:
     for error in odd_errors():
         for text in (text_of(error), describe_error(error), first_line(error)):
             assert text
             text.encode()
 
 
-def test_a_mute_out_of_memory_error_is_retried() -> None:
+def test_oom_error_with_failing_str_is_retried() -> None:
     class MuteShortage(torch.OutOfMemoryError):
         __str__ = MuteError.__str__
 

@@ -12,7 +12,7 @@ from automicro.memory.device import limit_bytes
 from automicro.units import format_bytes, parse_bytes, parse_share
 
 
-def test_amounts_are_read() -> None:
+def test_byte_amounts_are_parsed() -> None:
     cases: list[Any] = [
         ("24MiB", 24 * 2**20),
         ("24 mib", 24 * 2**20),
@@ -44,14 +44,14 @@ REFUSED: dict[str, tuple[list[Any], type[Exception]]] = {
 }
 
 
-def test_what_is_no_amount_is_refused() -> None:
+def test_invalid_byte_amounts_are_rejected() -> None:
     for message, (amounts, error) in REFUSED.items():
         for amount in amounts:
             with pytest.raises(error, match=message):
                 parse_bytes(amount)
 
 
-def test_a_budget_reads_its_limit_the_same_way() -> None:
+def test_budget_parses_its_limit() -> None:
     assert MemoryBudget("1.5MB").limit_bytes == 1_500_000
     assert MemoryBudget(None).limit_bytes is None
     with pytest.raises(ValueError, match="parsecs"):
@@ -59,21 +59,21 @@ def test_a_budget_reads_its_limit_the_same_way() -> None:
 
 
 @given(st.integers(min_value=1, max_value=2**50))
-def test_what_is_written_can_be_read_again(num_bytes: int) -> None:
+def test_formatted_bytes_can_be_parsed(num_bytes: int) -> None:
     assert abs(parse_bytes(format_bytes(num_bytes)) - num_bytes) <= 0.006 * num_bytes
 
 
-def test_a_share_is_told_from_bytes() -> None:
+def test_share_is_distinguished_from_bytes() -> None:
     assert [parse_share(each) for each in (0.5, 1.0, "12.5%", " 80 %")] == [0.5, 1.0, 0.125, 0.8]
     assert [parse_share(each) for each in (1, 2.0, "1GiB", None, True)] == [None] * 5
 
 
-def test_a_share_that_cannot_be_is_refused() -> None:
+def test_invalid_share_is_rejected() -> None:
     for wrong in ["0%", "101%", "-5%", "eighty%", "%"]:
         with pytest.raises(ValueError, match=r"is not a share of a device: give one such as '80%'"):
             parse_share(wrong)
 
 
-def test_a_share_needs_a_device_with_memory_of_its_own() -> None:
+def test_share_of_cpu_memory_is_rejected() -> None:
     with pytest.raises(ValueError, match=r"'80%' is a share of .*, but cpu .* Give bytes"):
         limit_bytes("80%", "cpu")

@@ -50,7 +50,7 @@ def most(trace: Trace) -> dict[str, int]:
     return {name: max(each.get(name, 0) for each in held) for name in held[-1]}
 
 
-def test_it_counts_what_a_budget_counts() -> None:
+def test_timeline_and_budget_count_same_bytes() -> None:
     model, optimizer, x = make()
     with MemoryBudget(None) as budget:
         step(model, optimizer, x)
@@ -60,7 +60,7 @@ def test_it_counts_what_a_budget_counts() -> None:
     assert trace.totals[-1] == budget.allocated_bytes
 
 
-def test_modules_hold_what_they_compute_until_the_backward_lets_go() -> None:
+def test_activations_belong_to_modules_until_backward_frees_them() -> None:
     model, _, x = make()
     trace = record(lambda: model(x).square().mean().backward(), model)
     peaks = most(trace)
@@ -71,7 +71,7 @@ def test_modules_hold_what_they_compute_until_the_backward_lets_go() -> None:
     assert held_after_each(trace)[-1]["body.1"] == 0
 
 
-def test_what_a_model_computes_itself_and_what_no_module_does_stay_apart() -> None:
+def test_tensors_outside_modules_are_counted_separately() -> None:
     class Doubles(nn.Sequential):
         def forward(self, input: Tensor) -> Tensor:
             x: Tensor = super().forward(input)
@@ -90,7 +90,7 @@ def test_what_a_model_computes_itself_and_what_no_module_does_stay_apart() -> No
     assert BACKWARD in peaks
 
 
-def test_looking_changes_no_bit_and_leaves_nothing_behind() -> None:
+def test_recording_changes_no_bit_and_removes_its_hooks() -> None:
     model, optimizer, x = make()
     other = copy.deepcopy(model)
     other_optimizer = torch.optim.AdamW(other.parameters(), lr=0.1)

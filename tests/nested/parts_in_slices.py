@@ -1,4 +1,4 @@
-"""Parts with a size of their own, beside the same slices done by hand."""
+"""Modules with their own microbatch size, and the same slices computed by hand."""
 
 import copy
 from collections.abc import Callable, Iterable, Sequence
@@ -14,7 +14,7 @@ ROWS = 7
 
 
 class Mlp(nn.Module):
-    """A middle part."""
+    """A module in the middle of a model."""
 
     def __init__(self, p: float) -> None:
         super().__init__()
@@ -25,21 +25,21 @@ class Mlp(nn.Module):
 
 
 class MlpTail(Mlp):
-    """The same with its loss."""
+    """The same module with its loss."""
 
     def forward(self, hidden: Tensor, targets: Tensor) -> Tensor:  # type: ignore[override]
         return F.cross_entropy(self.layers(hidden), targets)
 
 
 class SumTail(Mlp):
-    """A tail that gives a sum."""
+    """A tail that returns a summed loss."""
 
     def forward(self, hidden: Tensor, targets: Tensor) -> Tensor:  # type: ignore[override]
         return F.cross_entropy(self.layers(hidden), targets, reduction="sum")
 
 
 class Joint(nn.Module):
-    """Of a transducer: what each time and each label gives together, in four dimensions."""
+    """The joint network of a transducer: scores of each time and label, in four dimensions."""
 
     def __init__(self, p: float) -> None:
         super().__init__()
@@ -51,7 +51,7 @@ class Joint(nn.Module):
 
 
 class JointTail(Joint):
-    """The same with a loss of each row."""
+    """The same network with one loss per row."""
 
     def forward(self, times: Tensor, labels: Tensor, lengths: Tensor) -> Any:  # type: ignore[override]
         scores = super().forward(times, labels).log_softmax(-1)[..., 0]
@@ -60,7 +60,7 @@ class JointTail(Joint):
 
 
 class Convolution(nn.Module):
-    """A convolutional middle."""
+    """A convolutional module in the middle of a model."""
 
     def __init__(self, p: float) -> None:
         super().__init__()
@@ -73,7 +73,7 @@ class Convolution(nn.Module):
 
 
 class TiedHead(nn.Module):
-    """Two uses of one weight, as embedding and head of a language model."""
+    """Use one weight twice, as embedding and head of a language model."""
 
     def __init__(self, p: float) -> None:
         super().__init__()
@@ -130,14 +130,14 @@ CASES: dict[str, Callable[[float, bool], tuple[nn.Module, tuple[Tensor, ...]]]] 
 
 
 def made(name: str, *, p: float = 0.0, ragged: bool = True) -> tuple[Any, tuple[Any, ...]]:
-    """A part in double precision, and what it is called with."""
+    """Return a module in double precision and its arguments."""
     torch.manual_seed(3)
     part, given = CASES[name](p, ragged)
     return part.double(), given
 
 
 def by_hand(part: nn.Module, given: Sequence[Any], sizes: Sequence[int]) -> Any:
-    """The part, slice by slice, in torch alone: outputs joined, losses weighted by targets."""
+    """Run the module slice by slice in plain torch; join outputs and weight losses by targets."""
     pieces = list(zip(*(each.split(list(sizes)) for each in given), strict=True))
     outputs = [part(*piece) for piece in pieces]
     if outputs[0].dim():
@@ -158,7 +158,7 @@ def by_hand(part: nn.Module, given: Sequence[Any], sizes: Sequence[int]) -> Any:
 def gradients(
     part: Callable[..., Any], module: nn.Module, given: Iterable[Any], factor: float = 3.0
 ) -> tuple[Any, list[Tensor | None]]:
-    """What it gives, and the gradients of what it was given and of the parameters."""
+    """Return the output and the gradients of arguments and parameters."""
     tensors = [each for _, each in tensor_leaves(list(given)) if each.requires_grad]
     leaves = [*tensors, *module.parameters()]
     for leaf in leaves:
@@ -175,7 +175,7 @@ def gradients(
 
 
 def same(found: Any, wanted: Any, *, rtol: float = 1e-9, atol: float = 1e-12) -> None:
-    """Assert that outputs and gradients agree; None with None."""
+    """Assert that outputs and gradients agree, including gradients that are None."""
     for one, other in zip(found[1], wanted[1], strict=True):
         assert (one is None) == (other is None)
         if one is not None:

@@ -1,4 +1,4 @@
-"""A part with BatchNorm in slices: statistics, outputs and gradients are those of all its rows."""
+"""BatchNorm in sliced modules: statistics, outputs and gradients match the whole batch."""
 
 import copy
 import random
@@ -39,7 +39,7 @@ def conv(stride: int = 1) -> nn.Module:
 
 
 class Block(nn.Module):
-    """Residual, with a BatchNorm beside the first one's, and writes in place."""
+    """A residual block with a second BatchNorm on the shortcut and in-place operations."""
 
     def __init__(self, norm: Callable[[int], nn.Module] = nn.BatchNorm2d) -> None:
         super().__init__()
@@ -56,7 +56,7 @@ class Block(nn.Module):
 
 
 class PreActivation(nn.Module):
-    """What a BatchNorm is given is needed once more, behind it; the image has one of its own."""
+    """Use the input of a BatchNorm again after it; the image has its own BatchNorm."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -69,7 +69,7 @@ class PreActivation(nn.Module):
 
 
 class Dense(nn.Module):
-    """Branches of several depths that meet, and sizes that are computed."""
+    """Join branches of different depths, with computed sizes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -79,12 +79,12 @@ class Dense(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         once = torch.cat([x, self.bn1(self.conv(x))], 1)
         half, other = self.bn2(once).chunk(2, dim=1)
-        rows, size = x.shape[0], x.shape[-2:]  # a tuple of numbers goes over the BatchNorms
+        rows, size = x.shape[0], x.shape[-2:]  # a tuple of numbers crosses the BatchNorms
         return F.interpolate((half * other + x).view(rows, CHANNELS, -1, 3), size)
 
 
 class Tokens(nn.Module):
-    """BatchNorm over rows and positions, and a parameter that is used by itself."""
+    """BatchNorm over rows and positions, with a parameter outside any submodule."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -97,7 +97,7 @@ class Tokens(nn.Module):
 
 
 class Activated(nn.BatchNorm2d):
-    """Does something more, after it has normalised."""
+    """Apply an activation after normalization."""
 
     def __init__(self, channels: int, **options: Any) -> None:
         super().__init__(channels, **options)
@@ -108,7 +108,7 @@ class Activated(nn.BatchNorm2d):
 
 
 class Twice(nn.Module):
-    """One layer at two places."""
+    """Call one BatchNorm twice."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -165,7 +165,7 @@ def net(name: str) -> nn.Module:
 
 
 def found(model: nn.Module, x: Tensor, targets: Tensor) -> list[Tensor]:
-    """The loss, the gradients of the input and of the parameters, and the buffers."""
+    """Return the loss, the gradients of the input and of the parameters, and the buffers."""
     x = x.clone().requires_grad_()
     loss = F.cross_entropy(model(x), targets)
     loss.backward()
@@ -188,17 +188,17 @@ def assert_same(some: list[Tensor], others: list[Tensor], share: float = 1e-10) 
 @pytest.mark.parametrize(
     ("name", "size"), [*((name, 3) for name in BODIES), ("residual", 1), ("tokens", 1)]
 )
-def test_all_is_as_of_the_whole_batch(name: str, size: int) -> None:
+def test_slices_match_whole_batch(name: str, size: int) -> None:
     whole = net(name)
     sliced = copy.deepcopy(whole)
     nested = split(sliced, microbatch_size=size, batchnorm="exact")
-    for _ in range(2):  # running statistics of a second batch begin with those of the first
+    for _ in range(2):  # the second batch starts from the running statistics of the first
         assert_same(found(sliced, images(), labels()), found(whole, images(), labels()))
     assert sum(nested.sizes) == ROWS
     assert max(nested.sizes) <= size
 
 
-def test_large_means_lose_no_digits() -> None:
+def test_large_means_keep_precision() -> None:
     model = nn.Sequential(nn.BatchNorm1d(3, affine=False))
     x = torch.randn(64, 3, generator=torch.Generator().manual_seed(0)) + 1e4
     wanted = F.batch_norm(x.double(), None, None, training=True)
@@ -207,7 +207,7 @@ def test_large_means_lose_no_digits() -> None:
     assert (model(x) - wanted).norm() < 4 * whole_error
 
 
-def test_dropout_is_drawn_once_for_each_slice_and_replayed() -> None:
+def test_dropout_masks_are_drawn_per_slice_and_replayed() -> None:
     torch.manual_seed(0)
     first, norm, last = nn.Linear(3, 8), nn.BatchNorm1d(8), nn.Linear(8, 2)
     part = nn.Sequential(first, nn.Dropout(0.5), norm, nn.Dropout(0.3), last).double()
@@ -229,7 +229,7 @@ def test_dropout_is_drawn_once_for_each_slice_and_replayed() -> None:
     assert_same(outcomes[1], outcomes[0])
 
 
-def test_autocast_of_the_forward_holds_in_the_backward() -> None:
+def test_backward_uses_autocast_of_forward() -> None:
     whole, sliced = net("residual").float(), net("residual").float()
     split(sliced, microbatch_size=2, batchnorm="exact")
     exact = found(net("residual"), images(), labels())
@@ -246,8 +246,8 @@ def test_autocast_of_the_forward_holds_in_the_backward() -> None:
 
 
 @pytest.mark.parametrize("given", ["whole", "rows"])
-def test_a_single_row_whose_gradient_lies_otherwise_in_memory(given: str) -> None:
-    """torch's own kernel computes another gradient for it."""
+def test_single_row_with_transposed_gradient_matches_whole_batch(given: str) -> None:
+    """The kernel of torch computes a different gradient for this memory layout."""
 
     class Turned(nn.Module):
         def __init__(self) -> None:
@@ -269,12 +269,12 @@ def test_a_single_row_whose_gradient_lies_otherwise_in_memory(given: str) -> Non
     )
 
 
-def test_every_row_is_computed_forward_twice() -> None:
+def test_forward_runs_twice_per_row() -> None:
     counts = []
     for size in (None, 2):
         model = net("residual")
         split(model, microbatch_size=size, batchnorm="exact")
-        for _ in range(2):  # rows are checked at the first calls
+        for _ in range(2):  # the first calls also check rows
             model(images())
         with FlopCounterMode(display=False) as counter:
             F.cross_entropy(model(images()), labels()).backward()
@@ -284,7 +284,7 @@ def test_every_row_is_computed_forward_twice() -> None:
     assert counts[1] == counts[0] + forward.get_total_flops()
 
 
-def test_without_gradients_the_running_statistics_are_those_of_the_whole_batch() -> None:
+def test_running_statistics_match_whole_batch_under_no_grad() -> None:
     whole, sliced = net("residual"), net("residual")
     split(sliced, microbatch_size=2, batchnorm="exact")
     with torch.no_grad():
@@ -292,7 +292,7 @@ def test_without_gradients_the_running_statistics_are_those_of_the_whole_batch()
     assert_same([output, *sliced.buffers()], [wanted, *whole.buffers()])
 
 
-def test_a_second_backward_gives_the_same_and_a_second_derivative_is_refused() -> None:
+def test_backward_repeats_but_double_backward_is_rejected() -> None:
     model, x = net("residual"), images().requires_grad_()
     split(model, microbatch_size=2, batchnorm="exact")
     loss = model(x).sum()
@@ -310,7 +310,7 @@ def wide() -> nn.Module:
     return Net(nn.Sequential(*layers)).double()
 
 
-def test_the_device_holds_one_slice_of_one_stage() -> None:
+def test_device_holds_one_slice_of_one_stage() -> None:
     peaks = []
     for size in (None, 4):
         model = wide()
@@ -324,7 +324,7 @@ def test_the_device_holds_one_slice_of_one_stage() -> None:
 
 
 @pytest.mark.parametrize("limit", ["900KiB", "300KiB"])
-def test_memory_that_runs_out_leaves_no_trace_and_ends_in_smaller_slices(limit: str) -> None:
+def test_oom_leads_to_smaller_slices_and_exact_results(limit: str) -> None:
     whole, sliced = wide(), wide()
     wanted = found(whole, images(64), labels(64))
     microbatcher = Microbatcher(
@@ -343,7 +343,7 @@ def test_memory_that_runs_out_leaves_no_trace_and_ends_in_smaller_slices(limit: 
     assert again.nested_sizes == result.nested_sizes
 
 
-def test_what_does_not_fit_in_single_rows_leaves_all_as_it_was() -> None:
+def test_oom_at_single_rows_leaves_state_unchanged() -> None:
     model = wide()
     before = copy.deepcopy(model.state_dict())
     microbatcher = Microbatcher(
@@ -355,7 +355,7 @@ def test_what_does_not_fit_in_single_rows_leaves_all_as_it_was() -> None:
     assert all(each.grad is None for each in model.parameters())
 
 
-def test_evaluation_and_frozen_models_go_as_ever() -> None:
+def test_model_in_eval_mode_uses_plain_microbatches() -> None:
     model = net("residual")
     microbatcher = Microbatcher(
         model, loss_fn=nn.CrossEntropyLoss(), batchnorm="exact", microbatch_size=2
@@ -369,7 +369,7 @@ def test_evaluation_and_frozen_models_go_as_ever() -> None:
     torch.testing.assert_close(result.loss.double(), wanted[0])
 
 
-# Refused
+# Rejected forwards
 
 
 class WithNorm(nn.Module):
@@ -378,7 +378,7 @@ class WithNorm(nn.Module):
         self.bn = nn.BatchNorm2d(CHANNELS)
 
 
-class Jumps(WithNorm):
+class Branches(WithNorm):
     def forward(self, x: Tensor) -> Tensor:
         return cast(Tensor, self.bn(x)) if x.sum() > 0 else x
 
@@ -388,7 +388,7 @@ class Functional(nn.Module):
         return F.batch_norm(x, None, None, training=True)
 
 
-class WritesWhatOthersRead(nn.Module):
+class WritesInPlace(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.conv, self.bn = conv(), nn.BatchNorm2d(CHANNELS)
@@ -415,9 +415,9 @@ class Noisy(WithNorm):
         return cast(Tensor, self.bn(x + torch.rand(6)))
 
 
-class LeftOutAtRandom(WithNorm):
+class RandomlySkipped(WithNorm):
     def forward(self, x: Tensor) -> Tensor:
-        kept = random.random() + np.random.rand() < 3  # a trace would hold the first answer
+        kept = random.random() + np.random.rand() < 3  # a trace would keep the first result
         return cast(Tensor, self.bn(x)) if kept else x
 
 
@@ -426,8 +426,8 @@ class ReadsStatistics(WithNorm):
         return cast(Tensor, self.bn(x)) - cast(Tensor, self.bn.running_mean).view(1, -1, 1, 1)
 
 
-class GoesByOthers(nn.Module):
-    """Multiplies by a number and by a buffer, which somebody changes between batches."""
+class ScaledFromOutside(nn.Module):
+    """Multiply by a number and a buffer that change between batches."""
 
     scale: Tensor
 
@@ -441,8 +441,8 @@ class GoesByOthers(nn.Module):
         return cast(Tensor, self.bn(self.conv(x))) * (self.share * (self.scale + 1))
 
 
-def test_what_somebody_changes_between_batches_holds_for_the_next() -> None:
-    whole = Net(GoesByOthers()).double()
+def test_changes_between_batches_apply_to_next_batch() -> None:
+    whole = Net(ScaledFromOutside()).double()
     sliced = copy.deepcopy(whole)
     split(sliced, microbatch_size=2, batchnorm="exact")
     for step in range(3):
@@ -494,22 +494,22 @@ def hooked() -> nn.Module:
 @pytest.mark.parametrize(
     ("make", "why"),
     [
-        (Jumps, r"torch\.fx cannot trace it"),
+        (Branches, r"torch\.fx cannot trace it"),
         (lambda: nn.Sequential(Functional(), nn.BatchNorm2d(CHANNELS)), "as a function"),
-        (WritesWhatOthersRead, "writes into conv, which bn also reads"),
+        (WritesInPlace, "writes into conv, which bn also reads"),
         (lambda: nn.Sequential(HalfAsWide(CHANNELS)), "another result than its forward"),
         (WithoutGradient, "another gradient than its forward"),
         (FrozenForAWhile, "another result than its forward"),
         (lambda: nn.Sequential(nn.SyncBatchNorm(CHANNELS)), "is a SyncBatchNorm"),
         (Counts, "its forward changes 'seen', and a trace does not"),
         (Noisy, "draws random numbers that do not depend on its input"),
-        (LeftOutAtRandom, "draws random numbers that do not depend on its input"),
+        (RandomlySkipped, "draws random numbers that do not depend on its input"),
         (ReadsStatistics, "another result than its forward"),
         (WithLoss, "its loss exists before"),
         (hooked, "'0' has hooks"),
     ],
 )
-def test_what_cannot_be_cut_is_refused_by_name(make: Callable[[], nn.Module], why: str) -> None:
+def test_unsplittable_forwards_are_rejected(make: Callable[[], nn.Module], why: str) -> None:
     model = make().double()
     before = copy.deepcopy(model.state_dict())
     split(model, microbatch_size=2, batchnorm="exact")
@@ -521,14 +521,14 @@ def test_what_cannot_be_cut_is_refused_by_name(make: Callable[[], nn.Module], wh
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
 
 
-def test_a_function_with_batchnorm_is_refused() -> None:
+def test_function_with_batchnorm_is_rejected() -> None:
     norm = nn.BatchNorm2d(CHANNELS).double()
     part = split(lambda x: norm(x), microbatch_size=2, batchnorm="exact", modules=[norm])
     with pytest.raises(UnsplittableModelError, match="it is not a module"):
         part(images())
 
 
-def test_tensors_inside_of_an_argument_are_refused() -> None:
+def test_tensors_nested_in_argument_are_rejected() -> None:
     class Pair(WithNorm):
         def forward(self, pair: dict[str, Tensor]) -> Tensor:
             return cast(Tensor, self.bn(pair["x"]))
@@ -539,7 +539,7 @@ def test_tensors_inside_of_an_argument_are_refused() -> None:
         model({"x": images(), "y": images()})
 
 
-def test_one_value_per_channel_is_refused_as_torch_does() -> None:
+def test_one_value_per_channel_raises_error_of_torch() -> None:
     model = nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2))
     split(model, microbatch_size=1, batchnorm="exact")
     model(torch.ones(2, 3))
@@ -548,7 +548,7 @@ def test_one_value_per_channel_is_refused_as_torch_does() -> None:
 
 
 class Normalized(nn.Module):
-    """A residual block."""
+    """A residual block with BatchNorm."""
 
     def __init__(self, dropout: float = 0.0) -> None:
         super().__init__()
@@ -608,7 +608,7 @@ COMBINED: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("name", COMBINED)
-def test_together_with_others_it_is_the_whole_batch(name: str) -> None:
+def test_combination_with_other_features_matches_whole_batch(name: str) -> None:
     options = {"microbatch_size": 4, **COMBINED[name]}
     sizes, freezes = options.pop("sizes", (13,)), options.pop("freezes", False)
     level = options.pop("level", 0)
@@ -629,7 +629,7 @@ def test_together_with_others_it_is_the_whole_batch(name: str) -> None:
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
-def test_in_half_precision_it_is_the_whole_batch_but_for_rounding(precision: Any) -> None:
+def test_half_precision_matches_whole_batch_up_to_rounding(precision: Any) -> None:
     model, whole = combined().float(), combined().float()
     rows, targets = some_rows(13)
     scale = 1024.0 if precision == "fp16" else 1.0
@@ -653,7 +653,7 @@ def test_in_half_precision_it_is_the_whole_batch_but_for_rounding(precision: Any
 
 
 @pytest.mark.parametrize("options", [3, {"microbatch_size": 3, "batchnorm": "exact"}])
-def test_a_part_with_batchnorm_inside_of_such_a_model_is_refused(options: Any) -> None:
+def test_nested_part_with_batchnorm_in_exact_mode_is_rejected(options: Any) -> None:
     microbatcher = Microbatcher(
         combined(),
         loss_fn=nn.CrossEntropyLoss(),
@@ -668,7 +668,7 @@ def test_a_part_with_batchnorm_inside_of_such_a_model_is_refused(options: Any) -
 
 @pytest.mark.sweep
 @pytest.mark.parametrize("nested", [{}, {"2": "auto"}])
-def test_memory_that_runs_out_anywhere_leaves_the_whole_batch_or_nothing(nested: Any) -> None:
+def test_oom_at_any_operation_gives_exact_or_no_gradients(nested: Any) -> None:
     wanted = of_whole_batches(combined(), 13)
 
     def run(*failing: int) -> tuple[nn.Module, FaultMode, Any]:
@@ -701,7 +701,7 @@ def test_memory_that_runs_out_anywhere_leaves_the_whole_batch_or_nothing(nested:
     assert len(outcomes) > 2
 
 
-def test_memory_that_runs_out_while_the_forward_is_traced_is_no_refusal() -> None:
+def test_oom_during_tracing_is_retried() -> None:
     trigger = Outside(has_failed=False)
 
     class Scaled(Normalized):
@@ -730,8 +730,8 @@ def test_memory_that_runs_out_while_the_forward_is_traced_is_no_refusal() -> Non
     assert_equal(everything(model), everything(twin))
 
 
-def test_levels_are_for_whole_batches_too() -> None:
-    """Layers that average over the batch keep it whole; what is recomputed changes nothing."""
+def test_memory_levels_work_with_whole_batches() -> None:
+    """Layers that average over the batch keep it whole; recomputation does not change results."""
     torch.manual_seed(0)
     blocks = [
         nn.Sequential(nn.Linear(8, 256), nn.GELU(), nn.Linear(256, 8), nn.BatchNorm1d(8))
@@ -756,8 +756,8 @@ def test_levels_are_for_whole_batches_too() -> None:
     assert_equal(everything(model), everything(whole))
 
 
-def test_what_ran_in_one_piece_has_slices_where_memory_runs_out_behind_it() -> None:
-    """It kept its activations until then."""
+def test_unsplit_part_is_split_after_oom_in_later_layer() -> None:
+    """The module keeps its activations until the later failure."""
 
     class Hungry(nn.Module):
         def forward(self, logits: Tensor, targets: Tensor) -> Tensor:

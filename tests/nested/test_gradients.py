@@ -1,4 +1,4 @@
-"""A part with a size of its own gives what it gives in one piece, and the same gradients."""
+"""A module with its own microbatch size returns the same outputs and gradients as in one piece."""
 
 import copy
 import io
@@ -29,7 +29,7 @@ from tests.nested.parts_in_slices import (
 
 @pytest.mark.parametrize(("size", "ragged"), [(1, True), (3, False)])
 @pytest.mark.parametrize("name", CASES)
-def test_slices_give_what_the_whole_gives(name: str, size: int, ragged: bool) -> None:
+def test_slices_match_whole_part(name: str, size: int, ragged: bool) -> None:
     part, given = made(name, ragged=ragged)
     wanted = gradients(part, part, given)
     nested = split(part, microbatch_size=size)
@@ -40,7 +40,7 @@ def test_slices_give_what_the_whole_gives(name: str, size: int, ragged: bool) ->
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_dropout_draws_what_the_same_slices_by_hand_draw(name: str) -> None:
+def test_dropout_draws_same_numbers_as_manual_slices(name: str) -> None:
     part, given = made(name, p=0.5)
     other = twin(part)
     split(
@@ -48,17 +48,17 @@ def test_dropout_draws_what_the_same_slices_by_hand_draw(name: str) -> None:
         microbatch_size=3,
         loss_average="samples" if "joint" in name else "auto",
     )
-    part(*given)  # looked at
+    part(*given)  # the first call checks rows
     torch.manual_seed(5)
     found = gradients(part, part, given)
     drawn = torch.rand(1)
     torch.manual_seed(5)
     same(found, gradients(lambda *each: by_hand(other, each, [3, 2, 2]), other, given))
-    assert torch.equal(drawn, torch.rand(1))  # the backward drew nothing for others
+    assert torch.equal(drawn, torch.rand(1))  # the backward consumes no random numbers
 
 
 @pytest.mark.parametrize("name", ["mlp", "mlp tail"])
-def test_gradients_are_added_to_those_that_are_there_and_hooks_run_once(name: str) -> None:
+def test_gradients_accumulate_and_hooks_run_once(name: str) -> None:
     part, given = made(name)
     split(part, microbatch_size=2)
     _, [of_input, *of_parameters] = gradients(part, part, given)
@@ -75,7 +75,7 @@ def test_gradients_are_added_to_those_that_are_there_and_hooks_run_once(name: st
     assert of_input is not None
 
 
-def test_a_second_backward_and_a_second_derivative_are_those_of_a_middle_alone() -> None:
+def test_only_middle_part_supports_second_backward_and_derivative() -> None:
     part, given = made("mlp tail")
     split(part, microbatch_size=2)
     loss = part(*given)
@@ -92,7 +92,7 @@ def test_a_second_backward_and_a_second_derivative_are_those_of_a_middle_alone()
     output.backward()
     torch.testing.assert_close(given[0].grad, 2 * first)
     slopes = []
-    for each in (middle, middle.forward.nested.part.layers):  # in slices, and as it is
+    for each in (middle, middle.forward.nested.part.layers):  # in slices, and unsplit
         (slope,) = torch.autograd.grad(each(*given).sum(), given[0], create_graph=True)
         slopes.append(torch.autograd.grad(slope.square().sum(), given[0])[0])
     torch.testing.assert_close(*slopes)
@@ -105,7 +105,7 @@ class Both:
 
 
 class Structured(nn.Module):
-    """Takes and gives all kinds of containers."""
+    """Take and return nested containers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -123,7 +123,7 @@ class Structured(nn.Module):
         }
 
 
-def test_containers_defaults_and_none_go_in_and_out() -> None:
+def test_containers_defaults_and_none_pass_through_part() -> None:
     torch.manual_seed(0)
     part = Structured().double()
     x, y = floats(ROWS, 6), floats(ROWS, 6)
@@ -138,11 +138,11 @@ def test_containers_defaults_and_none_go_in_and_out() -> None:
     same(found, wanted)
     assert found[0]["name"] == "constant"
     assert found[0]["both"].other is None
-    assert part.unused.weight.grad is None  # as where the part is not cut
+    assert part.unused.weight.grad is None  # as without slices
     assert nested.sizes == [3, 2, 2]
 
 
-def test_what_a_part_gives_and_does_not_need_a_gradient_has_none() -> None:
+def test_outputs_without_grad_get_no_gradient() -> None:
     part, (hidden,) = made("mlp")
     split(part, microbatch_size=2)
     with torch.no_grad():
@@ -158,7 +158,7 @@ def test_what_a_part_gives_and_does_not_need_a_gradient_has_none() -> None:
     assert all(each.grad is None for each in part.parameters())
 
 
-def test_a_complex_output_keeps_its_gradient() -> None:
+def test_complex_output_keeps_gradient() -> None:
     class Fourier(nn.Module):
         def forward(self, x: Tensor) -> Any:
             return torch.fft.fft(x)
@@ -171,7 +171,7 @@ def test_a_complex_output_keeps_its_gradient() -> None:
     torch.testing.assert_close(x.grad, wanted)
 
 
-def test_a_part_that_is_called_several_times_and_one_inside_of_another() -> None:
+def test_repeated_and_nested_parts_match_plain_gradients() -> None:
     torch.manual_seed(0)
     inner = nn.Sequential(nn.Linear(6, 6), nn.Tanh()).double()
     model = nn.Sequential(nn.Linear(6, 6), inner, nn.Linear(6, 6)).double()
@@ -186,7 +186,7 @@ def test_a_part_that_is_called_several_times_and_one_inside_of_another() -> None
     same(gradients(run, model, [x]), wanted)
 
 
-def test_weights_that_are_computed_from_others() -> None:
+def test_parametrized_weights_match_plain_gradients() -> None:
     torch.manual_seed(0)
     part = nn.Sequential(
         nn.utils.parametrizations.weight_norm(nn.Linear(6, 6)),
@@ -212,7 +212,7 @@ def test_weights_that_are_computed_from_others() -> None:
     same(gradients(outer, outer, [x]), wanted)
 
 
-def test_copies_and_files_of_a_model_keep_the_sizes_of_parts() -> None:
+def test_copied_and_saved_models_keep_part_sizes() -> None:
     model: Any = nn.Sequential(Mlp(0.0), nn.Linear(3, 2)).double()
     names = list(model.state_dict())
     split(model[0], microbatch_size=2)
@@ -229,7 +229,7 @@ def test_copies_and_files_of_a_model_keep_the_sizes_of_parts() -> None:
         assert other[0].forward.nested.sizes == [2, 2, 2, 1]
 
 
-def test_a_forward_that_somebody_put_in_its_place_stays() -> None:
+def test_replaced_forward_is_kept_after_removal() -> None:
     part, (x,) = made("mlp")
     given = part.forward
     part.forward = lambda hidden: given(hidden) * 2
@@ -242,7 +242,7 @@ def test_a_forward_that_somebody_put_in_its_place_stays() -> None:
 
 
 @pytest.mark.parametrize("name", ["mlp tail", "tied tail"])
-def test_a_batch_without_any_target_contributes_nothing(name: str) -> None:
+def test_batch_without_targets_gives_zero_loss_and_gradients(name: str) -> None:
     part, given = made(name)
     split(part, microbatch_size=2)
     part(*given)
@@ -251,11 +251,11 @@ def test_a_batch_without_any_target_contributes_nothing(name: str) -> None:
     assert all(each is not None and not each.any() for each in found)
 
 
-def test_a_slice_without_target_adds_no_nan() -> None:
+def test_slice_without_targets_adds_no_nan() -> None:
     class Masked(Mlp):
         def forward(self, hidden: Tensor, targets: Tensor) -> Tensor:  # type: ignore[override]
             losses = F.cross_entropy(self.layers(hidden), targets, reduction="none")
-            return losses.sum() / (targets != -100).sum()  # 0 / 0 where none counts
+            return losses.sum() / (targets != -100).sum()  # 0 / 0 in a slice without targets
 
     torch.manual_seed(0)
     part = Masked(0.0).double()
@@ -265,7 +265,7 @@ def test_a_slice_without_target_adds_no_nan() -> None:
     same(gradients(part, part, given), wanted)
 
 
-def test_a_loss_that_is_not_finite_stays_so() -> None:
+def test_nan_loss_stays_nan() -> None:
     part, (hidden, targets) = made("mlp tail")
     split(part, microbatch_size=2)
     part(hidden, targets)
@@ -277,7 +277,7 @@ def test_a_loss_that_is_not_finite_stays_so() -> None:
     assert fresh(spoiled, targets).isnan()
 
 
-def test_autocast_is_the_same_in_slices_and_when_they_are_computed_again() -> None:
+def test_autocast_matches_manual_slices() -> None:
     for name in ("mlp", "mlp tail"):
         part, doubles = made(name)
         part = part.float()
@@ -287,7 +287,7 @@ def test_autocast_is_the_same_in_slices_and_when_they_are_computed_again() -> No
         leaf, leaf_again = (given[0].clone().requires_grad_() for _ in range(2))
         with torch.autocast("cpu", torch.bfloat16):
             found = part(leaf, *given[1:])
-            # What autocast keeps of a weight is that of the same weight outside of the part.
+            # Autocast shares its cached weights between the sliced module and other uses of them.
             beside = part.layers(given[0]).sum()
             wanted = by_hand(other, [leaf_again, *given[1:]], [3, 2, 2])
             beside_too = other.layers(given[0]).sum()
@@ -298,7 +298,7 @@ def test_autocast_is_the_same_in_slices_and_when_they_are_computed_again() -> No
             torch.testing.assert_close(one.grad, two.grad, rtol=2e-2, atol=1e-2)
 
 
-def test_small_gradients_of_half_precision_do_not_vanish_before_they_are_scaled() -> None:
+def test_small_half_precision_gradients_do_not_underflow_before_scaling() -> None:
     torch.manual_seed(0)
     part = MlpTail(0.0).half()
     given = torch.randn(ROWS, 6).half().requires_grad_(), torch.randint(3, (ROWS,))
@@ -311,14 +311,14 @@ def test_small_gradients_of_half_precision_do_not_vanish_before_they_are_scaled(
         return given[0].grad.double() / factor
 
     wanted = kept(part, scale)
-    assert (kept(part, 1.0) == 0).any()  # so small are they
+    assert (kept(part, 1.0) == 0).any()  # some gradients underflow without scaling
     split(part, microbatch_size=2)
     found = kept(part, scale)
     assert (found == 0).sum() == (wanted == 0).sum()
     torch.testing.assert_close(found, wanted, rtol=2e-2, atol=1e-8)
 
 
-def test_gradients_of_half_precision_are_rounded_once() -> None:
+def test_half_precision_gradients_are_rounded_once() -> None:
     torch.manual_seed(0)
     part: Any = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4)).bfloat16()
     x, wide = torch.randn(256, 8).bfloat16(), copy.deepcopy(part).double()
@@ -329,9 +329,9 @@ def test_gradients_of_half_precision_are_rounded_once() -> None:
         assert (each.grad - other.grad).norm() < 0.004 * other.grad.norm()  # 0.008 in bfloat16
 
 
-def test_batchnorm_is_named_and_counts_a_slice_once() -> None:
+def test_batchnorm_warns_and_counts_each_slice_once() -> None:
     part: Any = nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4))
-    split(part, microbatch_size=1)  # two rows, for BatchNorm needs them
+    split(part, microbatch_size=1)  # two rows, because BatchNorm needs them
     with pytest.warns(BatchNormWarning, match="a part with its own size"):
         output = part(torch.randn(ROWS, 6))
     other = twin(part)
@@ -341,7 +341,7 @@ def test_batchnorm_is_named_and_counts_a_slice_once() -> None:
     part.eval()(torch.randn(ROWS, 6))
 
 
-def test_what_slices_would_change_is_refused_by_name() -> None:
+def test_parts_that_slices_would_change_are_rejected() -> None:
     class Unknown:
         def __init__(self, x: Tensor) -> None:
             self.x = x
@@ -359,7 +359,7 @@ def test_what_slices_would_change_is_refused_by_name() -> None:
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # torch's tracer asks for it
 @pytest.mark.sweep
-def test_a_compiled_model_breaks_its_graph_around_a_part() -> None:
+def test_compiled_model_breaks_graph_around_part() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, 6), nn.Sequential(nn.Linear(6, 6), nn.Tanh())).double()
     x = floats(ROWS, 6)
@@ -385,7 +385,7 @@ def test_a_compiled_model_breaks_its_graph_around_a_part() -> None:
 
 
 class Noisy(nn.Module):
-    """Dropout between layers, of which one may be frozen."""
+    """Dropout between layers; the last layer is frozen."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -399,7 +399,7 @@ class Noisy(nn.Module):
 
 
 @pytest.mark.filterwarnings("ignore:automicro could not check")
-def test_a_mode_that_changes_before_the_backward_changes_nothing() -> None:
+def test_eval_before_backward_does_not_change_gradients() -> None:
     part, x = Noisy(), floats(ROWS, 6)
     split(part, microbatch_size=2)
     found = []
@@ -416,7 +416,7 @@ def test_a_mode_that_changes_before_the_backward_changes_nothing() -> None:
     torch.testing.assert_close(*found, rtol=0, atol=0)
 
 
-def test_what_functional_call_puts_there_is_there_in_the_backward() -> None:
+def test_functional_call_parameters_are_used_in_backward() -> None:
     part, x = Noisy().eval(), floats(ROWS, 6)
     other = twin(part)
     split(other, microbatch_size=2)
@@ -433,8 +433,8 @@ def test_what_functional_call_puts_there_is_there_in_the_backward() -> None:
     same(found[1], found[0])
 
 
-def test_a_frozen_parameter_that_is_written_into_before_the_backward() -> None:
-    """A small one is computed with as it stood in the forward, a large one refused."""
+def test_frozen_parameter_modified_before_backward_is_restored_or_rejected() -> None:
+    """A small parameter is restored to its value in the forward; a large one is rejected."""
     part, x = Noisy().eval(), floats(ROWS, 6)
     plain = copy.deepcopy(part)
     split(part, microbatch_size=2)
@@ -453,11 +453,11 @@ def test_a_frozen_parameter_that_is_written_into_before_the_backward() -> None:
             output.sum().backward()
     part(x).sum().backward()
     output = part.requires_grad_(False)(x)
-    part.requires_grad_(True)  # as a discriminator's, behind the loss of a generator
+    part.requires_grad_(True)  # as for a discriminator after the generator loss
     output.sum().backward()
 
 
-def test_weights_that_are_cached_keep_their_gradient() -> None:
+def test_cached_parametrized_weights_keep_gradients() -> None:
     part, given = made("mlp")
     for layer in [each for each in part.modules() if isinstance(each, nn.Linear)]:
         torch.nn.utils.parametrizations.weight_norm(layer)
@@ -496,7 +496,7 @@ def test_sparse_gradients_stay_sparse() -> None:
     optimizer.step()
 
 
-def test_a_hook_that_clamps_gradients_inside_of_a_tail_sees_those_from_behind() -> None:
+def test_clamping_hook_inside_tail_sees_scaled_gradients() -> None:
     head = nn.Linear(6, 5).double()
 
     def tail(hidden: Tensor, targets: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Head and loss of transformers' language models in slices: by name alone, right or refused."""
+"""Language models of transformers with head and loss in slices: results match, or an error."""
 
 import copy
 import io
@@ -20,7 +20,7 @@ transformers = pytest.importorskip("transformers")
 
 
 def language_model(name: str, kind: str = "CausalLM") -> Any:
-    """A small one without dropout, whose logits are large enough to show what is done to them."""
+    """Return a small model without dropout whose large logits expose any change to them."""
     torch.manual_seed(0)
     config = transformers.CONFIG_MAPPING[name]()
     small = {
@@ -64,9 +64,7 @@ def loss_and_gradients(model: Any, given: dict[str, Tensor]) -> tuple[Tensor, di
 
 @pytest.mark.parametrize(("unit", "with_count"), [("rows", True), ("tokens", False)])
 @pytest.mark.parametrize("name", ["gpt2", "cohere", "mixtral", "mamba", "modernbert"])
-def test_a_language_model_learns_the_same_with_its_tail_in_slices(
-    name: str, unit: str, with_count: bool
-) -> None:
+def test_sliced_tail_matches_loss_and_gradients(name: str, unit: str, with_count: bool) -> None:
     model = language_model(name, "MaskedLM" if name == "modernbert" else "CausalLM")
     given = batch(with_count=with_count)
     if name == "mamba":
@@ -83,7 +81,7 @@ def test_a_language_model_learns_the_same_with_its_tail_in_slices(
     assert max(sizes) == 2
 
 
-def test_a_soft_cap_on_logits_is_refused_however_small_these_are() -> None:
+def test_softcapped_logits_are_rejected_even_if_small() -> None:
     model = language_model("gemma2")
     with torch.no_grad():
         model.get_output_embeddings().weight.mul_(1e-3)
@@ -93,12 +91,12 @@ def test_a_soft_cap_on_logits_is_refused_however_small_these_are() -> None:
 
 
 @pytest.mark.parametrize(("name", "kind"), [("bert", "MaskedLM"), ("bart", "Seq2SeqLM")])
-def test_a_model_that_computes_its_loss_by_itself_is_refused(name: str, kind: str) -> None:
+def test_model_with_own_loss_is_rejected(name: str, kind: str) -> None:
     with pytest.raises(ValueError, match="its forward computes its loss itself"):
         Microbatcher(language_model(name, kind), features=[Nested({"tail": 2})])
 
 
-def test_whoever_asks_for_logits_that_are_not_there_is_told() -> None:
+def test_use_of_missing_logits_raises_with_advice() -> None:
     model = language_model("llama")
     Microbatcher(model, features=[Nested({"tail": 2})])
     given = batch(with_count=False)
@@ -112,7 +110,7 @@ def test_whoever_asks_for_logits_that_are_not_there_is_told() -> None:
         assert model(**given).logits.shape == (5, 9, SMALL["vocab_size"])
 
 
-def test_logits_that_are_missing_refuse_every_use() -> None:
+def test_missing_logits_reject_every_operation() -> None:
     uses: list[Callable[[Any], Any]] = [
         *(lambda logits: logits == 1, lambda logits: logits != logits, lambda logits: 1 - logits),
         *(float, bool, np.asarray, lambda logits: np.ones(1) == logits),
@@ -123,7 +121,7 @@ def test_logits_that_are_missing_refuse_every_use() -> None:
             use(MissingLogits())
 
 
-def test_evaluation_and_removal_leave_the_model_as_it_was() -> None:
+def test_evaluation_and_removal_restore_plain_model() -> None:
     model = language_model("gpt2")
     given = batch(with_count=False)
     with torch.no_grad():
@@ -137,7 +135,7 @@ def test_evaluation_and_removal_leave_the_model_as_it_was() -> None:
     assert model(**given).logits.shape == (5, 9, SMALL["vocab_size"])
 
 
-def test_a_model_that_was_trained_can_be_copied_and_saved() -> None:
+def test_trained_model_can_be_copied_and_saved() -> None:
     model, given = language_model("llama"), batch(with_count=True)
     Microbatcher(model, features=[Nested({"tail": 2})])
     wanted, _ = loss_and_gradients(model, given)
@@ -148,7 +146,7 @@ def test_a_model_that_was_trained_can_be_copied_and_saved() -> None:
         assert torch.equal(loss_and_gradients(other, given)[0], wanted)
 
 
-def test_a_head_that_is_replaced_between_steps_is_the_tails() -> None:
+def test_head_replaced_between_steps_is_used_by_tail() -> None:
     model, given = language_model("llama"), batch(with_count=False)
     Microbatcher(model, features=[Nested({"tail": 2})])
     loss_and_gradients(model, given)
@@ -163,7 +161,7 @@ def test_a_head_that_is_replaced_between_steps_is_the_tails() -> None:
 
 
 @pytest.mark.sweep
-def test_a_compiled_language_model_keeps_its_tail() -> None:
+def test_compiled_language_model_keeps_sliced_tail() -> None:
     model, given = language_model("llama"), batch(with_count=False)
     _, wanted = loss_and_gradients(model, given)
     Microbatcher(model, features=[Nested({"tail": 2})])

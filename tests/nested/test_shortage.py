@@ -1,4 +1,4 @@
-"""Memory that runs out inside of a part ends the attempt, and that part has a smaller size."""
+"""An OOM inside a module with its own size ends the attempt and reduces that size."""
 
 import copy
 import functools
@@ -34,7 +34,7 @@ CPU = torch.device("cpu")
 
 
 def repeated(nested: NestedSplit, attempt: Callable[[], Any]) -> Any:
-    """What an attempt gives, which is made again as long as the part is smaller next time."""
+    """Run an attempt again as long as the part reduces its size, and return its result."""
     while True:
         torch.manual_seed(7)
         try:
@@ -52,14 +52,14 @@ def repeated(nested: NestedSplit, attempt: Callable[[], Any]) -> Any:
         ["mlp", "mlp tail", "sum tail", "joint tail", "tied tail"], quick=["mlp tail"]
     ),
 )
-def test_a_shortage_at_any_operation_of_a_part_leaves_no_trace(name: str) -> None:
-    """What comes of it is bit for bit what the sizes give that it ended with."""
+def test_oom_at_any_operation_of_part_leaves_no_trace(name: str) -> None:
+    """The result equals, bit for bit, a run with the final sizes from the start."""
     part, given = made(name, p=0.3)
     averages = {"sum tail": "none", "joint tail": "samples"}
     options: Any = {"microbatch_size": "auto", "loss_average": averages.get(name, "tokens")}
     warm = twin(part)
     nested = split(warm, **options)
-    for _ in range(2):  # rows are compared
+    for _ in range(2):  # the first calls compare rows
         warm(*given)
 
     def run(*numbers: int) -> tuple[Any, list[int], int]:
@@ -75,18 +75,18 @@ def test_a_shortage_at_any_operation_of_a_part_leaves_no_trace(name: str) -> Non
         try:
             found, sizes, _ = run(number, number + gap)
         except torch.OutOfMemoryError:
-            continue  # outside of the part: the caller's to repeat
+            continue  # OOM outside the part: the caller retries
         seen.add(tuple(sizes))
         forced = copy.deepcopy(warm)
         forced.forward.nested._policy = Fixed(max(sizes))
         torch.manual_seed(7)
-        # A part that stays whole takes its gradient in the backward, and rounds otherwise.
+        # An unsplit part computes its gradient in the backward and rounds differently.
         rounding = 1e-12 if max(sizes) == ROWS else 0.0
         same(gradients(forced, forced, given), found, rtol=rounding, atol=rounding)
     assert len(seen) > 1
 
 
-def test_a_shortage_in_the_backward_of_a_middle_part_cuts_it_smaller() -> None:
+def test_oom_in_backward_of_middle_part_reduces_its_size() -> None:
     class Narrow(Heavy):
         def forward(self, x: Tensor) -> Any:
             if in_backward() and len(x) > 3:
@@ -108,7 +108,7 @@ def test_a_shortage_in_the_backward_of_a_middle_part_cuts_it_smaller() -> None:
 
 
 class Heavy(nn.Module):
-    """Needs many times the memory of all before it."""
+    """Needs far more memory than all layers before it."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -119,7 +119,7 @@ class Heavy(nn.Module):
 
 
 @pytest.mark.parametrize("limit", ["700KiB", "2MiB"])
-def test_only_where_the_part_cannot_shrink_does_the_microbatch(limit: str) -> None:
+def test_microbatch_shrinks_only_if_part_cannot(limit: str) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(16, 16), nn.Dropout(0.5), Heavy(1024))
     batch = torch.randn(64, 16), torch.randn(64, 2)
@@ -141,7 +141,7 @@ def test_only_where_the_part_cannot_shrink_does_the_microbatch(limit: str) -> No
     assert limit != "700KiB" or sizes == [32, 64]
 
 
-def test_a_part_whose_single_row_does_not_fit_ends_with_an_error_that_says_so() -> None:
+def test_part_with_single_row_too_large_raises_oom() -> None:
     model = nn.Sequential(nn.Linear(16, 16), Heavy(100_000))
     microbatcher = Microbatcher(
         model, loss_fn=nn.MSELoss(), features=[Nested({"1": "auto"})], memory_limit="7.5MiB"
@@ -152,8 +152,8 @@ def test_a_part_whose_single_row_does_not_fit_ends_with_an_error_that_says_so() 
 
 
 @pytest.mark.sweep
-def test_a_shortage_before_a_part_is_reached_ends() -> None:
-    """The look reached the part in one piece, and no attempt comes as far as it."""
+def test_oom_before_part_is_reached_ends_search() -> None:
+    """The check reaches the unsplit part, but every attempt fails before it."""
     transformers = pytest.importorskip("transformers")
     config = transformers.GPT2Config(
         vocab_size=500, n_positions=256, n_embd=64, n_layer=4, n_head=4
@@ -173,7 +173,7 @@ def test_a_shortage_before_a_part_is_reached_ends() -> None:
         microbatcher.backward({"input_ids": ids, "labels": ids})
 
 
-def test_a_shortage_in_the_look_is_the_outer_loops() -> None:
+def test_oom_during_check_propagates_to_caller() -> None:
     def tail(hidden: Tensor, targets: Tensor) -> Tensor:
         raise torch.OutOfMemoryError("always")
 
@@ -185,7 +185,7 @@ def mean_by_mask(hidden: Tensor, mask: Tensor) -> Tensor:
     return (hidden.square().mean(1) * mask).sum() / mask.sum()
 
 
-def test_a_shortage_at_any_operation_of_a_check_hides_nothing_that_it_would_have_seen() -> None:
+def test_oom_during_check_does_not_hide_loss_errors() -> None:
     given = torch.randn(6, 4, dtype=torch.double), torch.ones(6, dtype=torch.double)
     given[1][-1] = 0.5
 
@@ -197,7 +197,7 @@ def test_a_shortage_at_any_operation_of_a_check_hides_nothing_that_it_would_have
             split(mean_by_mask, microbatch_size=3)(*given)
 
 
-def test_a_check_with_less_room_sees_what_counts_for_nothing() -> None:
+def test_check_under_low_memory_detects_masked_rows() -> None:
     def tail(hidden: Tensor, mask: Tensor) -> Tensor:
         if len(hidden) > 2 and is_extra_pass():
             raise torch.OutOfMemoryError("CUDA out of memory.")
@@ -208,7 +208,7 @@ def test_a_check_with_less_room_sees_what_counts_for_nothing() -> None:
         split(tail, microbatch_size=2)(*given)
 
 
-def test_calls_of_other_numbers_of_rows_keep_their_sizes() -> None:
+def test_calls_with_varying_row_counts_keep_size_limit() -> None:
     def tail(hidden: Tensor, targets: Tensor) -> Tensor:
         if torch.is_grad_enabled() and len(hidden) > 3:
             raise torch.OutOfMemoryError("too many rows")
@@ -227,7 +227,7 @@ def test_calls_of_other_numbers_of_rows_keep_their_sizes() -> None:
 
 
 class Changing(Fixed):
-    """Another size in a backward than in the forward before."""
+    """A policy that proposes another size in the backward than in the forward."""
 
     def propose(self, num_rows: int, cost: float | None = None) -> int:
         return 2 if in_backward() else super().propose(num_rows, cost)
@@ -238,7 +238,7 @@ class Drawing(nn.Module):
 
     def __init__(self, most: int = 1000) -> None:
         super().__init__()
-        # Two, so that slices draw in turns.
+        # Two dropouts make slices draw alternately.
         self.part = nn.Sequential(
             nn.Linear(4, 8), nn.Dropout(0.5), Refusing(most), nn.Dropout(0.5), nn.Linear(8, 4)
         )
@@ -248,7 +248,7 @@ class Drawing(nn.Module):
 
 
 class Refusing(nn.Module):
-    """Has no memory for more rows with a graph."""
+    """Runs out of memory for more than `most` rows with a graph."""
 
     def __init__(self, most: int) -> None:
         super().__init__()
@@ -261,8 +261,8 @@ class Refusing(nn.Module):
 
 
 @pytest.mark.parametrize("around", ["recompute", "part", "recompute, part"])
-def test_a_part_in_what_is_computed_again_is_cut_as_it_was(around: str) -> None:
-    """Other slices would draw other numbers, and the gradient would be that of another loss."""
+def test_recomputed_part_repeats_its_slices(around: str) -> None:
+    """Other slices would draw other random numbers, and give the gradient of another loss."""
     torch.manual_seed(0)
     model = nn.Sequential(Drawing(), Drawing()).double()
     first, second = (cast(Drawing, each) for each in model)
@@ -289,8 +289,8 @@ def test_a_part_in_what_is_computed_again_is_cut_as_it_was(around: str) -> None:
         same(run(model, Changing(3)), wanted)
 
 
-def test_a_part_that_does_not_fit_in_one_piece_in_a_block_that_is_computed_again() -> None:
-    """What was saved before it failed would be missed when the block runs again."""
+def test_oversized_part_in_recomputed_block_is_split() -> None:
+    """Tensors saved before the failure would be missing when the block runs again."""
     torch.manual_seed(0)
     blocks = nn.Sequential(Drawing(most=3), Drawing(most=3)).double()
     model = nn.Sequential(blocks, nn.Linear(4, 2).double())
@@ -305,11 +305,11 @@ def test_a_part_that_does_not_fit_in_one_piece_in_a_block_that_is_computed_again
     result = microbatcher.backward(batch)
     assert (result.level, result.microbatch_size) == ("recompute", 12)
     assert max(result.nested_sizes.values()) <= 3
-    # Each part loses an attempt with all 12 rows, and slices of 6 within it or in another one.
+    # Each part loses an attempt with all 12 rows and one with slices of 6.
     assert (result.ooms, result.nested_ooms, result.attempts) == (0, 4, 5)
 
 
-def test_what_parts_survived_is_counted_and_told() -> None:
+def test_nested_ooms_are_counted_in_summary() -> None:
     def trained(most: int) -> Any:
         torch.manual_seed(0)
         model = nn.Sequential(Drawing(most), nn.Linear(4, 2))
@@ -333,7 +333,7 @@ def test_what_parts_survived_is_counted_and_told() -> None:
 
 
 class Scarce(nn.Module):
-    """Dropout between two layers, for which a backward around it has less memory than a forward."""
+    """Dropout between two layers, with less memory in a surrounding backward than in a forward."""
 
     def __init__(self, most: int) -> None:
         super().__init__()
@@ -351,7 +351,7 @@ class Scarce(nn.Module):
 
 
 class Held(nn.Module):
-    """A block that holds a part."""
+    """A block that contains a part."""
 
     def __init__(self, most: int = 99) -> None:
         super().__init__()
@@ -363,11 +363,11 @@ class Held(nn.Module):
 
 
 @pytest.mark.filterwarnings("ignore:.* changes masks once per slice")
-def test_a_part_that_is_computed_again_with_what_is_around_it_has_the_same_slices() -> None:
+def test_part_inside_checkpointed_block_repeats_its_slices() -> None:
     block = Held(most=4)
     nested = split(block.part, microbatch_size="auto")
     hidden = torch.randn(8, 6, dtype=torch.double, requires_grad=True)
-    block(hidden)  # a look at a few rows
+    block(hidden)  # checks a few rows
 
     def step() -> Any:
         torch.manual_seed(0)
@@ -375,7 +375,7 @@ def test_a_part_that_is_computed_again_with_what_is_around_it_has_the_same_slice
         return checkpoint(block, hidden, use_reentrant=True)
 
     output = step()
-    with pytest.raises(torch.OutOfMemoryError):  # other slices would draw other numbers
+    with pytest.raises(torch.OutOfMemoryError):  # other slices would draw other random numbers
         output.sum().backward()
     block.zero_grad()
     step().sum().backward()
@@ -387,7 +387,7 @@ def test_a_part_that_is_computed_again_with_what_is_around_it_has_the_same_slice
 
 
 @pytest.mark.filterwarnings("ignore:.* changes masks once per slice")
-def test_a_shortage_in_a_checkpointed_forward_is_raised_and_the_next_call_fits() -> None:
+def test_oom_in_checkpointed_forward_is_raised_and_next_call_fits() -> None:
     block = Held()
     nested = split(block.part, microbatch_size="auto")
     hidden = torch.randn(8, 6, dtype=torch.double, requires_grad=True)
@@ -408,7 +408,7 @@ def test_a_shortage_in_a_checkpointed_forward_is_raised_and_the_next_call_fits()
 
 
 @pytest.mark.parametrize("use_reentrant", [True, False])
-def test_a_tail_may_stand_inside_of_what_is_checkpointed(use_reentrant: bool) -> None:
+def test_tail_inside_checkpoint_matches_gradients(use_reentrant: bool) -> None:
     head = nn.Linear(6, 3).double()
     encoder = nn.Linear(6, 6).double()
     tail = split(lambda x, targets: F.cross_entropy(head(x), targets), microbatch_size=3)

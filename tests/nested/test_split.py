@@ -1,4 +1,4 @@
-"""A part with a size of its own: loss, outputs and gradients are those of the part in one piece."""
+"""A module with its own size: loss, outputs and gradients match the module in one piece."""
 
 import threading
 from typing import Any, cast
@@ -29,7 +29,7 @@ def inputs() -> tuple[Tensor, Tensor]:
     return hidden, targets
 
 
-def test_a_loss_that_compares_rows_is_refused() -> None:
+def test_loss_that_compares_rows_is_rejected() -> None:
     def tail(hidden: Tensor, targets: Tensor) -> Tensor:
         return F.cross_entropy(hidden @ hidden.T, torch.arange(len(hidden)))
 
@@ -40,7 +40,7 @@ def test_a_loss_that_compares_rows_is_refused() -> None:
 
 
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
-def test_class_weights_are_read_where_they_are_torchs_own(smoothing: float) -> None:
+def test_class_weights_of_cross_entropy_are_detected(smoothing: float) -> None:
     weight = torch.tensor([1.0, 1.0, 5.0], dtype=torch.double)
     head = nn.Linear(WIDTH, 3).double()
 
@@ -49,7 +49,7 @@ def test_class_weights_are_read_where_they_are_torchs_own(smoothing: float) -> N
 
     hidden = torch.randn(ROWS, WIDTH, dtype=torch.double)
     part = split(tail, microbatch_size=3)
-    if smoothing:  # which adds two means
+    if smoothing:  # adds two means
         with pytest.raises(LossAverageError, match="does not end in"):
             part(hidden, torch.randint(2, (ROWS,)))
         average = lambda batch: weight[batch["targets"]].sum()  # noqa: E731
@@ -58,7 +58,7 @@ def test_class_weights_are_read_where_they_are_torchs_own(smoothing: float) -> N
         torch.testing.assert_close(part(hidden, targets), tail(hidden, targets), rtol=1e-9, atol=0)
 
 
-def test_connectionist_temporal_classification_is_a_mean_over_rows() -> None:
+def test_ctc_loss_is_averaged_over_rows() -> None:
     head = nn.Linear(WIDTH, 5).double()
 
     def tail(hidden: Tensor, targets: Tensor, times: Tensor, lengths: Tensor) -> Tensor:
@@ -76,7 +76,7 @@ def test_connectionist_temporal_classification_is_a_mean_over_rows() -> None:
 
 
 class Remembering(nn.Module):
-    """A middle that leaves something behind, or reads what it left."""
+    """A middle module that leaves a tensor behind, or reads an earlier one."""
 
     def __init__(self, kind: str) -> None:
         super().__init__()
@@ -111,7 +111,7 @@ class Remembering(nn.Module):
         ("count", r"other values"),
     ],
 )
-def test_what_a_part_leaves_behind_is_refused(kind: str, message: str) -> None:
+def test_part_with_side_effects_is_rejected(kind: str, message: str) -> None:
     part = Remembering(kind)
     hidden = torch.randn(ROWS, WIDTH, dtype=torch.double, requires_grad=True)
     nested = split(part, microbatch_size=3)
@@ -126,7 +126,7 @@ def test_what_a_part_leaves_behind_is_refused(kind: str, message: str) -> None:
     part(hidden).sum().backward()
 
 
-def test_a_tensor_that_needs_a_gradient_later_is_seen_then() -> None:
+def test_tensor_that_later_requires_grad_is_detected() -> None:
     embedding = nn.Embedding(11, WIDTH).double().requires_grad_(False)
     norm = nn.LayerNorm(WIDTH).double()
     table = [embedding]
@@ -143,8 +143,8 @@ def test_a_tensor_that_needs_a_gradient_later_is_seen_then() -> None:
 
 
 @pytest.mark.parametrize("gives_loss", [True, False])
-def test_no_rows_are_computed_as_without_a_part(gives_loss: bool) -> None:
-    head = nn.Linear(WIDTH, 3).double()  # an expert that no token goes to
+def test_empty_batch_passes_through_part(gives_loss: bool) -> None:
+    head = nn.Linear(WIDTH, 3).double()  # an expert without tokens
     expert = split(lambda x: head(x).sum() if gives_loss else head(x), microbatch_size=3)
     for rows in (0, ROWS, 0):
         output = expert(torch.randn(rows, WIDTH, dtype=torch.double))
@@ -152,7 +152,7 @@ def test_no_rows_are_computed_as_without_a_part(gives_loss: bool) -> None:
         output.sum().backward()
 
 
-def test_hooks_inside_that_see_slices_are_named() -> None:
+def test_hooks_inside_part_that_see_slices_warn() -> None:
     part = nn.Sequential(nn.Linear(WIDTH, 4), nn.Tanh())
     seen: list[Tensor] = []
     part[0].register_forward_hook(lambda module, args, output: seen.append(output))
@@ -165,7 +165,7 @@ def test_hooks_inside_that_see_slices_are_named() -> None:
 
 
 class Counted(nn.Module):
-    """Counts its calls in a buffer that nothing reads."""
+    """Count calls in a buffer that nothing reads."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -178,7 +178,7 @@ class Counted(nn.Module):
         return cast(Tensor, self.linear(x))
 
 
-def test_a_buffer_that_counts_slices_is_named_once() -> None:
+def test_buffer_that_counts_slices_warns_once() -> None:
     part = split(Counted(), microbatch_size=3)
     with pytest.warns(BufferWarning, match="Counted.* changes calls once per slice, 4 times"):
         part(torch.randn(ROWS, WIDTH))
@@ -186,26 +186,26 @@ def test_a_buffer_that_counts_slices_is_named_once() -> None:
 
 
 class CountsInItsLoss(Counted):
-    """Its loss does not depend on the number of earlier calls before the second step."""
+    """Its loss depends on the number of earlier calls from the second step on."""
 
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x) * (1 + self.calls * self.linear.bias.detach().abs().sum())
 
 
-def test_a_difference_that_only_an_outer_check_met_is_refused_by_the_next_call() -> None:
+def test_later_difference_is_rejected_on_every_following_call() -> None:
     part = CountsInItsLoss()
     nn.init.zeros_(part.linear.bias)
     sliced = split(part, microbatch_size=3)
     with pytest.warns(BufferWarning):
         sliced(torch.randn(ROWS, WIDTH))
     nn.init.ones_(part.linear.bias)
-    for _ in range(2):  # the second call is due, the third only because the second failed
+    for _ in range(2):  # the second call is checked, and the third only because the second failed
         with pytest.raises(UnsplittableModelError, match="other values in slices"):
             sliced(torch.randn(ROWS, WIDTH))
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::torch.jit.TracerWarning")
-def test_transforms_of_functions_are_refused_by_name_and_traces_see_the_whole() -> None:
+def test_function_transforms_are_rejected_and_traces_use_whole_batch() -> None:
     model = nn.Sequential(nn.Linear(WIDTH, 4), nn.Sequential(nn.Tanh(), nn.Linear(4, 2)))
     split(model[1], microbatch_size=3)
     weights: dict[str, Tensor] = dict(model.named_parameters())
@@ -222,7 +222,7 @@ def test_transforms_of_functions_are_refused_by_name_and_traces_see_the_whole() 
 
 
 class Boxes(nn.Module):
-    """A loss divided by the boxes of all rows, as detection has it."""
+    """A loss divided by the number of boxes of all rows, as in object detection."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -234,7 +234,7 @@ class Boxes(nn.Module):
         return torch.stack(losses).sum() / sum(len(row["boxes"]) for row in targets)
 
 
-def test_rows_with_as_many_boxes_do_not_settle_what_a_loss_averages_over() -> None:
+def test_declared_average_is_rechecked_after_equal_box_counts() -> None:
     tail, hidden = Boxes(), torch.randn(ROWS, WIDTH, dtype=torch.double)
 
     def boxes(*counts: int) -> list[dict[str, Tensor]]:
@@ -245,12 +245,12 @@ def test_rows_with_as_many_boxes_do_not_settle_what_a_loss_averages_over() -> No
     assumed = split(tail, microbatch_size=3, loss_average="samples")
     for _ in range(3):
         torch.testing.assert_close(tail(hidden, alike), wanted)
-    with pytest.raises(LossAverageError, match="do not add up"):  # at the fourth
+    with pytest.raises(LossAverageError, match="do not add up"):  # the fourth call is checked
         tail(hidden, boxes(2, 2, 2, 2, 2, 2, 2, 2, 2, 3))
     assumed.remove()
 
 
-def test_an_argument_without_rows_that_looks_like_them_is_hinted_at() -> None:
+def test_error_hints_at_shared_argument_with_row_like_shape() -> None:
     attention = nn.MultiheadAttention(WIDTH, 2, batch_first=True)
 
     class Masked(nn.Module):
@@ -263,7 +263,7 @@ def test_an_argument_without_rows_that_looks_like_them_is_hinted_at() -> None:
     assert "batch_layout={'mask': 'shared'}" in raised.value.__notes__[0]
 
 
-def test_a_size_that_was_given_before_is_not_silently_another_one() -> None:
+def test_conflicting_nested_sizes_are_rejected() -> None:
     model = nn.Sequential(nn.Linear(WIDTH, 4), nn.Linear(4, 2))
     for _ in range(2):
         Microbatcher(model, loss_fn=nn.MSELoss(), features=[Nested({"1": 2})])
@@ -275,7 +275,7 @@ def test_a_size_that_was_given_before_is_not_silently_another_one() -> None:
             Microbatcher(model, loss_fn=nn.MSELoss(), features=[Nested(wrong)])
 
 
-def test_sizes_that_were_found_leave_a_size_that_is_fixed() -> None:
+def test_fixed_nested_size_ignores_loaded_state() -> None:
     def made(size: Any) -> Microbatcher:
         model = nn.Sequential(nn.Linear(WIDTH, 4), nn.Linear(4, 2))
         return Microbatcher(model, loss_fn=nn.MSELoss(), features=[Nested({"1": size})])
@@ -291,7 +291,7 @@ def test_sizes_that_were_found_leave_a_size_that_is_fixed() -> None:
 
 
 def heavy(kind: str) -> tuple[nn.Module, tuple[Tensor, ...]]:
-    """A part that needs nearly all of the memory, and what it is given."""
+    """Return a part that needs nearly all of the memory, and its arguments."""
     wide = nn.Sequential(nn.Linear(32, 1024), nn.GELU(), nn.Linear(1024, 32))
     hidden = torch.randn(256, 32, requires_grad=True)
     if kind == "middle":
@@ -309,7 +309,7 @@ def heavy(kind: str) -> tuple[nn.Module, tuple[Tensor, ...]]:
 
 
 @pytest.mark.parametrize("kind", ["tail", "middle"])
-def test_the_peak_is_that_of_a_slice_where_the_part_needs_the_most(kind: str) -> None:
+def test_peak_memory_shrinks_with_size_of_dominant_part(kind: str) -> None:
     part, given = heavy(kind)
 
     def peak() -> int:
@@ -323,7 +323,7 @@ def test_the_peak_is_that_of_a_slice_where_the_part_needs_the_most(kind: str) ->
     peaks = []
     for size in (rows // 2, rows // 4, rows // 8):
         nested = split(part, microbatch_size=size)
-        part(*given).sum().backward()  # a look
+        part(*given).sum().backward()  # the first call checks rows
         part.zero_grad()
         peaks.append(peak())
         nested.remove()
@@ -332,13 +332,13 @@ def test_the_peak_is_that_of_a_slice_where_the_part_needs_the_most(kind: str) ->
     assert peaks[2] < whole / 2.5
 
 
-def test_a_view_of_an_input_that_a_forward_marks_loses_no_gradient() -> None:
+def test_input_view_that_requires_grad_keeps_gradients() -> None:
     layer = nn.Linear(WIDTH, 3).double()
 
     def features(waves: Tensor) -> Any:
         hidden = waves[:, None]
         if torch.is_grad_enabled():
-            hidden.requires_grad = True  # as some models do, for the sake of checkpointing
+            hidden.requires_grad = True  # as some models do for checkpointing
         return layer(hidden)
 
     waves = torch.randn(ROWS, WIDTH, dtype=torch.double)
@@ -350,7 +350,7 @@ def test_a_view_of_an_input_that_a_forward_marks_loses_no_gradient() -> None:
 
 
 @pytest.mark.parametrize(("value", "width"), [(0.0, 3), (float("nan"), 3), (0.0, 1)])
-def test_a_mean_over_chosen_values_is_to_be_declared(value: float, width: int) -> None:
+def test_mean_over_selected_values_must_be_declared(value: float, width: int) -> None:
     head = nn.Linear(WIDTH, width).double()
 
     def tail(hidden: Tensor, depth: Tensor) -> Tensor:
@@ -361,7 +361,7 @@ def test_a_mean_over_chosen_values_is_to_be_declared(value: float, width: int) -
     hidden = torch.randn(ROWS, WIDTH, dtype=torch.double, requires_grad=True)
     depth = torch.randn(ROWS, width, dtype=torch.double)
     part = split(tail, microbatch_size=3)
-    if width == 1:  # while each row has its value, torch's mean is one over rows
+    if width == 1:  # with one value per row, the mean of torch is a mean over rows
         torch.testing.assert_close(part(hidden, depth), tail(hidden, depth), rtol=1e-9, atol=0)
     depth[2:5, -1] = value
     with pytest.raises(LossAverageError, match=r"of this slice is not|does not end in"):
@@ -379,7 +379,7 @@ def test_a_mean_over_chosen_values_is_to_be_declared(value: float, width: int) -
 
 
 @pytest.mark.parametrize("shape", [(32,), (32, 4)])
-def test_targets_that_torch_ignores_count_for_nothing(shape: tuple[int, ...]) -> None:
+def test_targets_with_ignore_index_do_not_count(shape: tuple[int, ...]) -> None:
     head = nn.Linear(WIDTH, 100).double()
 
     def tail(hidden: Tensor, targets: Tensor) -> Tensor:
@@ -394,7 +394,7 @@ def test_targets_that_torch_ignores_count_for_nothing(shape: tuple[int, ...]) ->
 
 
 @pytest.mark.parametrize("dtype", [torch.double, torch.bfloat16])
-def test_a_tail_may_give_a_sum_that_is_divided_outside(dtype: torch.dtype) -> None:
+def test_tail_may_return_sum_for_division_outside(dtype: torch.dtype) -> None:
     head = nn.Linear(WIDTH, 3).to(dtype)
 
     def tail(hidden: Tensor, depth: Tensor) -> Tensor:
@@ -419,7 +419,7 @@ def test_a_tail_may_give_a_sum_that_is_divided_outside(dtype: torch.dtype) -> No
         counted(hidden, depth)
 
 
-def test_targets_that_a_tail_changes_are_not_those_of_the_batch() -> None:
+def test_targets_modified_by_tail_are_rejected() -> None:
     head = nn.Linear(WIDTH, 5).double()
 
     def tail(hidden: Tensor, targets: Tensor) -> Tensor:
@@ -434,7 +434,7 @@ def test_targets_that_a_tail_changes_are_not_those_of_the_batch() -> None:
         part(hidden, targets)
 
 
-def test_numbers_that_slices_do_not_share_are_refused_in_any_slice() -> None:
+def test_numbers_that_differ_between_slices_are_rejected() -> None:
     class Longest(nn.Module):
         def forward(self, hidden: Tensor, lengths: Tensor) -> Any:
             return hidden * 2, int(lengths.max())
@@ -447,7 +447,7 @@ def test_numbers_that_slices_do_not_share_are_refused_in_any_slice() -> None:
         part(hidden, torch.arange(ROWS))
 
 
-def test_rows_in_a_list_that_need_a_gradient_are_refused() -> None:
+def test_list_rows_that_require_grad_are_rejected() -> None:
     def tail(rows: list[Tensor]) -> Tensor:
         return torch.stack([each.square().sum() for each in rows]).sum()
 
@@ -457,7 +457,7 @@ def test_rows_in_a_list_that_need_a_gradient_are_refused() -> None:
     assert split(tail, microbatch_size=2)([each.detach() for each in rows]).isfinite()
 
 
-def test_a_gradient_that_only_a_later_slice_would_lose_is_refused() -> None:
+def test_gradient_lost_only_in_later_slice_is_rejected() -> None:
     rare = [nn.Linear(WIDTH, WIDTH)]
 
     class Rarely(nn.Module):
@@ -478,7 +478,7 @@ def test_a_gradient_that_only_a_later_slice_would_lose_is_refused() -> None:
         part(hidden).sum().backward()
 
 
-def test_two_threads_in_one_part_are_refused() -> None:
+def test_concurrent_calls_of_part_are_rejected() -> None:
     entered, go_on = threading.Event(), threading.Event()
 
     class Slow(nn.Module):
@@ -507,14 +507,14 @@ def test_two_threads_in_one_part_are_refused() -> None:
 
 
 class SometimesSkipped(nn.Module):
-    """A layer that is left out in one training step of two."""
+    """A layer that is skipped in half of the training steps."""
 
     def forward(self, hidden: Tensor) -> Tensor:
         skipped = self.training and bool(torch.rand(()) < 0.5)
         return hidden if skipped else hidden.tanh()
 
 
-def test_a_choice_by_chance_is_no_other_output_of_slices() -> None:
+def test_random_layer_skip_is_not_reported_as_difference() -> None:
     for seed in range(12):
         part = nn.Sequential(nn.Linear(WIDTH, WIDTH), SometimesSkipped())
         split(part, microbatch_size=2)
@@ -522,7 +522,7 @@ def test_a_choice_by_chance_is_no_other_output_of_slices() -> None:
         part(torch.randn(ROWS, WIDTH)).sum().backward()
 
 
-def test_a_part_that_no_step_calls_is_named() -> None:
+def test_uncalled_part_warns_after_eight_steps() -> None:
     class Borrowed(nn.Module):
         def __init__(self) -> None:
             super().__init__()

@@ -25,7 +25,7 @@ def gradients(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize("max_norm", [0.1, 1e6])
-def test_it_is_bit_identical_to_the_clipping_of_torch(max_norm: float) -> None:
+def test_clipping_is_bit_identical_to_torch(max_norm: float) -> None:
     ours, theirs = make_optimizer(), make_optimizer()
     norm = clip_gradients(ours, max_norm, CPU)
     expected = nn.utils.clip_grad_norm_(theirs.param_groups[0]["params"], max_norm)
@@ -33,7 +33,7 @@ def test_it_is_bit_identical_to_the_clipping_of_torch(max_norm: float) -> None:
     assert all(map(torch.equal, gradients(ours), gradients(theirs)))
 
 
-def test_the_trainer_names_gradients_that_may_be_half_clipped(
+def test_trainer_reports_half_clipped_gradients(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def clip_half(parameters: list[nn.Parameter], max_norm: float) -> None:

@@ -338,7 +338,7 @@ def train(make: Make, *, ours: bool) -> tuple[list[Tensor], Any]:
 
 @pytest.mark.filterwarnings("ignore::UserWarning:transformers")
 @pytest.mark.parametrize("name", MAKE)
-def test_training_is_as_in_a_plain_loop(name: str) -> None:
+def test_training_matches_plain_loop(name: str) -> None:
     plain, before = train(MAKE[name], ours=False)
     given, after = train(MAKE[name], ours=True)
     for one, other in zip(plain, given, strict=True):
@@ -357,7 +357,7 @@ UNKNOWN = {
 
 
 @pytest.mark.parametrize(("name", "why"), UNKNOWN.items())
-def test_what_cannot_be_run_beside_training_is_named(
+def test_unpredictable_optimizer_causes_one_warning(
     name: str, why: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     train(MAKE[name], ours=True)
@@ -365,7 +365,7 @@ def test_what_cannot_be_run_beside_training_is_named(
     assert why in caplog.text
 
 
-def test_the_state_of_such_optimizers_is_predicted() -> None:
+def test_state_size_of_custom_optimizers_is_predicted() -> None:
     for name in [each for each in MAKE if each not in (*UNKNOWN, "lookahead", "communicates")]:
         model = TwoBranches().double()
         optimizer = check_optimizer(MAKE[name](model), [model])
@@ -379,7 +379,7 @@ def test_the_state_of_such_optimizers_is_predicted() -> None:
         assert sum(predicted.state_bytes) == sum(v.nbytes for v in values if isinstance(v, Tensor))
 
 
-def test_a_step_that_communicates_is_not_run_beside_training(tmp_path: Path) -> None:
+def test_communicating_step_is_not_rehearsed(tmp_path: Path) -> None:
     model = TwoBranches().double()
     optimizer = Communicates(model.parameters(), lr=0.1)
     torch.distributed.init_process_group(
@@ -392,7 +392,7 @@ def test_a_step_that_communicates_is_not_run_beside_training(tmp_path: Path) -> 
     assert predicted.unknown == "its step communicates with other processes"
 
 
-def test_state_by_other_keys_is_held_before_the_first_step_only() -> None:
+def test_state_with_other_keys_is_reserved_before_first_step() -> None:
     model = TwoBranches().double()
     optimizer = ByNumber(model.parameters())
     microbatcher = Microbatcher(model, loss_fn=nn.MSELoss(), optimizer=optimizer)
@@ -406,7 +406,7 @@ def test_state_by_other_keys_is_held_before_the_first_step_only() -> None:
     assert held[1:] == [0, 0]
 
 
-def test_no_hook_hears_of_the_dry_run() -> None:
+def test_dry_run_calls_no_hooks() -> None:
     heard: list[str] = []
     model = TwoBranches().double()
     optimizer = Lookahead(torch.optim.Adam(model.parameters(), lr=0.1))
@@ -429,7 +429,7 @@ def test_no_hook_hears_of_the_dry_run() -> None:
 
 @pytest.mark.parametrize("wrap", [LightningOptimizer, None], ids=["lightning", "accelerate"])
 @pytest.mark.parametrize("late", [False, True])
-def test_the_trainer_trains_with_wrappers_of_other_trainers(wrap: Any, late: bool) -> None:
+def test_trainer_accepts_optimizer_wrappers_of_other_libraries(wrap: Any, late: bool) -> None:
     def fit(wrapped: bool) -> list[Tensor]:
         seed()
         model = nn.Linear(4, 3)
@@ -455,7 +455,7 @@ def test_the_trainer_trains_with_wrappers_of_other_trainers(wrap: Any, late: boo
     assert all(map(torch.equal, fit(False), fit(True)))
 
 
-def test_a_scheduler_of_the_optimizer_inside_belongs_to_the_wrapper() -> None:
+def test_scheduler_of_inner_optimizer_is_accepted_with_wrapper() -> None:
     model = nn.Linear(4, 3)
     inner = torch.optim.AdamW(model.parameters(), lr=0.1)
     accelerator = accelerate.Accelerator(cpu=True)
@@ -506,14 +506,14 @@ def given_to_trainer(**options: Any) -> Trainer:
     return Trainer(MODEL, [], **QUIET, **options)
 
 
-def test_what_cannot_be_trained_is_refused_with_a_remedy() -> None:
+def test_unsupported_optimizers_are_rejected_with_remedy() -> None:
     for name in REFUSED:
         make, words = REFUSED[name]
         with pytest.raises((TypeError, ValueError), match=words):
             make()
 
 
-def test_lbfgs_works_in_its_closure_without_being_named() -> None:
+def test_lbfgs_works_with_backward_in_closure() -> None:
     def fit(ours: bool) -> Tensor:
         seed()
         model = nn.Linear(4, 3).double()
@@ -538,7 +538,7 @@ def test_lbfgs_works_in_its_closure_without_being_named() -> None:
         check_optimizer(torch.optim.LBFGS(nn.Linear(2, 2).parameters()), [])
 
 
-def test_an_error_without_words_has_a_reason_that_can_be_read(
+def test_warning_explains_error_without_message(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     class Asserts(torch.optim.SGD):

@@ -41,9 +41,7 @@ def rounded(sizes: list[int]) -> int:
 
 
 @pytest.mark.parametrize(("name", "options"), CASES)
-def test_prediction_equals_what_the_first_step_allocates(
-    name: str, options: dict[str, Any]
-) -> None:
+def test_prediction_equals_allocation_of_first_step(name: str, options: dict[str, Any]) -> None:
     model, optimizer = build(name, options)
     stateless = [each for each in model.parameters() if each not in optimizer.state]
     before = [each.detach().clone() for each in model.parameters()]
@@ -93,12 +91,12 @@ def train(limit_bytes: int | None, reserved: bool) -> tuple[list[int], list[Tens
     return ooms, [each.detach() for each in model.parameters()]
 
 
-def test_training_is_bit_identical_with_and_without_a_reservation() -> None:
+def test_training_is_bit_identical_with_and_without_reservation() -> None:
     with_it, without_it = train(None, True)[1], train(None, False)[1]
     assert all(map(torch.equal, with_it, without_it))
 
 
-def test_a_nearly_full_device_shrinks_at_the_first_batch_and_not_at_the_second() -> None:
+def test_reservation_moves_oom_from_second_batch_to_first() -> None:
     model, batch = network(), batches()[0]
     with MemoryBudget(None).track(model) as budget:
         Microbatcher(model, loss_fn=nn.MSELoss()).backward(batch)
@@ -107,7 +105,7 @@ def test_a_nearly_full_device_shrinks_at_the_first_batch_and_not_at_the_second()
     assert train(limit, True)[0] == [1, 0, 0]
 
 
-def test_a_dropped_microbatcher_leaves_no_placeholder_alive() -> None:
+def test_deleted_microbatcher_frees_its_placeholders() -> None:
     model = network()
     optimizer = torch.optim.Adam(model.parameters())
     microbatcher = Microbatcher(model, loss_fn=nn.MSELoss(), optimizer=optimizer)
@@ -127,7 +125,7 @@ class Broken(torch.optim.SGD):
         raise NotImplementedError("no stand-ins, please")
 
 
-def test_an_optimizer_that_refuses_stand_ins_only_costs_the_reservation(
+def test_optimizer_that_rejects_stand_ins_gets_no_reservation(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     model = nn.Linear(8, 4)
@@ -164,7 +162,7 @@ def step(optimizer: torch.optim.Optimizer) -> None:
     optimizer.zero_grad()
 
 
-def test_nothing_is_held_for_parameters_that_had_no_gradient_at_the_last_step() -> None:
+def test_parameters_without_gradient_get_no_reservation() -> None:
     used, _, optimizer, reservation = two_heads()
     of_both = run_batch(reservation, used)
     step(optimizer)
@@ -181,7 +179,7 @@ def test_nothing_is_held_for_parameters_that_had_no_gradient_at_the_last_step() 
     )
 
 
-def test_no_state_is_upcoming_once_the_optimizer_has_built_it() -> None:
+def test_upcoming_state_is_empty_after_step() -> None:
     used, seldom, optimizer, reservation = two_heads()
     reservation.begin()
     assert len(reservation.upcoming_bytes) >= 2 * 4
@@ -190,7 +188,7 @@ def test_no_state_is_upcoming_once_the_optimizer_has_built_it() -> None:
     assert reservation.upcoming_bytes == []  # also before the next batch begins
 
 
-def test_a_parameter_that_gains_its_first_gradient_late_is_reserved_for_by_the_commit() -> None:
+def test_late_first_gradient_is_reserved_for_at_commit() -> None:
     used, seldom, optimizer, reservation = two_heads()
     of_both = run_batch(reservation, used)
     step(optimizer)
@@ -206,7 +204,7 @@ def test_a_parameter_that_gains_its_first_gradient_late_is_reserved_for_by_the_c
     assert run_batch(reservation, used, seldom) == 0
 
 
-def test_training_with_a_part_that_is_seldom_used_shrinks_no_batch_for_it() -> None:
+def test_unused_part_gets_no_reservation() -> None:
     class Two(nn.Module):
         def __init__(self) -> None:
             super().__init__()

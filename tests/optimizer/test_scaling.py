@@ -113,7 +113,7 @@ def with_gradients(*, steps: int = 0) -> tuple[nn.Module, torch.optim.Optimizer,
 @pytest.mark.parametrize("overflowing", [0, 2])
 @pytest.mark.parametrize("max_norm", mostly_in_sweeps([None, 0.1], quick=[0.1]))
 @pytest.mark.parametrize(("name", "options"), OPTIMIZERS)
-def test_steps_are_those_of_a_loop_with_the_scaler_of_torch(
+def test_steps_match_loop_with_torch_scaler(
     name: str, options: dict[str, Any], max_norm: float | None, overflowing: int
 ) -> None:
     ours, theirs = network(), network()
@@ -126,7 +126,7 @@ def test_steps_are_those_of_a_loop_with_the_scaler_of_torch(
     assert scaler.scale == 2.0**15
 
 
-def test_out_of_memory_in_an_attempt_changes_neither_bits_nor_scale() -> None:
+def test_oom_in_attempt_changes_neither_bits_nor_scale() -> None:
     given = batches(rows=512)
     peaks = []
     for size in (256, 512):
@@ -146,7 +146,7 @@ def test_out_of_memory_in_an_attempt_changes_neither_bits_nor_scale() -> None:
     assert freeze(model.state_dict()) == freeze(fixed.state_dict()) != expected
 
 
-def test_after_a_half_unscaled_batch_is_left_out_the_next_one_trains() -> None:
+def test_training_continues_after_skipping_half_unscaled_batch() -> None:
     model, optimizer, scaler = with_gradients()
     with FaultMode() as mode:
         scaler.unscale(optimizer)
@@ -163,7 +163,7 @@ def test_after_a_half_unscaled_batch_is_left_out_the_next_one_trains() -> None:
 
 
 @pytest.mark.parametrize("steps", [0, 1])
-def test_a_scaled_step_that_runs_out_of_memory_is_named(steps: int) -> None:
+def test_scaled_step_oom_raises_named_error(steps: int) -> None:
     _, optimizer, scaler = with_gradients(steps=steps)
     with FaultMode() as mode:
         step_optimizer(optimizer, CPU, scaler=scaler)
@@ -177,7 +177,7 @@ def test_a_scaled_step_that_runs_out_of_memory_is_named(steps: int) -> None:
 
 
 @pytest.mark.parametrize("fused", [False, True])
-def test_a_first_step_that_is_left_out_keeps_the_reservation_as_it_is(fused: bool) -> None:
+def test_skipped_first_step_keeps_reservation(fused: bool) -> None:
     model = nn.Linear(8, 4, bias=False)
     optimizer, scaler = build("Adam", model, fused=fused), GradientScaler(CPU)
     reservation = OptimizerReservation(optimizer)
@@ -196,7 +196,7 @@ def test_a_first_step_that_is_left_out_keeps_the_reservation_as_it_is(fused: boo
     assert held == [(full, full), (full, full), (full, 0), (0, 0)]
 
 
-def test_a_fused_step_that_runs_out_of_memory_leaves_nothing_of_the_scaler_behind() -> None:
+def test_fused_step_oom_removes_scaler_attributes() -> None:
     weight = nn.Parameter(torch.ones(2))
     optimizer = torch.optim.Adam([weight], fused=True)
     scaler = GradientScaler(CPU)
@@ -210,7 +210,7 @@ def test_a_fused_step_that_runs_out_of_memory_leaves_nothing_of_the_scaler_behin
     assert set(vars(optimizer)) == before
 
 
-def test_a_batch_that_is_left_out_after_unscaling_leaves_scale_and_counter() -> None:
+def test_skipping_unscaled_batch_keeps_scale_and_counter() -> None:
     _, optimizer, scaler = with_gradients(steps=1)
     before = scaler.state_dict()
     assert before["_growth_tracker"] == 1
@@ -220,7 +220,7 @@ def test_a_batch_that_is_left_out_after_unscaling_leaves_scale_and_counter() -> 
     assert scaler.state_dict() == before
 
 
-def test_its_state_goes_on_in_another_scaler() -> None:
+def test_scaler_state_can_be_loaded() -> None:
     _, _, scaler = with_gradients(steps=2)
     other = GradientScaler(CPU, init_scale=1.0)
     other.load_state_dict(scaler.state_dict())
@@ -229,7 +229,7 @@ def test_its_state_goes_on_in_another_scaler() -> None:
         other.load_state_dict({"scale": 2.0})
 
 
-def test_parameters_in_half_precision_are_refused_with_a_remedy() -> None:
+def test_half_precision_parameters_are_rejected_with_remedy() -> None:
     weight = nn.Parameter(torch.ones(2, dtype=torch.float16))
     scaler = GradientScaler(CPU)
     scaler.backward(weight.sum())
@@ -237,14 +237,14 @@ def test_parameters_in_half_precision_are_refused_with_a_remedy() -> None:
         scaler.unscale(torch.optim.SGD([weight]))
 
 
-def test_an_optimizer_without_any_gradient_steps_to_no_effect() -> None:
+def test_step_without_gradients_has_no_effect() -> None:
     weight = nn.Parameter(torch.ones(2))
     scaler = GradientScaler(CPU)
     assert step_optimizer(torch.optim.SGD([weight]), CPU, scaler=scaler)
     assert (weight.tolist(), scaler.scale) == ([1.0, 1.0], 2.0**16)
 
 
-def test_the_microbatcher_wants_a_scaled_backward_for_half_precision() -> None:
+def test_microbatcher_requires_scaled_backward_for_fp16() -> None:
     with pytest.raises(ValueError, match=r"backward=lambda loss: scaler\.scale\(loss\)\.backward"):
         Microbatcher(network(), loss_fn=LOSS, precision="fp16")
     with pytest.raises(ValueError, match="precision='half' is not known; use one of fp32"):

@@ -46,7 +46,7 @@ def parameters_of(optimizer: torch.optim.Optimizer) -> Iterator[nn.Parameter]:
 
 @pytest.mark.parametrize("steps", [0, 1])
 @pytest.mark.parametrize(("name", "options"), OPTIMIZERS)
-def test_a_step_that_runs_out_of_memory_is_named_and_not_tried_again(
+def test_step_oom_raises_named_error_and_is_not_retried(
     name: str, options: dict[str, Any], steps: int
 ) -> None:
     optimizer = prepared(name, options, steps)
@@ -66,7 +66,7 @@ def test_a_step_that_runs_out_of_memory_is_named_and_not_tried_again(
 
 
 @pytest.mark.parametrize("kind", ["boom", "interrupt"])
-def test_other_errors_pass_through(kind: str) -> None:
+def test_other_errors_are_propagated(kind: str) -> None:
     optimizer = prepared("SGD", {"momentum": 0.9}, 0)
     with FaultMode([Fault(1, kind=kind)]) as mode, pytest.raises((Boom, KeyboardInterrupt)) as it:
         step_optimizer(optimizer, CPU)

@@ -81,7 +81,7 @@ def combination(**changes: Any) -> Combination:
 
 
 @pytest.mark.parametrize("name", sorted(ALONE.keys() - INVALID))
-def test_an_ingredient_alone_is_exact_named_or_refused(name: str) -> None:
+def test_single_ingredient_is_exact_or_named(name: str) -> None:
     one = ALONE[name]
     found = judge(one)
     if name in NOT_EXACT:
@@ -105,7 +105,7 @@ EXPLAINED: dict[str, Any] = {"deadline": None, "suppress_health_check": list(Hea
 @pytest.mark.sweep
 @settings(max_examples=20, **EXPLAINED)
 @given(combinations())
-def test_a_sample_of_combinations_is_exact_or_named(one: Combination) -> None:
+def test_sampled_combinations_are_exact_or_named(one: Combination) -> None:
     judge_drawn(one)
 
 
@@ -147,7 +147,7 @@ def test_a_wrong_average_is_named_or_silent(monkeypatch: pytest.MonkeyPatch, los
         ("the loss could not be checked", Verdict.UNCHECKED),
     ],
 )
-def test_a_warning_about_what_is_exact_is_no_match(
+def test_warning_about_exact_job_is_not_accepted(
     monkeypatch: pytest.MonkeyPatch, text: str, verdict: Verdict
 ) -> None:
     real = Microbatcher.backward
@@ -162,7 +162,7 @@ def test_a_warning_about_what_is_exact_is_no_match(
 
 @pytest.mark.parametrize("fault", ["oom at an operation", "error at an operation"])
 @pytest.mark.parametrize("part", [Gradients, State])
-def test_what_is_not_rolled_back_is_seen(
+def test_judge_detects_missing_rollback(
     monkeypatch: pytest.MonkeyPatch, part: type, fault: str
 ) -> None:
     model = "mlp" if part is Gradients else "running mean"

@@ -15,7 +15,7 @@ JOBS = [draw_trainer_job(seed) for seed in range(40)]
 
 
 @pytest.mark.parametrize("job", mostly_in_sweeps(JOBS, few=16), ids=lambda job: str(job.seed))
-def test_a_run_of_the_trainer_ends_as_a_loop_by_hand(job: TrainerJob) -> None:
+def test_trainer_run_matches_hand_written_loop(job: TrainerJob) -> None:
     with warnings.catch_warnings(), quiet():
         warnings.simplefilter("error")
         warnings.filterwarnings("ignore", "the training forward changes attributes.*: forwards")
@@ -31,7 +31,7 @@ def test_a_run_of_the_trainer_ends_as_a_loop_by_hand(job: TrainerJob) -> None:
         assert ours.accuracy == pytest.approx(theirs.accuracy)
 
 
-def test_the_jobs_reach_every_option() -> None:
+def test_jobs_cover_every_option() -> None:
     for name in ("accumulates", "clip", "optimizer", "scheduler", "interval", "precision", "size"):
         assert len({getattr(job, name) for job in JOBS}) > 1, name
     assert any(job.fails for job in JOBS)

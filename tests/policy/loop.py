@@ -1,4 +1,4 @@
-"""A batch as the run loop of a step has it: sizes and levels are asked for until one fits."""
+"""The retry loop of a step for one batch: ask for sizes and levels until one fits."""
 
 import math
 import random
@@ -10,7 +10,7 @@ from automicro.policy.policy import Exploration, Outcome, Policy, cut_size
 
 
 class Plan(NamedTuple):
-    """How an attempt is made."""
+    """Level, size and settings of an attempt."""
 
     level: int
     size: int
@@ -23,9 +23,9 @@ def fit(
     attempt: Callable[[Plan], Outcome],
     cost: float | None = None,
 ) -> tuple[Plan | None, list[Plan]]:
-    """The plan of one batch that fitted, None for none, and the plans that did not.
+    """Return the plan that fitted, or None, and the plans that failed.
 
-    Whatever the policy: nothing is tried twice, nothing leads back to a lower level, all ends.
+    For every policy: no plan is tried twice, levels never decrease, and the loop ends.
     """
     failed: list[Plan] = []
     while True:
@@ -53,7 +53,7 @@ def fit(
 def fit_rows(
     policy: Policy, num_rows: int, most: int, cost: float | None = None
 ) -> tuple[int, list[int]]:
-    """The size that fitted on a device that holds so many rows and measures nothing, and others."""
+    """Return the fitting size and failed ones on a device of `most` rows without measurements."""
 
     def attempt(plan: Plan) -> Outcome:
         fits = plan.size <= most
@@ -69,20 +69,20 @@ NOTHING = (-1, 0)
 
 @dataclass
 class Job:
-    """A run on a device on which a row costs other bytes and other seconds at each level."""
+    """A simulated job whose bytes and seconds per row depend on the level."""
 
     policy: Policy
     per_row: Sequence[float]
-    seconds: Callable[[int, int], float] = lambda level, size: 1.0  # of a row
+    seconds: Callable[[int, int], float] = lambda level, size: 1.0  # per row
     capacity: float = 16
-    more: Callable[[Mapping[str, Any]], float] = lambda _: 0.0  # bytes, by settings
+    more: Callable[[Mapping[str, Any]], float] = lambda _: 0.0  # additional bytes, by settings
     has_clock: bool = True
     is_measured: bool = True
     noise: float = 0.003
     num_rows: int = 32
     draw: random.Random = field(default_factory=lambda: random.Random(5))
     attempts: list[tuple[int, int]] = field(default_factory=list)
-    plans: list[Plan] = field(default_factory=list)  # that fitted
+    plans: list[Plan] = field(default_factory=list)  # plans that fitted
     told: list[Exploration] = field(default_factory=list)
 
     @property
@@ -90,7 +90,7 @@ class Job:
         return len(self.attempts) - len(self.plans)
 
     def batch(self, num_rows: int | None = None, cost: float | None = None) -> tuple[int, int]:
-        """The level and size that fitted, or `NOTHING`, which leaves the policy as it was."""
+        """Return the level and size that fitted, or `NOTHING` with the policy restored."""
         rows, policy, learned = num_rows or self.num_rows, self.policy, self.policy.state_dict()
         found, _ = fit(policy, rows, lambda plan: self.attempt(rows, cost, plan), cost)
         if found is None:
@@ -120,7 +120,7 @@ class Job:
         )
 
     def run(self, most: int = 120) -> "Job":
-        """Until the choice was told."""
+        """Run batches until the final choice is reported."""
         for _ in range(most):
             self.batch()
             if self.told and self.told[-1].ended is not None:

@@ -1,4 +1,4 @@
-"""Machines that are none: how long a step takes at each size, with noise as real ones have."""
+"""Simulated machines: step times by size, with noise as on real hardware."""
 
 import math
 import random
@@ -11,7 +11,7 @@ from tests.policy.loop import Plan, fit
 
 
 class Noise:
-    """Of steps on a shared machine: drift, wide tails, disturbed steps, and cold first steps."""
+    """Step noise of a shared machine: drift, heavy tails, outliers and cold first steps."""
 
     def __init__(
         self, draw: random.Random, *, least: float, most: float, length: float | None = None
@@ -25,12 +25,12 @@ class Noise:
         self._cold_cost = draw.uniform(1.1, 4.0)
 
     def of(self, way: Any) -> float:
-        """The logarithm of what the next step takes in this way, relative to what it should."""
+        """Return the log of the next step's noise factor for this configuration."""
         draw, keep = self._draw, self._keep
         self._drift = keep * self._drift + self._drift_sd * math.sqrt(1 - keep**2) * draw.gauss(
             0, 1
         )
-        tail = draw.gauss(0, 1) / math.sqrt(draw.gammavariate(2, 1) / 2)  # Student's, of four
+        tail = draw.gauss(0, 1) / math.sqrt(draw.gammavariate(2, 1) / 2)  # Student's t with 4 df
         noise = self._size * tail + self._drift
         if draw.random() < 0.04:
             noise += draw.expovariate(1 / 0.2)
@@ -41,12 +41,11 @@ class Noise:
 
 
 class Machine:
-    """A device and a model: a curve of throughput against size, and the noise around it.
+    """A simulated device and model: a throughput curve over sizes, with noise.
 
-    Curves rise until the device is full, have steps at multiples, sizes that are unlucky by
-    themselves, cliffs near the limit of memory, or fall again where caches overflow. The noise is
-    as that of steps measured on a shared machine: a narrow middle with wide tails, now and then a
-    step that somebody disturbed, and drift; a size's first step is slower by far.
+    Curves rise until the device is full. They can have steps at multiples, random slow sizes, a
+    slowdown near the memory limit, or a decline from cache overflows. The noise resembles steps
+    measured on a shared machine: heavy tails, rare outliers, drift, and far slower first steps.
     """
 
     def __init__(self, seed: int) -> None:
@@ -55,7 +54,7 @@ class Machine:
         fits = self.num_rows * 2 ** draw.uniform(-3, 1)
         count = max(1, math.ceil(self.num_rows / fits))
         self.most_rows = canonical_size(self.num_rows, math.ceil(self.num_rows / count))
-        # Rows at which an otherwise idle device is half full.
+        # Rows that half fill an otherwise idle device.
         self._half = self.most_rows * 2 ** draw.uniform(-9, 0.5)
         self._multiple = draw.choice([1, 1, 1, 4, 8, 16, 32])
         self._is_padding = draw.uniform(0.2, 1.0)
@@ -68,7 +67,7 @@ class Machine:
         self._noise = Noise(draw, most=0.04, least=0.005)
 
     def true_seconds(self, size: int) -> float:
-        """Of a row, at a size, without noise."""
+        """Return the seconds per row at a size, without noise."""
         padded = math.ceil(size / self._multiple) * self._multiple / size
         rows = size / (1 + (padded - 1) * self._is_padding)
         seconds = 1 / rows * self._half + 1 / (rows / size)
@@ -80,13 +79,13 @@ class Machine:
         return seconds * math.exp(self._luck[size])
 
     def seconds(self, size: int) -> float:
-        """Of a batch, as a clock would tell it."""
+        """Return the measured seconds of a batch, with noise."""
         noise = self._noise.of(size)
         return self.num_rows * self.true_seconds(size) * math.exp(noise)
 
 
 def step(machine: Machine, policy: Policy) -> Outcome:
-    """One batch that the policy cuts."""
+    """Run one batch cut by the policy."""
     size = canonical_size(machine.num_rows, policy.propose(machine.num_rows))
     outcome = Outcome(
         num_rows=machine.num_rows,
@@ -106,10 +105,10 @@ LEVELS = ("plain", "recompute", "offload", "recompute + offload")
 
 @dataclass(frozen=True)
 class Kind:
-    """Of a job: the ranges that its figures are drawn from, as shares of plain's.
+    """Ranges that the figures of a job are drawn from, relative to the plain level.
 
     Attributes:
-        rows: of plain rows that fit, as shares of the batch; below one row, none does.
+        rows: plain rows that fit, as shares of the batch; below one row, none does.
         bytes: of a row at each level.
         seconds: of a row at each level.
         overhead: of a microbatch, in plain rows' seconds, as a share of the batch's rows.
@@ -138,12 +137,12 @@ KINDS = {
 
 
 class LeveledMachine:
-    """A device, a link and a model: bytes and seconds of a row at each level, as noisy as above.
+    """A simulated device, link and model: bytes and seconds per row at each level, with noise.
 
     Attributes:
-        num_rows: of a batch.
-        attempts: level and size of each, and whether it fitted.
-        seconds: that all attempts took.
+        num_rows: rows of a batch.
+        attempts: level, size and success of each attempt.
+        seconds: total time of all attempts.
     """
 
     def __init__(self, kind: str, seed: int) -> None:
@@ -151,11 +150,11 @@ class LeveledMachine:
         drawn = KINDS[kind]
         self.num_rows = draw.choice([8, 16, 24, 32, 48, 64, 128, 256])
         rows = draw.uniform(*drawn.rows)
-        # Below 0, so many doublings less than one row.
+        # Negative values are powers of two below one row.
         self._capacity = max(1.0, rows * self.num_rows) if rows >= 0 else 2**rows
         self._capacity *= 1000
         self._bytes = [1000 * draw.uniform(*each) for each in drawn.bytes]
-        # Both together need less than each of them, and take longer.
+        # The combination needs less memory and more time than each of its parts.
         self._bytes[3] = min(self._bytes[3], 0.9 * min(self._bytes[1:3]))
         self._per_row = [draw.uniform(*each) for each in drawn.seconds]
         self._per_row[3] = max(self._per_row[3], *self._per_row[1:3])
@@ -172,18 +171,18 @@ class LeveledMachine:
         return self.needs(level, size, cost) <= self._capacity
 
     def true_seconds(self, level: int, size: int) -> float:
-        """Of a batch, without noise."""
+        """Return the seconds of a batch, without noise."""
         count = -(-self.num_rows // size)
         seconds = self.num_rows * self._per_row[level] + count * self._overhead
         return seconds * (1.1 if self.needs(level, size) > self._cliff else 1.0)
 
     def largest(self, level: int) -> int | None:
-        """The largest cut that fits at a level."""
+        """Return the largest cut that fits at a level."""
         sizes = {cut_size(self.num_rows, most) for most in range(1, self.num_rows + 1)}
         return max((size for size in sizes if self.fits(level, size)), default=None)
 
     def batch(self, policy: Policy) -> tuple[int, int]:
-        """The level and size at which one fitted."""
+        """Return the level and size that fitted."""
         found, _ = fit(policy, self.num_rows, self._attempt)
         assert found is not None, "nothing fits"
         assert len(self.attempts) < 2000
@@ -194,7 +193,7 @@ class LeveledMachine:
         fits = self.fits(level, size)
         self.attempts.append((level, size, fits))
         noise = self._noise.of(plan[:2])
-        # One that runs out of memory does so at some point of its first microbatch.
+        # A failed attempt runs out of memory somewhere in its first microbatch.
         seconds = self.true_seconds(level, size) * math.exp(noise)
         seconds *= 1.0 if fits else 0.5 * size / self.num_rows
         self.seconds += seconds

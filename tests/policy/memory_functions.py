@@ -1,7 +1,7 @@
-"""Seeded memory functions: devices on which batches fit or not, without any memory.
+"""Seeded memory functions: simulated devices on which batches fit or fail.
 
-Each is drawn so that what every size holds is 5 to 95 % of the capacity, batches have 1 to 4096
-rows, and the best number of microbatches is anywhere from 1 to the rows.
+Resident memory takes 5 to 95 % of the capacity. Batches have 1 to 4096 rows, and
+the best number of microbatches ranges from 1 to the number of rows.
 """
 
 import dataclasses
@@ -16,16 +16,16 @@ MIB = 2**20
 GIB = 2**30
 FAMILIES = ("affine", "lines", "steps", "shapes", "growing")
 BATCHES = 240
-# Growing memory grows this long; then the run goes on long enough for the patience to end.
+# Memory grows for this many batches; later batches outlast the patience of the policy.
 GROWING_BATCHES = 80
 BATCHES_AFTER_GROWTH = 640
-# How CUDA's allocator takes memory: blocks below 10 MiB from segments of 20, larger ones in twos.
+# The CUDA allocator takes blocks below 10 MiB from 20 MiB segments, larger ones in 2 MiB units.
 SEGMENTS = (2 * MIB, 20 * MIB)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Device:
-    """What a microbatch needs, what of it is measured, and what there is."""
+    """Memory needed by a microbatch, the measured share of it, and the capacity."""
 
     family: str
     seed: int
@@ -33,15 +33,15 @@ class Device:
     capacity: int
     resident: int
     cost_of: Callable[[int], float]
-    allocated: Callable[[int, float, int], float]  # rows, cost, step → above resident
-    taken: Callable[[int, float, int], float]  # the same with what the allocator wastes
+    allocated: Callable[[int, float, int], float]  # rows, cost, step → bytes above resident
+    taken: Callable[[int, float, int], float]  # the same, with allocator waste
     doublings: float = 0.0
 
     def fits(self, rows: int, cost: float, step: int) -> bool:
         return self.resident + self.taken(rows, cost, step) <= self.capacity
 
     def best(self, cost: float, step: int) -> int:
-        """The fewest microbatches of the whole batch that fit."""
+        """Return the smallest number of microbatches that fits."""
         return next(
             k for k in range(1, self.batch + 1) if self.fits(-(-self.batch // k), cost, step)
         )
@@ -50,7 +50,7 @@ class Device:
         fits = self.fits(size, cost, step)
         peak = self.resident + int(self.allocated(size, cost, step))
         if not fits:
-            # The allocation that fails is one of many: somewhat above what there is.
+            # The failing allocation is one of many: report somewhat more than the capacity.
             asked = random.Random(f"{self.seed} {size} {step}").uniform(1.0, 1.1)
             peak = min(peak, int(self.capacity * asked))
         return Outcome(
@@ -65,14 +65,14 @@ class Device:
 
 
 def make_device(seed: int, family: str | None = None) -> Device:
-    """Return the device of a seed; all numbers are drawn, none is chosen."""
+    """Return the device of a seed; all its numbers are drawn."""
     rng = random.Random(seed)
     family = family or FAMILIES[seed % len(FAMILIES)]
     batch = max(1, min(4096, round(2 ** rng.uniform(0, 12))))
     capacity = int(2 ** rng.uniform(1, 6.4) * GIB)
     resident = int(capacity * rng.uniform(0.05, 0.95))
     room = capacity - resident
-    # The largest microbatch that should fit, from one row to the whole batch and beyond.
+    # The largest microbatch that fits: from one row to more than the whole batch.
     rows = 2 ** rng.uniform(0, 12 if batch == 1 else 1.1 * (batch).bit_length())
     rows = max(1.0, min(rows, 2.0 * batch))
     costs = [1.0]
@@ -84,7 +84,7 @@ def make_device(seed: int, family: str | None = None) -> Device:
         rows = max(rows, 2**growth)
     constant = rng.choice([0.0, rng.uniform(0, 0.6)]) * room
     per_row = (room - constant) / (rows * 1.0001)
-    # A maximum of lines: flatter ones with more at zero rows, as of an optimizer or of layers.
+    # A maximum of lines: flatter lines start higher, as for optimizer state or other layers.
     lines = [(constant, per_row)]
     if family in ("lines", "shapes", "growing"):
         for _ in range(rng.randint(1, 3)):
@@ -107,7 +107,7 @@ def make_device(seed: int, family: str | None = None) -> Device:
 
     def taken(size: int, cost: float, step: int) -> float:
         need = allocated(size, cost, step)
-        if family == "steps" and size > 1:  # one row fits, or there is nothing to find
+        if family == "steps" and size > 1:  # a single row always fits
             need += noise * (need - constant) * random.Random(f"{seed} {size}").random()
             need = -(-need // segment) * segment
         return need
@@ -131,7 +131,7 @@ def make_device(seed: int, family: str | None = None) -> Device:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Run:
-    """What a policy did on a device."""
+    """The results of a policy on a device."""
 
     device: Device
     failures: int
@@ -149,7 +149,7 @@ class Run:
 def train(
     device: Device, policy: Policy, *, batches: int | None = None, measured: bool = True
 ) -> Run:
-    """Train batches; the gap is the worst over all costs, at the end."""
+    """Train batches; the gap is the worst over all costs, measured at the end."""
     if batches is None:
         growing = GROWING_BATCHES + BATCHES_AFTER_GROWTH
         batches = growing if device.doublings else BATCHES

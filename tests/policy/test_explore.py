@@ -1,4 +1,4 @@
-"""The policy behind "explore": which sizes it tries, when it ends, and what it promises."""
+"""The "explore" policy: which sizes it tries, when it ends, and how reliable its choice is."""
 
 import itertools
 import math
@@ -21,11 +21,11 @@ def fastest_at_8(_: int, size: float) -> float:
 
 
 def job_of(policy: Explore, seconds: Callable[[int, int], float], **more: Any) -> Job:
-    """On a device that holds any size, without noise."""
+    """Return a job on a device without noise that fits any size."""
     return Job(policy, [1], seconds, capacity=10**9, is_measured=False, noise=0.0, **more)
 
 
-def test_the_word_stands_for_the_policy() -> None:
+def test_explore_keyword_creates_policy() -> None:
     policy = make_policy("explore")
     assert isinstance(policy, Explore)
     assert policy.adapts
@@ -33,7 +33,7 @@ def test_the_word_stands_for_the_policy() -> None:
     assert not Halving.explores
 
 
-def test_options_that_make_no_sense_are_refused() -> None:
+def test_invalid_options_are_rejected() -> None:
     cases: list[Any] = [
         ({"max_steps": 0}, ValueError, "max_steps is 0"),
         ({"max_steps": 1.5}, TypeError, "max_steps is 1.5"),
@@ -46,27 +46,27 @@ def test_options_that_make_no_sense_are_refused() -> None:
             Explore(**options)
 
 
-def test_cuts_are_of_one_two_three_four_six_eight_microbatches() -> None:
+def test_cuts_follow_one_two_three_four_six_eight() -> None:
     assert cuts(48, 48) == [48, 24, 16, 12, 8, 6, 4, 3, 2, 1]
     assert cuts(48, 16) == [16, 12, 8, 6, 4, 3, 2, 1]
     assert cuts(1, 1) == [1]
 
 
-def test_sizes_take_turns() -> None:
-    """Two that are alike are measured in turns, so that drift favours none."""
+def test_similar_sizes_are_measured_alternately() -> None:
+    """Similar sizes are measured alternately, so that drift favors neither."""
     job = job_of(Explore(), lambda _, size: 1.0 if size > 8 else 2.0).run()
     changes = sum(one != other for one, other in itertools.pairwise(job.attempts))
     assert changes >= len(job.told) // 2
 
 
-def test_a_budget_of_steps_ends_it_at_the_best_so_far() -> None:
+def test_max_steps_ends_exploration_at_best_size() -> None:
     job = job_of(Explore(max_steps=5), fastest_at_8).run()
     assert job.told[-1].ended == "max_steps=5"
     assert job.told[-1].steps == 5
     assert job.batch() == (0, job.told[-1].microbatch_size)
 
 
-def test_without_a_clock_it_is_auto() -> None:
+def test_explore_without_clock_behaves_like_auto() -> None:
     policy = Explore()
     for _ in range(10):
         assert policy.propose(32) == 32
@@ -74,7 +74,7 @@ def test_without_a_clock_it_is_auto() -> None:
     assert policy.exploration is None
 
 
-def test_where_layers_average_over_rows_it_says_that_it_does_not_explore() -> None:
+def test_explore_is_disabled_with_notice_for_batchnorm() -> None:
     policy = Explore()
     policy.may_measure = False
     job = job_of(policy, fastest_at_8).run()
@@ -83,14 +83,14 @@ def test_where_layers_average_over_rows_it_says_that_it_does_not_explore() -> No
     assert 'batchnorm="ignore"' in str(job.told[-1])
 
 
-def test_a_batch_of_one_row_leaves_nothing_to_explore() -> None:
+def test_single_row_batch_is_not_explored() -> None:
     job = job_of(Explore(), lambda *_: 1.0, num_rows=1).run(5)
     assert not job.told
     assert not job.policy.compares_seconds
 
 
-def test_rows_of_other_costs_are_compared_per_row_and_cost() -> None:
-    """Half the batches have rows twice as long; a microbatch has as many elements as before."""
+def test_varying_costs_are_compared_per_row_and_cost() -> None:
+    """Half of the batches have rows twice as long, with equally many elements per microbatch."""
     job = job_of(Explore(), lambda *_: 1.0)
     for number in range(61):
         cost = 64.0 if number % 2 else 128.0
@@ -99,15 +99,15 @@ def test_rows_of_other_costs_are_compared_per_row_and_cost() -> None:
     assert (job.batch(cost=64.0)[1], job.batch(cost=128.0)[1]) == (16, 8)
 
 
-# What it promises, on machines that are none
+# Reliability on simulated machines
 
 
 @dataclass(frozen=True)
 class Ended:
-    """What became of one exploration."""
+    """The outcome of one exploration."""
 
     last: Exploration
-    claims: list[tuple[int, bool]]  # confidence, and whether no size was more than 1 % faster
+    claims: list[tuple[int, bool]]  # confidence, and whether within 1 % of the best
     regret: float
 
 
@@ -119,8 +119,8 @@ def explore(seed: int) -> Ended | None:
         if policy.exploration is not None and policy.exploration.is_news:
             told.append(policy.exploration)
         if not told and not policy.compares_seconds:
-            return None  # there is one size only
-    assert policy.plain.propose(machine.num_rows) == machine.most_rows  # what fits is found
+            return None  # only one size exists
+    assert policy.plain.propose(machine.num_rows) == machine.most_rows  # limit is found
     sizes = cuts(machine.num_rows, machine.most_rows)
     best = min(map(machine.true_seconds, sizes))
 
@@ -151,11 +151,11 @@ def check_promises(seeds: range, *, claims_hold: tuple[float, float]) -> None:
     assert sum(each.last.confidence >= 80 for each in ended) >= 0.5 * len(ended)
 
 
-def test_the_choice_and_its_confidence_hold_on_a_sample_of_machines() -> None:
+def test_choice_and_confidence_hold_on_sample_of_machines() -> None:
     check_promises(range(20), claims_hold=(0.7, 1.0))
 
 
 @pytest.mark.sweep
 @pytest.mark.timeout(1200)
-def test_the_choice_and_its_confidence_hold_on_two_thousand_machines() -> None:
+def test_choice_and_confidence_hold_on_two_thousand_machines() -> None:
     check_promises(range(2000), claims_hold=(0.86, 0.95))

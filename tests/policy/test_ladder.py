@@ -1,4 +1,4 @@
-"""Levels: when they are left, what each of them learns, and at which a batch begins."""
+"""Memory levels: when the policy leaves them, what each one learns, and where a batch begins."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -19,7 +19,7 @@ def ladder(policy: Policy | None = None, levels: Sequence[str] = LEVELS) -> Ladd
     return Ladder(Halving() if policy is None else policy, levels)
 
 
-def test_a_batch_that_fits_at_no_level_teaches_nothing() -> None:
+def test_batch_that_fits_at_no_level_leaves_state_unchanged() -> None:
     job = Job(ladder(), [10, 9, 8.5], capacity=8, has_clock=False)
     before = job.policy.state_dict()
     assert job.batch(16) == NOTHING
@@ -27,8 +27,8 @@ def test_a_batch_that_fits_at_no_level_teaches_nothing() -> None:
     assert job.policy.state_dict() == before
 
 
-def test_costs_in_between_are_tried_in_the_lower_half_only() -> None:
-    # Plain up to a cost of 10.
+def test_intermediate_costs_are_tried_in_lower_half_only() -> None:
+    # Plain fits up to a cost of 10.
     job = Job(ladder(Fixed(1)), [10, 1, 1], capacity=100, has_clock=False)
     assert job.batch(4, cost=40.0) == (1, 1)
     tried = []
@@ -36,22 +36,20 @@ def test_costs_in_between_are_tried_in_the_lower_half_only() -> None:
         before = len(job.attempts)
         assert job.batch(4, cost=cost) == (int(cost > 10), 1)
         tried.append(job.attempts[before][0])
-    # 20 fails, being half of 40; 11 is above half of that; 9 fits, and 12 is within (9 + 20) / 2.
+    # 20 is half of 40 and fails. 11 is above half of 20. 9 fits, and 12 is below (9 + 20) / 2.
     assert tried == [1, 1, 0, 1, 0, 0, 0]
 
 
 @given(st.lists(st.integers(1, 1000), min_size=1, max_size=60), st.integers(1, 1000))
 @settings(max_examples=200, deadline=None)
-def test_trials_of_costs_fail_no_more_often_than_their_logarithm(
-    costs: list[int], most: int
-) -> None:
+def test_failed_cost_trials_grow_logarithmically(costs: list[int], most: int) -> None:
     job = Job(ladder(Fixed(1), LEVELS[:2]), [1, 0], capacity=most, has_clock=False)
     for cost in costs:
         assert job.batch(4, cost=float(cost)) != NOTHING
     assert len(job.attempts) - len(costs) <= 11
 
 
-def test_a_level_is_tried_again_when_the_device_can_give_what_it_lacked() -> None:
+def test_level_is_retried_when_capacity_grows() -> None:
     job = Job(ladder(), [10, 1, 1], capacity=8, has_clock=False)
     for _ in range(40):
         assert job.batch(16)[0] == 1
@@ -62,7 +60,7 @@ def test_a_level_is_tried_again_when_the_device_can_give_what_it_lacked() -> Non
 
 
 @pytest.mark.sweep
-def test_where_nothing_explains_it_a_level_is_tried_again_after_many_batches() -> None:
+def test_level_is_retried_after_many_batches_without_measurements() -> None:
     job = Job(ladder(levels=LEVELS[:2]), [10, 1], capacity=8, has_clock=False, is_measured=False)
     tried = []
     for number in range(2000):
@@ -77,7 +75,7 @@ def test_where_nothing_explains_it_a_level_is_tried_again_after_many_batches() -
     assert found == (0, 16)
 
 
-def test_after_a_rehearsal_no_level_is_tried_where_it_has_not_fitted() -> None:
+def test_rehearsal_stops_retries_of_failed_levels() -> None:
     job = Job(ladder(), [10, 1, 1], capacity=100, has_clock=False)
     job.batch(16, cost=8.0)
     job.batch(16, cost=50.0)
@@ -88,7 +86,7 @@ def test_after_a_rehearsal_no_level_is_tried_where_it_has_not_fitted() -> None:
     assert len(job.attempts) == before + 2
 
 
-def test_a_remembered_level_is_where_it_starts() -> None:
+def test_suggested_level_is_starting_point() -> None:
     policy = ladder()
     assert policy.suggest(4, 10.0, level=1)
     job = Job(policy, [11, 1, 1], capacity=100, has_clock=False)
@@ -98,14 +96,14 @@ def test_a_remembered_level_is_where_it_starts() -> None:
         policy.suggest(4, 10.0, level=3)
 
 
-def test_levels_have_names() -> None:
+def test_levels_need_unique_names() -> None:
     cases: list[Any] = [[], ["plain", "plain"]]
     for levels in cases:
         with pytest.raises(ValueError, match="each level needs a unique name"):
             Ladder(Halving(), levels)
 
 
-def test_a_policy_that_cannot_be_copied_is_named() -> None:
+def test_uncopyable_policy_raises_type_error() -> None:
     class Stubborn(Halving):
         def __deepcopy__(self, memo: Any) -> Any:
             raise RuntimeError("no")
@@ -114,7 +112,7 @@ def test_a_policy_that_cannot_be_copied_is_named() -> None:
         Ladder(Stubborn(), LEVELS)
 
 
-def test_the_state_of_a_policy_without_levels_is_that_of_level_0() -> None:
+def test_state_without_levels_loads_into_level_0() -> None:
     plain = Halving()
     plain.record(Outcome(num_rows=8, microbatch_size=8, fits=False))
     policy = ladder()
@@ -122,7 +120,7 @@ def test_the_state_of_a_policy_without_levels_is_that_of_level_0() -> None:
     assert policy.propose(8) == 4
 
 
-def test_a_damaged_state_changes_nothing() -> None:
+def test_damaged_state_is_rejected_without_changes() -> None:
     job = Job(ladder(), [10, 1, 1], capacity=8, has_clock=False)
     job.batch(16)
     before = job.policy.state_dict()

@@ -1,4 +1,4 @@
-"""Levels and further coordinates beside sizes: which are tried, which are chosen, and when."""
+"""Levels and other settings combined with sizes: which are tried and which are chosen."""
 
 import json
 import random
@@ -32,7 +32,7 @@ def fastest(levels: Sequence[str] = TWO, policy: Policy | None = None, **more: A
 # "auto": the largest size of each level
 
 
-def test_recomputing_with_larger_microbatches_wins_and_is_told_in_words() -> None:
+def test_recompute_with_larger_microbatches_is_chosen_and_reported() -> None:
     job = Job(fastest(), [8, 0.5], overhead(4, [1, 1.3])).run()
     assert job.batch() == (1, 32)
     said = str(job.told[-1])
@@ -41,8 +41,8 @@ def test_recomputing_with_larger_microbatches_wins_and_is_told_in_words() -> Non
     assert not job.policy.compares_seconds
 
 
-def test_a_level_that_brings_no_larger_size_is_not_measured() -> None:
-    """Offloading alone fits whole: nothing is won by recomputing as well."""
+def test_level_without_larger_size_is_not_measured() -> None:
+    """Offload alone fits the whole batch, so adding recompute gains nothing."""
     job = Job(fastest(LEVELS), [2, 4, 0.5, 0.25], overhead(4, [1, 1.3, 1.1, 1.4])).run()
     assert job.batch() == (2, 32)
     assert {level for level, *_ in job.plans} == {0, 1, 2}
@@ -55,14 +55,14 @@ def race_of(job: Job) -> Any:
     return policy._progress.race
 
 
-def test_where_one_level_fits_nothing_is_compared_and_that_is_said() -> None:
+def test_only_fitting_level_is_chosen_without_comparison() -> None:
     job = Job(fastest(LEVELS), [90, 40, 30, 1], overhead(4, [1, 1.3, 1.1, 1.4])).run()
     assert job.batch() == (3, 16)
     assert "nothing else fits: 16 rows, recompute + offload, " in str(job.told[-1])
     assert len(job.told) == 1
 
 
-def test_without_a_clock_it_only_climbs() -> None:
+def test_policy_without_clock_only_climbs() -> None:
     job = Job(fastest(), [8, 0.5], overhead(4, [1, 1.3]), has_clock=False)
     assert [job.batch() for _ in range(60)][-1] == (0, 2)
     assert {level for level, *_ in job.plans} == {0}
@@ -71,7 +71,7 @@ def test_without_a_clock_it_only_climbs() -> None:
     assert not job.told
 
 
-def test_where_layers_average_over_rows_it_only_climbs_and_says_so() -> None:
+def test_batchnorm_policy_only_climbs_with_notice() -> None:
     policy = fastest()
     policy.may_measure = False
     job = Job(policy, [8, 0.5], overhead(4, [1, 1.3])).run()
@@ -81,7 +81,7 @@ def test_where_layers_average_over_rows_it_only_climbs_and_says_so() -> None:
     assert job.batch() == (1, 32)
 
 
-def test_after_a_rehearsal_it_only_climbs() -> None:
+def test_policy_only_climbs_after_rehearsal() -> None:
     policy = fastest()
     job = Job(policy, [8, 0.5], overhead(4, [1, 1.3]))
     job.batch()
@@ -91,14 +91,14 @@ def test_after_a_rehearsal_it_only_climbs() -> None:
     assert job.failures == failures
 
 
-def test_batches_that_go_whole_at_level_0_run_there_whatever_was_chosen() -> None:
+def test_batches_fitting_whole_at_level_0_ignore_chosen_level() -> None:
     job = Job(fastest(), [8, 0.5], overhead(4, [1, 1.3])).run()
     assert job.batch(num_rows=2) == (0, 2)
     assert job.batch() == (1, 32)
     assert job.batch(num_rows=32, cost=0.05)[0] == 0
 
 
-def test_long_rows_climb_and_short_ones_stay_where_they_are_fastest() -> None:
+def test_long_rows_climb_while_short_rows_keep_fastest_level() -> None:
     job = Job(fastest(), [1, 0.1], overhead(0.01, [1, 1.3]), capacity=64)
     levels = []
     for number in range(150):
@@ -108,7 +108,7 @@ def test_long_rows_climb_and_short_ones_stay_where_they_are_fastest() -> None:
     assert job.batch(cost=8.0) == (0, 8)
 
 
-def test_a_remembered_level_is_the_choice() -> None:
+def test_suggested_level_is_final_choice() -> None:
     policy = fastest()
     assert policy.suggest(16, None, level=1)
     job = Job(policy, [8, 0.5], overhead(4, [1, 1.3]))
@@ -119,8 +119,8 @@ def test_a_remembered_level_is_the_choice() -> None:
         policy.suggest(16, None, level=2)
 
 
-def test_a_fixed_size_races_too() -> None:
-    """Of two levels at which it fits, the faster."""
+def test_fixed_size_compares_levels() -> None:
+    """The faster of two fitting levels is chosen."""
     job = Job(fastest(LEVELS, Fixed(4)), [8, 1, 2, 0.5], overhead(0, [1, 1.3, 1.1, 1.4])).run()
     assert job.batch() == (2, 4)
     assert not job.policy.adapts
@@ -128,7 +128,7 @@ def test_a_fixed_size_races_too() -> None:
     assert {job.batch() for _ in range(60)} == {(0, 4)}
 
 
-def test_the_state_of_sizes_alone_is_what_is_known_to_fit() -> None:
+def test_state_with_sizes_only_limits_first_proposal() -> None:
     for known in (Halving(), Ladder(Halving(), TWO)):
         known.record(Outcome(num_rows=32, microbatch_size=32, fits=False))
         for policy in (fastest(), Explore(), Explore().with_levels(TWO)):
@@ -140,7 +140,7 @@ def test_the_state_of_sizes_alone_is_what_is_known_to_fit() -> None:
 # "explore": sizes and levels together
 
 
-def test_a_level_is_explored_only_where_fewer_savers_do_not_fit() -> None:
+def test_higher_level_is_explored_only_where_lower_does_not_fit() -> None:
     job = Job(Explore().with_levels(TWO), [2, 0.5], overhead(1, [1, 1.3]))
     while race_of(job) is None:
         job.batch()
@@ -150,8 +150,8 @@ def test_a_level_is_explored_only_where_fewer_savers_do_not_fit() -> None:
     assert sizes == {"plain": [8, 6, 4, 3, 2, 1], "recompute": [32, 16, 11]}
 
 
-def test_further_coordinates_are_searched_together() -> None:
-    """Gradients are synced with the last microbatch only, and the part runs in two slices."""
+def test_additional_settings_are_searched_jointly() -> None:
+    """Syncing only with the last microbatch and running the part in two slices is fastest."""
 
     def seconds(level: int, size: int) -> float:
         chosen = job.policy.settings
@@ -171,12 +171,12 @@ def test_further_coordinates_are_searched_together() -> None:
     assert job.failures <= 4 + 4, "what runs out of memory does so once with each size and sync"
 
 
-def test_choices_have_values() -> None:
+def test_empty_choice_is_rejected() -> None:
     with pytest.raises(ValueError, match="sync has no value to choose"):
         Explore().with_levels(TWO, {"sync": []})
 
 
-# Promises
+# Guarantees
 
 POLICIES: Mapping[str, Callable[[], Policy]] = {
     "climbs": lambda: with_levels(Halving(), LEVELS, by_time=False),
@@ -191,10 +191,10 @@ POLICIES: Mapping[str, Callable[[], Policy]] = {
 @pytest.mark.parametrize("name", POLICIES)
 @given(data=st.data())
 @settings(max_examples=40, deadline=None)
-def test_promises_hold_for_any_batches(name: str, data: st.DataObject) -> None:
-    """All ends; what failed is not tried again in its batch; a state goes on as the run would.
+def test_guarantees_hold_for_any_batches(name: str, data: st.DataObject) -> None:
+    """The loop ends, failures are not repeated in a batch, and a loaded state continues exactly.
 
-    Levels are left only when nothing smaller is left: `Job` asserts these in every batch.
+    Levels are left only when no smaller size remains: `Job` asserts this in every batch.
     """
     per_row = sorted(data.draw(st.lists(st.floats(0.01, 4), min_size=4, max_size=4)))[::-1]
     speeds = data.draw(st.lists(st.floats(0.5, 3), min_size=4, max_size=4))
@@ -230,8 +230,8 @@ def test_promises_hold_for_any_batches(name: str, data: st.DataObject) -> None:
 
 
 @pytest.mark.parametrize("name", POLICIES)
-def test_ranks_decide_alike_from_what_all_measured_together(name: str) -> None:
-    """Each has batches and proposals of its own; the agreement and the outcome are of all."""
+def test_ranks_make_identical_decisions_from_shared_measurements(name: str) -> None:
+    """Each rank has its own batches and proposals; agreement and outcome are shared."""
     policies = [POLICIES[name]() for _ in range(3)]
     draw = random.Random(3)
     for _ in range(120):
@@ -277,12 +277,12 @@ def test_ranks_decide_alike_from_what_all_measured_together(name: str) -> None:
             failed = plan
 
 
-# Figures
+# Statistics
 
 
 @dataclass(frozen=True)
 class Choice:
-    """What became of one job: the time of a step at the choice, in shares of the best's."""
+    """The outcome of one job: step time at the choice, relative to the best."""
 
     kind: str
     of_largest: float
@@ -347,17 +347,17 @@ def check_choices(seeds: range, make: Callable[[], Policy], *, is_largest: bool)
     assert all(each.ended for each in found)
 
 
-def test_the_chosen_level_is_the_fastest_on_a_sample_of_jobs() -> None:
+def test_chosen_level_is_fastest_on_sample_of_jobs() -> None:
     check_choices(range(8), POLICIES["auto"], is_largest=True)
 
 
 @pytest.mark.sweep
 @pytest.mark.timeout(1200)
-def test_the_chosen_level_is_the_fastest_on_hundreds_of_jobs() -> None:
+def test_chosen_level_is_fastest_on_hundreds_of_jobs() -> None:
     check_choices(range(100), POLICIES["auto"], is_largest=True)
 
 
 @pytest.mark.sweep
 @pytest.mark.timeout(1200)
-def test_the_chosen_level_and_size_are_the_fastest_on_hundreds_of_jobs() -> None:
+def test_chosen_level_and_size_are_fastest_on_hundreds_of_jobs() -> None:
     check_choices(range(60), lambda: with_levels(Explore(), LEVELS, by_time=True), is_largest=False)

@@ -1,4 +1,4 @@
-"""On a thousand seeded memory functions: few failures, and hardly a microbatch too many."""
+"""A thousand seeded memory functions: few failures, and almost no extra microbatches."""
 
 import collections
 import math
@@ -29,10 +29,10 @@ def check(seeds: int) -> None:
         assert run.failures <= failures_allowed(run), f"{where}: {run.failures} failures"
 
 
-def test_a_sample_of_memory_functions_ends_near_the_optimum_after_few_failures() -> None:
+def test_sampled_memory_functions_end_near_optimum() -> None:
     check(SAMPLE)
 
 
 @pytest.mark.slow
-def test_a_thousand_memory_functions_end_near_the_optimum_after_few_failures() -> None:
+def test_thousand_memory_functions_end_near_optimum() -> None:
     check(ALL)

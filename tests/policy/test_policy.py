@@ -1,4 +1,4 @@
-"""How large a microbatch should be."""
+"""Microbatch size policies: fixed sizes, halving and their states."""
 
 import itertools
 import math
@@ -19,18 +19,18 @@ ROWS = st.integers(1, 2000)
 # Outcome
 
 
-def test_outcome_refuses_slices_that_the_batch_cannot_have() -> None:
+def test_outcome_rejects_impossible_slice_sizes() -> None:
     cases: list[Any] = [0, -1, 11]
     for size in cases:
         with pytest.raises(ValueError, match=rf"10 rows cannot have slices of {size}: give"):
             Outcome(num_rows=10, microbatch_size=size, fits=True)
 
 
-# The cut that a size stands for
+# Canonical sizes
 
 
 @given(num_rows=ROWS, size=ROWS)
-def test_a_size_stands_for_its_largest_slice(num_rows: int, size: int) -> None:
+def test_canonical_size_is_largest_slice_of_cut(num_rows: int, size: int) -> None:
     canonical = canonical_size(num_rows, size)
     assert 1 <= canonical <= min(size, num_rows)
     assert math.ceil(num_rows / canonical) == math.ceil(num_rows / size)
@@ -44,7 +44,7 @@ def test_a_size_stands_for_its_largest_slice(num_rows: int, size: int) -> None:
 
 
 @given(batches=st.lists(ROWS, min_size=1, max_size=20), cap=ROWS)
-def test_halving_learns_once_for_batches_of_any_rows(batches: list[int], cap: int) -> None:
+def test_halving_shares_limit_across_batch_sizes(batches: list[int], cap: int) -> None:
     policy = Halving()
     failures: list[int] = []
     for num_rows in batches:
@@ -60,13 +60,13 @@ def test_halving_learns_once_for_batches_of_any_rows(batches: list[int], cap: in
 # Both
 
 
-def test_no_size_is_proposed_for_a_batch_without_rows() -> None:
+def test_propose_rejects_batch_without_rows() -> None:
     for policy, num_rows in itertools.product((Fixed(4), Fixed(None), Halving()), (0, -3)):
         with pytest.raises(ValueError, match=rf"for {num_rows} rows: give a batch with rows"):
             policy.propose(num_rows)
 
 
-def test_the_state_of_another_policy_is_refused() -> None:
+def test_state_of_other_policy_is_rejected() -> None:
     cases: list[Any] = [
         (Fixed(4), Halving().state_dict(), "a Fixed policy .* state of 'Halving'"),
         (Halving(), Fixed(4).state_dict(), "a Halving policy .* state of 'Fixed'"),
@@ -77,7 +77,7 @@ def test_the_state_of_another_policy_is_refused() -> None:
             policy.load_state_dict(state)
 
 
-def test_a_damaged_state_is_refused_and_changes_nothing() -> None:
+def test_damaged_state_is_rejected_without_changes() -> None:
     cases: list[Any] = [
         ({"kind": "Halving"}, ValueError, r"is damaged \(KeyError\('learned'\)\): give"),
         ({"kind": "Halving", "learned": []}, ValueError, "is damaged .*: give what"),
@@ -89,7 +89,7 @@ def test_a_damaged_state_is_refused_and_changes_nothing() -> None:
         assert policy.propose(64) == 16
 
 
-def test_senseless_sizes_are_refused_by_name() -> None:
+def test_invalid_sizes_are_rejected() -> None:
     cases: list[Any] = [(0, ValueError), (-1, ValueError), (1.5, TypeError), (True, TypeError)]
     for value, error in cases:
         with pytest.raises(error, match=f"microbatch_size is {value}.*: give"):
@@ -102,13 +102,13 @@ def test_senseless_sizes_are_refused_by_name() -> None:
 
 
 class Thirds(Policy):
-    """A policy that somebody else wrote."""
+    """A policy written by a user."""
 
     def propose(self, num_rows: int, cost: float | None = None) -> int:
         return max(1, num_rows // 3)
 
 
-def test_make_policy_reads_what_users_write() -> None:
+def test_make_policy_accepts_user_values() -> None:
     cases: list[Any] = [
         (8, Fixed, 8),
         (np.int64(8), Fixed, 8),
@@ -124,7 +124,7 @@ def test_make_policy_reads_what_users_write() -> None:
         assert policy.propose(30) == proposed
 
 
-def test_make_policy_refuses_the_rest_and_lists_what_it_takes() -> None:
+def test_make_policy_error_lists_accepted_values() -> None:
     cases: list[Any] = [
         (0, ValueError, "microbatch_size=0 is not a size"),
         (-1, ValueError, "microbatch_size=-1 is not a size"),
@@ -148,12 +148,12 @@ def test_make_policy_refuses_the_rest_and_lists_what_it_takes() -> None:
 
 
 class Quarters:
-    """A policy by its methods alone."""
+    """A policy with the right methods but without the base class."""
 
     def propose(self, num_rows: int) -> int:
         return num_rows // 4
 
 
-def test_make_policy_names_the_class_that_a_policy_derives_from() -> None:
+def test_make_policy_error_names_required_base_class() -> None:
     with pytest.raises(TypeError, match=r"Quarters.*Derive its class from automicro\.Policy"):
         make_policy(Quarters())  # type: ignore[arg-type]

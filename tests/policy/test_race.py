@@ -1,4 +1,4 @@
-"""The search for the fastest candidate, and what its confidence is worth."""
+"""The search for the fastest candidate, and the reliability of its confidence."""
 
 import dataclasses
 import json
@@ -27,12 +27,12 @@ def sizes(*numbers: int) -> list[Arm]:
     return [(number,) for number in numbers]
 
 
-def test_a_candidate_without_rivals_needs_no_measurement() -> None:
+def test_single_candidate_needs_no_measurement() -> None:
     candidates = sizes(16)
     assert Race(candidates, candidates[0]).find().confidence == 99
 
 
-def test_a_clear_winner_is_sure_and_never_quite() -> None:
+def test_clear_winner_has_maximum_confidence_of_99() -> None:
     candidates = sizes(16, 8, 4)
     race = Race(candidates, candidates[0])
     measure(race, lambda each: 1.0 if each[0] == 8 else 1.5, rounds=4)
@@ -42,7 +42,7 @@ def test_a_clear_winner_is_sure_and_never_quite() -> None:
     assert found.speedup == pytest.approx(1.5, rel=0.05)
 
 
-def test_two_that_differ_by_less_than_the_noise_leave_doubt() -> None:
+def test_difference_below_noise_lowers_confidence() -> None:
     confidences = []
     for seed in range(20):
         race = Race(sizes(16, 8), (16,))
@@ -51,8 +51,8 @@ def test_two_that_differ_by_less_than_the_noise_leave_doubt() -> None:
     assert sum(confidences) / len(confidences) < 90
 
 
-def test_a_machine_that_slows_down_favours_none() -> None:
-    """The second candidate is 5 % faster, and always measured later, when all takes longer."""
+def test_machine_slowdown_does_not_bias_choice() -> None:
+    """The second candidate is 5 % faster, but always measured later, when steps take longer."""
     candidates = sizes(16, 8)
     race = Race(candidates, candidates[0])
     for step in range(24):
@@ -62,8 +62,8 @@ def test_a_machine_that_slows_down_favours_none() -> None:
     assert race.find().best == candidates[1]
 
 
-def test_what_the_work_is_like_favours_none() -> None:
-    """Long rows take longer for each element, and meet one candidate more often."""
+def test_varying_work_does_not_bias_choice() -> None:
+    """Long rows take longer per element, and one candidate gets them more often."""
     candidates = sizes(16, 8)
     draw = random.Random(3)
     race = Race(candidates, candidates[0])
@@ -79,7 +79,7 @@ def test_what_the_work_is_like_favours_none() -> None:
     assert found.confidence >= 90
 
 
-def test_a_state_goes_through_json_and_finds_the_same() -> None:
+def test_state_round_trips_through_json() -> None:
     candidates = sizes(16, 8, 4)
     race = Race(candidates, candidates[0], 0.06)
     measure(race, lambda each: 1.0 if each[0] == 8 else 1.05, rounds=3, noise=0.03)

@@ -1,4 +1,4 @@
-"""Refine, grow back, thrash and limits of the policy behind "auto"."""
+"""The "auto" policy: refinement, growing back, thrashing and limits."""
 
 import dataclasses
 import json
@@ -29,7 +29,7 @@ def attempt(
     measured: bool = True,
     **more: Any,
 ) -> Outcome:
-    """An affine device: 100 bytes resident, 10 for each element."""
+    """Attempt on a device with affine memory: 100 bytes resident, 10 per element."""
     peak = RESIDENT + constant + math.ceil(10 * size * cost)
     return Outcome(
         num_rows=rows,
@@ -46,7 +46,7 @@ def attempt(
 def run_batch(
     policy: Halving, rows: int, capacity: int, *, cost: float = 1.0, **device: Any
 ) -> tuple[int, list[int]]:
-    """The size that fitted, or 1, and those that did not."""
+    """Return the size that fitted, or 1, and the sizes that failed."""
     plan, failed = fit(
         policy, rows, lambda plan: attempt(plan.size, rows, capacity, cost=cost, **device), cost
     )
@@ -56,16 +56,16 @@ def run_batch(
 def run_batches(
     policy: Halving, count: int, rows: int, capacity: int, **device: Any
 ) -> tuple[list[int], int]:
-    """The sizes of several batches, and how many attempts failed."""
+    """Return the sizes of several batches and the number of failed attempts."""
     outcomes = [run_batch(policy, rows, capacity, **device) for _ in range(count)]
     return [size for size, _ in outcomes], sum(len(failed) for _, failed in outcomes)
 
 
-# Grow back
+# Growing back
 
 
-def test_sizes_grow_when_as_much_work_takes_less() -> None:
-    """What rows need falls, while the device reports no more room."""
+def test_size_grows_when_rows_need_less_memory() -> None:
+    """Rows need less memory, while the device reports no additional room."""
     policy, capacity = Halving(), RESIDENT + 330
     run_batches(policy, 4, 64, capacity)
     for _ in range(2):
@@ -74,7 +74,7 @@ def test_sizes_grow_when_as_much_work_takes_less() -> None:
     assert policy.propose(64) == 64
 
 
-def test_sizes_grow_after_many_batches_where_nothing_is_measured() -> None:
+def test_size_grows_after_many_batches_without_measurements() -> None:
     policy = Halving()
     assert set(run_batches(policy, 200, 64, RESIDENT + 330, measured=False)[0]) == {32}
     sizes, failures = run_batches(policy, 100, 64, RESIDENT + 700, measured=False)
@@ -86,7 +86,7 @@ def test_sizes_grow_after_many_batches_where_nothing_is_measured() -> None:
     seed=st.randoms(use_true_random=False), batches=st.integers(100, 600), stay=st.integers(1, 40)
 )
 @pytest.mark.sweep
-def test_a_neighbour_that_comes_and_goes_makes_logarithmically_many_failures(
+def test_changing_capacity_causes_logarithmically_many_failures(
     seed: Any, batches: int, stay: int
 ) -> None:
     policy = Halving()
@@ -99,7 +99,7 @@ def test_a_neighbour_that_comes_and_goes_makes_logarithmically_many_failures(
     assert failures <= 2 * math.log2(batches) + math.log2(64)
 
 
-# Thrash
+# Thrashing
 
 
 def thrash(policy: Halving, seconds_per_size: dict[int, float], batches: int) -> list[int]:
@@ -113,7 +113,7 @@ def thrash(policy: Halving, seconds_per_size: dict[int, float], batches: int) ->
     return sizes
 
 
-def test_one_batch_with_allocator_retries_changes_nothing() -> None:
+def test_allocator_retries_in_one_batch_keep_size() -> None:
     for at in [0, 1, 7]:
         policy = Halving()
         for batch in range(40):
@@ -121,7 +121,7 @@ def test_one_batch_with_allocator_retries_changes_nothing() -> None:
             policy.record(attempt(64, 64, 10**6, seconds=1.0, alloc_retries=3 * (batch == at)))
 
 
-def test_seconds_are_measured_only_while_they_are_compared() -> None:
+def test_seconds_are_measured_only_during_comparison() -> None:
     policy = Halving()
     compared = []
     for _ in range(8):
@@ -131,17 +131,15 @@ def test_seconds_are_measured_only_while_they_are_compared() -> None:
     assert compared == [False, True, True, True, True, True, False, False]
 
 
-def test_a_smaller_size_that_is_not_faster_is_given_up_and_seldom_tried_again() -> None:
+def test_smaller_size_without_speedup_is_rarely_retried() -> None:
     sizes = thrash(Halving(), {64: 1.0, 32: 1.0}, 400)
     assert sizes[:7] == [64, 64, 64, 32, 32, 32, 64]
     assert sizes.count(32) == 3 * 4
 
 
 @pytest.mark.parametrize(("gain", "kept"), [(0.0, (0, 10)), (0.3, (95, 100))])
-def test_a_difference_that_noise_explains_is_none_and_a_real_one_is_kept(
-    gain: float, kept: tuple[int, int]
-) -> None:
-    """Steps differ by five percent, and the allocator runs short at the whole batch."""
+def test_smaller_size_is_kept_only_for_real_speedup(gain: float, kept: tuple[int, int]) -> None:
+    """Step times vary by five percent, and the allocator retries at the whole batch."""
     ended: list[int] = []
     for seed in range(100):
         draw, policy = random.Random(seed), Halving()
@@ -154,19 +152,19 @@ def test_a_difference_that_noise_explains_is_none_and_a_real_one_is_kept(
     assert kept[0] <= ended.count(32) <= kept[1]
 
 
-def test_at_one_row_allocator_retries_change_nothing() -> None:
+def test_allocator_retries_at_single_row_keep_size() -> None:
     policy = Halving(initial=1)
     for _ in range(5):
         assert policy.propose(4) == 1
         policy.record(attempt(1, 4, RESIDENT + 15, seconds=1.0, alloc_retries=3))
 
 
-# Starting too small
+# Small initial sizes
 
 
 @pytest.mark.parametrize("multiple_of", [1, 8])
-def test_a_start_too_small_to_measure_less_grows_to_what_fits(multiple_of: int) -> None:
-    # What every microbatch needs outweighs the rows: one peak predicts not even twice as many.
+def test_small_initial_size_grows_to_largest_fitting(multiple_of: int) -> None:
+    # The constant share outweighs the rows, so one peak cannot predict even twice as many.
     policy = Halving(initial=multiple_of, multiple_of=multiple_of)
     batches = [run_batch(policy, 64, RESIDENT + 1640, constant=1000) for _ in range(8)]
     assert batches[0] == (multiple_of, [])
@@ -175,26 +173,26 @@ def test_a_start_too_small_to_measure_less_grows_to_what_fits(multiple_of: int) 
     assert all(size % multiple_of == 0 for size, _ in batches)
 
 
-# Small batches that run out of memory where larger ones had fitted
+# Small batches that fail although larger ones have fitted
 
 
-def test_small_batches_keep_to_what_fitted_for_a_while_that_doubles() -> None:
+def test_failing_small_batches_are_retried_at_doubling_intervals() -> None:
     policy, failures = Halving(), 0
     for _ in range(500):
         for _ in range(3):
             fit_rows(policy, 16, 16)
-        failures += len(fit_rows(policy, 2, 1)[1])  # it fails whenever it is tried whole
+        failures += len(fit_rows(policy, 2, 1)[1])  # it fails at every attempt with the whole batch
     assert 5 <= failures <= 8
 
 
-def test_short_rows_of_a_smaller_batch_do_not_slow_long_ones() -> None:
+def test_failure_of_small_batch_does_not_limit_larger_batch() -> None:
     policy = Halving()
     fit_rows(policy, 16, 16, cost=100)
     fit_rows(policy, 4, 1, cost=50)
     assert fit_rows(policy, 16, 16, cost=100) == (16, [])
 
 
-def test_failures_stay_logarithmic_whatever_fails() -> None:
+def test_failures_stay_logarithmic_for_mixed_batches() -> None:
     policy, failures = Halving(), 0
     for index in range(2000):
         num_rows = (16, 16, 5, 16, 2)[index % 5]
@@ -205,7 +203,7 @@ def test_failures_stay_logarithmic_whatever_fails() -> None:
 # Limits
 
 
-def test_below_multiple_of_sizes_go_on_with_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+def test_sizes_below_multiple_of_warn(caplog: pytest.LogCaptureFixture) -> None:
     policy = Halving(multiple_of=8)
     assert [policy.propose(rows) for rows in (20, 8, 5)] == [20, 8, 5]
     with caplog.at_level(logging.WARNING):
@@ -214,7 +212,7 @@ def test_below_multiple_of_sizes_go_on_with_a_warning(caplog: pytest.LogCaptureF
     assert "no longer multiples of multiple_of=8" in caplog.text
 
 
-def test_senseless_limits_are_refused() -> None:
+def test_invalid_limits_are_rejected() -> None:
     cases: list[Any] = [
         ({"max_microbatch_size": 4, "multiple_of": 8}, "max_microbatch_size=4 is below"),
         ({"max_microbatch_size": 0}, "max_microbatch_size is 0"),
@@ -224,7 +222,7 @@ def test_senseless_limits_are_refused() -> None:
             Halving(**options)
 
 
-# Start and state
+# Initial sizes and state
 
 
 BATCH = st.tuples(ROWS, st.sampled_from([0.5, 1.0, 1.1, 3.0]), st.integers(150, 3000))
@@ -236,7 +234,7 @@ BATCH = st.tuples(ROWS, st.sampled_from([0.5, 1.0, 1.1, 3.0]), st.integers(150, 
     after=st.lists(BATCH, max_size=8),
     initial=st.none() | st.integers(1, 100),
 )
-def test_a_state_that_went_through_json_gives_the_same_sizes(
+def test_state_round_trip_through_json_keeps_sizes(
     before: list[tuple[int, float, int]],
     after: list[tuple[int, float, int]],
     initial: int | None,
@@ -257,7 +255,7 @@ def test_a_state_that_went_through_json_gives_the_same_sizes(
     batches=st.lists(st.tuples(ROWS, st.sampled_from([0.5, 1.0, 1.1, 3.0])), max_size=30),
     capacity=st.integers(150, 3000),
 )
-def test_while_memory_stays_no_failed_microbatch_is_proposed_again(
+def test_failed_microbatch_is_not_proposed_again_under_constant_memory(
     batches: list[tuple[int, float]], capacity: int
 ) -> None:
     policy = Halving()
@@ -266,7 +264,7 @@ def test_while_memory_stays_no_failed_microbatch_is_proposed_again(
         while True:
             size = policy.propose(rows, cost)
             again = [one for one in failures if one[0] <= size and one[1] <= cost]
-            # One row that fails ends a run: there is nothing smaller.
+            # A single row that fails ends the run.
             assert size == 1 or not again, f"{size} rows at {cost} after {failures}"
             outcome = attempt(size, rows, capacity, cost=cost)
             policy.record(outcome)

@@ -1,4 +1,4 @@
-"""The sizes that real jobs end with, under simulated memory, and the exactness of what they do."""
+"""Final sizes of real jobs under simulated memory, and the exactness of their results."""
 
 import json
 import math
@@ -24,12 +24,12 @@ DATA = [
     (torch.randn(ROWS, 8, 16, generator=torch.Generator().manual_seed(number)), torch.arange(ROWS))
     for number in range(12)
 ]
-# Outside of a Trainer, what a budget has seen stays counted: one batch each time.
+# Outside a Trainer, a budget keeps counting batches that it has seen, so one batch is reused.
 BATCH = DATA[0]
 
 
 class Reader(nn.Module):
-    """A transformer of one layer: activations of a row outweigh its input many times."""
+    """A one-layer transformer: activations of a row need far more memory than its input."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -62,7 +62,7 @@ def train(
 
 
 def limit_for(rows: int, *, training: bool) -> int:
-    """A little more than the peak of a step with microbatches of these rows."""
+    """Return slightly more than the peak of a step with microbatches of these rows."""
     model = Reader()
     optimizer = torch.optim.AdamW(model.parameters())
     step = Microbatcher(
@@ -86,7 +86,7 @@ def limit_for(rows: int, *, training: bool) -> int:
         return int(budget.peak_bytes * 1.03)
 
 
-def test_training_ends_at_three_microbatches_where_halving_ends_at_four() -> None:
+def test_training_with_auto_refines_to_three_microbatches() -> None:
     limit = limit_for(ROWS // 3, training=True)
     _, halving = train(Halving(refine=False), limit=limit)
     model, auto = train("auto", limit=limit)
@@ -97,9 +97,7 @@ def test_training_ends_at_three_microbatches_where_halving_ends_at_four() -> Non
     assert_equal(copy_of(model), copy_of(expected))
 
 
-def test_gradients_at_the_sizes_that_were_found_are_those_at_the_same_sizes_without_a_limit() -> (
-    None
-):
+def test_gradients_at_found_sizes_match_unlimited_run() -> None:
     limit = limit_for(ROWS // 3, training=True)
     model, other = Reader(), Reader()
     step = Microbatcher(model, loss_fn=loss_fn, memory_limit=limit, probe=False)
@@ -116,7 +114,7 @@ def test_gradients_at_the_sizes_that_were_found_are_those_at_the_same_sizes_with
     assert result.num_microbatches == 3
 
 
-def test_evaluation_ends_at_three_microbatches_on_its_own() -> None:
+def test_evaluation_with_auto_refines_to_three_microbatches() -> None:
     limit = limit_for(ROWS // 3, training=False)
     found = {}
     for name, size in (("halving", Halving(refine=False)), ("auto", "auto")):
@@ -150,7 +148,7 @@ def trace(drawing: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
-def test_the_picture_shows_what_a_run_does(trace: dict[str, Any]) -> None:
+def test_stored_figure_data_matches_trace(trace: dict[str, Any]) -> None:
     drawn = json.loads((DOCS / "images" / "sizes.json").read_text(encoding="utf-8"))
     names = ("length", "num_microbatches", "failed_sizes", "neighbour_bytes")
     assert [[each[name] for name in names] for each in drawn["batches"]] == [
@@ -158,13 +156,13 @@ def test_the_picture_shows_what_a_run_does(trace: dict[str, Any]) -> None:
     ]
 
 
-def test_every_batch_is_one_optimizer_step_within_the_limit(trace: dict[str, Any]) -> None:
+def test_each_batch_is_one_step_within_limit(trace: dict[str, Any]) -> None:
     assert trace["steps"] == len(trace["batches"])
     assert max(each["peak_bytes"] for each in trace["batches"]) <= trace["limit_bytes"]
     assert failures(trace["batches"]) <= math.log2(trace["rows"]) + 2
 
 
-def test_sizes_shrink_for_a_neighbour_and_grow_back_after_it(
+def test_sizes_shrink_for_neighbor_and_grow_back_afterwards(
     trace: dict[str, Any], drawing: dict[str, Any]
 ) -> None:
     arrives, leaves = drawing["ARRIVES"], drawing["LEAVES"]
@@ -177,12 +175,12 @@ def test_sizes_shrink_for_a_neighbour_and_grow_back_after_it(
     assert counts(0, arrives, short) == {1}
     assert min(counts(arrives, leaves, short)) > 1
     assert min(counts(arrives, leaves, long)) > max(counts(0, arrives, long))
-    # Two batches: the first only shows that memory is free.
+    # The first two batches only reveal the free memory.
     assert counts(leaves + 2, len(trace["batches"]), short) == {1}
     assert counts(leaves + 2, len(trace["batches"]), long) == counts(0, arrives, long)
 
 
-def test_a_long_batch_does_not_slow_the_short_ones_after_it(
+def test_long_batch_does_not_reduce_size_of_short_batches(
     trace: dict[str, Any], drawing: dict[str, Any]
 ) -> None:
     batches = trace["batches"]
@@ -194,7 +192,7 @@ def test_a_long_batch_does_not_slow_the_short_ones_after_it(
 
 
 class Allocator:
-    """Retries of an allocator, and a clock that says how long slices of some rows take."""
+    """A fake allocator with retries, and a fake clock with given seconds per row."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, *, seconds: dict[int, float]) -> None:
         self.retries = 0
@@ -212,7 +210,7 @@ class Allocator:
         return loss_fn(model(batch[0]), batch[1])
 
 
-def test_allocator_retries_batch_after_batch_lead_to_a_smaller_size_which_stays_if_faster(
+def test_repeated_allocator_retries_lead_to_faster_smaller_size(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     allocator, model = Allocator(monkeypatch, seconds={8: 2.0, 4: 1.0}), nn.Linear(8, 4)
@@ -235,14 +233,14 @@ def sizes_of(policy: Halving, *, limit: int | None = None) -> list[StepResult]:
     return [step.backward(BATCH) for _ in range(12)]
 
 
-def test_no_microbatch_exceeds_the_largest_size() -> None:
+def test_microbatches_respect_max_microbatch_size() -> None:
     results = sizes_of(Halving(max_microbatch_size=20))
     assert {each.microbatch_size for each in results} == {20}
     assert {each.num_microbatches for each in results} == {5}
 
 
 @pytest.mark.parametrize("rows", [96, 90, 7])
-def test_slices_are_multiples_of_what_was_asked_for(rows: int) -> None:
+def test_slices_are_multiples_of_requested_number(rows: int) -> None:
     seen: list[int] = []
 
     def forward(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from automicro.callbacks import ExponentialMovingAverage, FreezeSchedule
+from automicro.callbacks import ExponentialMovingAverage
 from automicro.features import RankReduction
 from tests.ranks import trainer_jobs as jobs
 from tests.ranks.world import World, on_ranks
@@ -118,13 +118,6 @@ def test_ranks_start_with_equal_weights_and_different_random_numbers() -> None:
 def test_several_processes_with_unwrapped_model_are_refused() -> None:
     with pytest.raises(ValueError, match=r"there are 2 processes.*Pass parallel='ddp'"):
         jobs.make_trainer(parallel=None)
-
-
-@on_ranks()
-def test_freezing_during_training_is_refused() -> None:
-    freezes = FreezeSchedule({"first.*": "1ba"})
-    with pytest.raises(ValueError, match="2 ranks fixed them when the model was wrapped"):
-        jobs.train(parallel="ddp", callbacks=[freezes])
 
 
 @pytest.mark.sweep

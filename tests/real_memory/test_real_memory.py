@@ -9,7 +9,7 @@ from tests.real_memory.table import Report
 pytestmark = [pytest.mark.sweep, pytest.mark.timeout(1800)]  # all of it takes about four minutes
 
 
-def test_torch_refuses_before_the_operation_and_in_any_thread(report: Report) -> None:
+def test_allocator_raises_oom_before_operation_in_any_thread(report: Report) -> None:
     assert [row["in_thread"] for row in report["refusals"]] == [False, True]
     for row in report["refusals"]:
         assert row["error"] == "OutOfMemoryError"
@@ -18,20 +18,18 @@ def test_torch_refuses_before_the_operation_and_in_any_thread(report: Report) ->
 
 
 @pytest.mark.parametrize("part", ["shrinking", "faults"])
-def test_every_trial_ends_bit_identical_or_refused_with_the_state_as_before(
-    report: Report, part: str
-) -> None:
+def test_trials_recover_bit_identically_or_restore_state(report: Report, part: str) -> None:
     assert sum(row["trials"] for row in report[part]) > 20
     assert {row["scene"]: row["wrong"] for row in report[part] if row["wrong"]} == {}
 
 
-def test_a_leak_and_state_of_plain_python_are_noticed(report: Report) -> None:
+def test_planted_leak_and_hidden_state_are_detected(report: Report) -> None:
     [row] = report["planted"]
     assert any("bytes kept" in problem for problem in row["wrong"])
     assert any("differs: gradient" in problem for problem in row["wrong"])
 
 
-def test_less_memory_leads_to_smaller_microbatches_and_at_last_to_a_named_error(
+def test_shrinking_memory_leads_to_smaller_microbatches_then_error(
     report: Report,
 ) -> None:
     for row in report["shrinking"]:
@@ -41,20 +39,20 @@ def test_less_memory_leads_to_smaller_microbatches_and_at_last_to_a_named_error(
     assert refused.keys() == {"fits", "recovered", "refused: SampleTooLargeError"}
 
 
-def test_each_refused_allocation_costs_one_attempt_and_nothing_else(report: Report) -> None:
+def test_each_failed_allocation_costs_only_one_attempt(report: Report) -> None:
     for row in report["faults"]:
         if "optimizer step" not in row["scene"]:
             assert row["outcomes"] == {"recovered": row["trials"]}, row
 
 
-def test_an_optimizer_step_that_runs_out_of_memory_is_named(report: Report) -> None:
+def test_optimizer_step_oom_raises_named_error(report: Report) -> None:
     rows = [row for row in report["faults"] if "optimizer step" in row["scene"]]
     assert rows
     for row in rows:
         assert row["outcomes"].keys() == {"refused: OptimizerStepError"}, row
 
 
-def test_failures_in_a_row_leave_no_byte_behind(report: Report) -> None:
+def test_consecutive_failures_leak_no_memory(report: Report) -> None:
     for row in report["series"]:
         assert row["ooms"] >= 60
         assert row["recovered"] > 0
@@ -63,7 +61,7 @@ def test_failures_in_a_row_leave_no_byte_behind(report: Report) -> None:
         assert row["bytes_alive"] == 0
 
 
-def test_a_simulated_budget_counts_what_torch_really_allocates(report: Report) -> None:
+def test_simulated_budget_matches_real_allocations(report: Report) -> None:
     for row in report["peaks"]:
         ratio = row["simulated_bytes"] / row["real_bytes"]
         # A budget counts neither allocations inside the kernels of convolutions nor those of the

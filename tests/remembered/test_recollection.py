@@ -49,7 +49,7 @@ def remember_instead(size: int, cost: float | None = None) -> None:
     SizeCache().remember(RememberedSize(key=entry.key, microbatch_size=size, cost_per_row=cost))
 
 
-def test_a_second_run_of_the_trainer_starts_at_the_size_of_the_first() -> None:
+def test_second_trainer_run_starts_at_remembered_size() -> None:
     sizes, ooms, _ = run()
     assert sum(ooms) >= 1
     (entry,) = entries()
@@ -60,7 +60,7 @@ def test_a_second_run_of_the_trainer_starts_at_the_size_of_the_first() -> None:
     assert sum(no_ooms) == summary.train_ooms == 0
 
 
-def test_a_run_writes_when_its_size_changed_and_not_otherwise(
+def test_size_is_written_only_when_it_changes(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     written: list[RememberedSize] = []
@@ -78,7 +78,7 @@ def test_a_run_writes_when_its_size_changed_and_not_otherwise(
     assert before.stat().st_mtime_ns == seen
 
 
-def test_a_second_microbatcher_starts_at_the_size_of_the_first() -> None:
+def test_second_microbatcher_starts_at_remembered_size() -> None:
     batch = torch.randn(ROWS, 12), torch.zeros(ROWS, dtype=torch.int64)
 
     def steps(**options: Any) -> list[StepResult]:
@@ -99,7 +99,7 @@ def test_a_second_microbatcher_starts_at_the_size_of_the_first() -> None:
 
 
 @pytest.mark.parametrize("wrong", mostly_in_sweeps([ROWS // 2, 8], quick=[8]))
-def test_a_wrong_size_is_recovered_from_and_put_right(wrong: int) -> None:
+def test_wrong_remembered_size_is_corrected(wrong: int) -> None:
     sizes, _, _ = run()
     remember_instead(wrong)
     again, ooms, _ = run(batches=12)
@@ -110,7 +110,7 @@ def test_a_wrong_size_is_recovered_from_and_put_right(wrong: int) -> None:
 
 
 @pytest.mark.sweep
-def test_what_a_checkpoint_says_comes_before_what_is_remembered(tmp_path: Path) -> None:
+def test_checkpoint_takes_precedence_over_remembered_size(tmp_path: Path) -> None:
     checkpoint = CheckpointConfig(folder=tmp_path / "checkpoints", interval="1ba")
     sizes, _, _ = run(checkpoint=checkpoint)
     remember_instead(2)
@@ -129,7 +129,7 @@ def test_what_a_checkpoint_says_comes_before_what_is_remembered(tmp_path: Path) 
     ],
     ids=["a policy", "a fixed size", "deterministic", "not wanted"],
 )
-def test_other_runs_neither_read_nor_write(options: dict[str, Any]) -> None:
+def test_unsuitable_runs_neither_read_nor_write_cache(options: dict[str, Any]) -> None:
     def options_again() -> dict[str, Any]:
         is_policy = isinstance(options.get("microbatch_size"), Halving)
         return {"microbatch_size": Halving()} if is_policy else options
@@ -181,7 +181,7 @@ def texts(lengths: list[int]) -> list[dict[str, Tensor]]:
 
 
 @pytest.mark.parametrize("first", mostly_in_sweeps([8, 32], quick=[8]))
-def test_where_lengths_vary_a_second_run_has_no_failure(first: int) -> None:
+def test_second_run_with_varying_lengths_has_no_oom(first: int) -> None:
     def train(lengths: list[int], limit: str = "300KiB") -> list[int]:
         return run(
             batches=len(lengths),
@@ -198,7 +198,7 @@ def test_where_lengths_vary_a_second_run_has_no_failure(first: int) -> None:
     assert train([first, 40, *others]) == [0] * 10
 
 
-def test_where_long_rows_fit_the_whole_batch_of_a_second_run_is_not_cut() -> None:
+def test_second_run_does_not_split_batches_that_fit() -> None:
     def train(lengths: list[int]) -> list[int]:
         return run(
             train_dataloader=texts(lengths),
@@ -223,7 +223,7 @@ def broken(*_: Any, **__: Any) -> Any:
         ("automicro.remembered.recollection.SizeCache", "remember"),
     ],
 )
-def test_nothing_about_remembering_can_stop_a_run(
+def test_cache_errors_do_not_stop_training(
     owner: str, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fit() -> tuple[list[int], list[int]]:
@@ -244,7 +244,7 @@ def test_nothing_about_remembering_can_stop_a_run(
     assert "are not remembered in this run (PermissionError" in str(told[0].message)
 
 
-def test_the_console_says_once_that_a_size_was_remembered() -> None:
+def test_console_reports_remembered_size_once() -> None:
     def output() -> str:
         trainer = make(progress=True, eval_dataloader=make_loader(rows=32, batch_size=32))
         trainer._session.console = Console(file=io.StringIO(), width=200)

@@ -126,7 +126,7 @@ CHANGES: dict[str, dict[str, Any]] = {
 }
 
 
-def test_a_key_changes_with_each_ingredient() -> None:
+def test_key_changes_with_each_ingredient() -> None:
     assert [name for name, change in CHANGES.items() if describe(**change) == describe()] == []
 
 
@@ -147,18 +147,18 @@ UNCHANGED: dict[str, dict[str, Any]] = {
 }
 
 
-def test_a_key_does_not_change_with_anything_else() -> None:
+def test_key_ignores_everything_else() -> None:
     assert [name for name, change in UNCHANGED.items() if describe(**change) != describe()] == []
 
 
-def test_versions_are_in_the_key(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_key_contains_versions(monkeypatch: pytest.MonkeyPatch) -> None:
     before = describe()
     monkeypatch.setattr(torch, "__version__", "2.99.0")
     after = describe()
     assert after == {**before, "torch": "2.99.0"}
 
 
-def test_a_compiled_model_has_a_key_of_its_own_and_its_own_name() -> None:
+def test_compiled_model_has_separate_key_and_same_name() -> None:
     def compiled_net() -> nn.Module:
         model: Any = torch.compile(Net(), backend="eager")
         return cast(nn.Module, model)
@@ -167,12 +167,12 @@ def test_a_compiled_model_has_a_key_of_its_own_and_its_own_name() -> None:
     assert (compiled["model"], compiled["compiled"], describe()["compiled"]) == ("Net", True, False)
 
 
-def test_the_name_is_the_same_on_every_machine_and_in_every_process() -> None:
+def test_file_name_is_stable_across_machines_and_processes() -> None:
     # Written down: a change of it makes every user's cache useless.
     assert SIZE.file == "5f08cf52fb9953f8f7acadb915a3f945f7853646594d9a010926580cac276ccb.json"
 
 
-def test_a_limit_on_cuda_is_in_the_key(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_key_contains_cuda_memory_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     class Properties:
         total_memory = 80 * 10**9
 
@@ -183,7 +183,7 @@ def test_a_limit_on_cuda_is_in_the_key(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (key["device"], key["memory_bytes"]) == ("A GPU", 40 * 10**9)
 
 
-def test_shapes_leave_out_the_rows_wherever_they_lie() -> None:
+def test_described_shapes_omit_row_dimension() -> None:
     given = {"x": torch.zeros(5, 4, 3), "mask": torch.ones(1, 4)}
     layout = BatchLayout({"x": 1, "mask": "shared"})
     assert describe_shapes(given, layout=layout) == {
@@ -192,7 +192,7 @@ def test_shapes_leave_out_the_rows_wherever_they_lie() -> None:
     }
 
 
-def test_a_file_is_small_and_says_what_it_is_for(cache: SizeCache) -> None:
+def test_file_is_small_and_contains_its_key(cache: SizeCache) -> None:
     model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(300)))
     key = describe(lambda: model)
     cache.remember(size_of(2, key))
@@ -201,7 +201,7 @@ def test_a_file_is_small_and_says_what_it_is_for(cache: SizeCache) -> None:
     assert json.loads(text)["key"]["model"] == "Sequential"
 
 
-def test_a_size_that_cannot_have_been_measured_is_refused() -> None:
+def test_impossible_size_is_rejected() -> None:
     cases: list[Any] = [
         {"microbatch_size": 0},
         {"microbatch_size": 65},
@@ -230,7 +230,7 @@ DAMAGES: dict[str, Callable[[dict[str, Any]], bytes]] = {
 
 
 @pytest.mark.parametrize("damage", DAMAGES.values(), ids=DAMAGES)
-def test_a_damaged_file_is_ignored_with_one_warning(
+def test_damaged_file_is_ignored_with_one_warning(
     cache: SizeCache, damage: Callable[[dict[str, Any]], bytes]
 ) -> None:
     cache.remember(SIZE)
@@ -249,7 +249,7 @@ def test_a_damaged_file_is_ignored_with_one_warning(
     assert cache.find(KEY) == SIZE
 
 
-def test_a_folder_in_place_of_a_file_is_ignored_and_not_written_over(cache: SizeCache) -> None:
+def test_folder_in_place_of_file_is_not_overwritten(cache: SizeCache) -> None:
     path_of(cache).mkdir(parents=True)
     with pytest.warns(SizeCacheWarning, match="cannot be read"):
         assert cache.find(KEY) is None
@@ -258,7 +258,7 @@ def test_a_folder_in_place_of_a_file_is_ignored_and_not_written_over(cache: Size
     assert os.listdir(cache.folder) == [SIZE.file]
 
 
-def test_a_folder_that_cannot_be_made_is_one_warning_with_a_remedy(tmp_path: Path) -> None:
+def test_uncreatable_folder_causes_one_warning_with_remedy(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("in the way", encoding="utf-8")
     cache = SizeCache(tmp_path / "file" / "sizes")
     with warnings.catch_warnings(record=True) as caught:
@@ -277,7 +277,7 @@ def test_a_folder_that_cannot_be_made_is_one_warning_with_a_remedy(tmp_path: Pat
 
 
 @pytest.mark.parametrize("call", ["pathlib.Path.open", "os.replace"])
-def test_a_full_or_unwritable_disk_leaves_the_old_size_and_no_rest(
+def test_failed_write_keeps_old_size_and_no_temporary_file(
     cache: SizeCache, call: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(*args: Any, **kwargs: Any) -> Any:
@@ -292,7 +292,7 @@ def test_a_full_or_unwritable_disk_leaves_the_old_size_and_no_rest(
     assert os.listdir(cache.folder) == [SIZE.file]
 
 
-def test_what_others_clear_at_the_same_time_is_not_counted(
+def test_clear_does_not_count_files_already_deleted(
     cache: SizeCache, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cache.remember(SIZE)
@@ -303,7 +303,7 @@ def test_what_others_clear_at_the_same_time_is_not_counted(
     assert os.listdir(cache.folder) == []
 
 
-def test_clearing_takes_damaged_files_and_nothing_foreign(cache: SizeCache) -> None:
+def test_clear_removes_damaged_files_and_keeps_foreign_ones(cache: SizeCache) -> None:
     cache.remember(SIZE)
     damaged = path_of(cache, {**KEY, "rows": 65})
     foreign = damaged.with_name("notes.json")
@@ -324,7 +324,7 @@ def test_clearing_takes_damaged_files_and_nothing_foreign(cache: SizeCache) -> N
     ],
     ids=str,
 )
-def test_the_folder_is_where_caches_of_a_user_lie(
+def test_folder_follows_user_cache_variables(
     variables: dict[str, str], folder: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in ("AUTOMICRO_CACHE", "XDG_CACHE_HOME"):

@@ -49,7 +49,7 @@ def train(**options: Any) -> list[int]:
     return ooms
 
 
-def test_a_team_measures_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_shared_cache_avoids_second_measurement(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AUTOMICRO_CACHE", URL)
     first, second = train(), train()
     assert sum(first) > 0
@@ -62,7 +62,7 @@ def put(name: str, content: bytes) -> None:
     MemoryFileSystem().pipe_file(f"{URL}/{name}", content)
 
 
-def test_what_is_behind_a_url_is_found_listed_and_cleared() -> None:
+def test_cache_at_url_is_found_listed_and_cleared() -> None:
     cache = SizeCache(URL)
     assert cache.find(KEY) is None
     assert cache.entries() == []
@@ -95,7 +95,7 @@ def broken(monkeypatch: pytest.MonkeyPatch) -> str:
     return "broken://key:secret@bucket/sizes"
 
 
-def test_a_store_that_refuses_is_one_warning_and_asked_once(
+def test_failing_store_is_tried_once_with_one_warning(
     broken: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("AUTOMICRO_CACHE", broken)
@@ -108,7 +108,7 @@ def test_a_store_that_refuses_is_one_warning_and_asked_once(
     assert "set AUTOMICRO_CACHE to another" in str(caught[0].message)
 
 
-def test_a_store_that_does_not_answer_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unresponsive_store_times_out(monkeypatch: pytest.MonkeyPatch) -> None:
     release = threading.Event()
     monkeypatch.setattr(remembered, "SECONDS", 0.05)
     monkeypatch.setattr(MemoryFileSystem, "cat_file", lambda *_, **__: release.wait(20))
@@ -123,12 +123,12 @@ def test_a_store_that_does_not_answer_is_not_waited_for(monkeypatch: pytest.Monk
             thread.join()
 
 
-def test_a_protocol_that_is_not_known_is_one_warning() -> None:
+def test_unknown_protocol_causes_warning() -> None:
     with pytest.warns(SizeCacheWarning, match="ValueError: Protocol not known"):
         assert SizeCache("nowhere://bucket/sizes").find(KEY) is None
 
 
-def test_a_folder_may_be_a_url_or_begin_at_home(
+def test_folder_may_be_url_or_start_with_tilde(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))

@@ -134,7 +134,7 @@ def require_tail_in_slices(family: Family) -> None:
     ]
     + [pytest.param(name, marks=pytest.mark.slow) for name in OF_TORCHVISION],
 )
-def test_levels_change_no_bit_and_bring_something(name: str) -> None:
+def test_levels_save_memory_and_change_no_bit(name: str) -> None:
     # Of torchvision's models most memory is that of parameters, which are of their full size.
     require_no_bit_changes(EVERY[name], least=1.0 if name in OF_TORCHVISION else 0.96)
     if EVERY[name].has_tail:
@@ -212,7 +212,7 @@ VARIANTS: dict[str, Callable[[], Family]] = {
 @pytest.mark.sweep
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", VARIANTS)
-def test_as_people_change_them(name: str) -> None:
+def test_customized_models_train_bit_identically(name: str) -> None:
     require_no_bit_changes(VARIANTS[name]())
 
 
@@ -240,7 +240,7 @@ def compiled_in_place(model: Any) -> Any:
 @pytest.mark.sweep
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("change", [compiled_blocks, compiled_in_place])
-def test_blocks_that_are_compiled(change: Callable[[Any], Any]) -> None:
+def test_compiled_blocks_train_bit_identically(change: Callable[[Any], Any]) -> None:
     with uncompiled_afterwards():
         # A budget that only measures switches the compiler off.
         require_no_bit_changes(then("mistral", change), least=None, is_measured=False)
@@ -254,7 +254,7 @@ def checkpointed(model: Any) -> Any:
 
 @pytest.mark.filterwarnings("ignore:.*gradient_checkpointing_enable")
 @pytest.mark.parametrize("name", mostly_in_sweeps(["bart", "gpt2", "mistral"], quick=["gpt2"]))
-def test_gradient_checkpointing_that_is_on_is_named(name: str) -> None:
+def test_enabled_gradient_checkpointing_is_rejected_by_recompute(name: str) -> None:
     family = then(name, checkpointed)
     with pytest.raises(
         ValueError, match=r"\(gradient checkpointing is on\).*turn gradient checkpointing off"
@@ -266,7 +266,7 @@ def test_gradient_checkpointing_that_is_on_is_named(name: str) -> None:
 
 @pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing")
 @pytest.mark.sweep
-def test_a_prefix_in_the_cache_is_computed_again() -> None:
+def test_blocks_with_cached_prefix_are_recomputed() -> None:
     pytest.importorskip("peft")
     family = then("mistral", with_prefix)
     plain, found = trained(family, "error", 0), trained(family, "recompute", 1)
@@ -279,7 +279,7 @@ def test_a_prefix_in_the_cache_is_computed_again() -> None:
 
 
 @pytest.mark.parametrize("which", ["[02]", "[12]"])
-def test_layers_that_are_not_named_fill_the_cache_of_their_own(which: str) -> None:
+def test_recomputing_some_layers_keeps_shared_cache_correct(which: str) -> None:
     family = EVERY["llama"]
     plain = trained(family, "error", 0)
     found = trained(family, {"recompute": [f"model.layers.{which}"]}, 1)

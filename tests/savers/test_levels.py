@@ -21,7 +21,7 @@ def model() -> nn.Module:
     )
 
 
-def test_levels_by_name() -> None:
+def test_levels_are_built_from_names() -> None:
     cases: list[Any] = [
         ("error", ["plain"]),
         ("recompute", ["plain", "recompute"]),
@@ -37,7 +37,7 @@ def test_levels_by_name() -> None:
         assert [level.name for level in levels] == names
 
 
-def test_wrong_values_are_told_what_is_right() -> None:
+def test_invalid_values_raise_error_with_suggestion() -> None:
     cases: list[Any] = [
         ("recmpute", ValueError, r"'recmpute' is not known \(did you mean 'recompute'\?\)"),
         (["offlod"], ValueError, r"did you mean 'offload'\?"),
@@ -63,7 +63,7 @@ def test_wrong_values_are_told_what_is_right() -> None:
             make_levels(given, [model()], CPU)
 
 
-def test_where_no_block_is_found() -> None:
+def test_model_without_repeated_blocks_cannot_recompute() -> None:
     lstm = nn.LSTM(2, 2, num_layers=3)
     with pytest.raises(ValueError, match=r"LSTM has no repeated blocks .*; name them, as in"):
         make_levels("recompute", [lstm], CPU)
@@ -71,14 +71,14 @@ def test_where_no_block_is_found() -> None:
     assert [level.name for level in levels] == ["plain", "offload"]
 
 
-def test_what_is_compiled_as_a_whole_is_refused() -> None:
+def test_model_compiled_as_a_whole_is_rejected() -> None:
     compiled = torch.compile(model(), backend="eager")
     with pytest.raises(ValueError, match=r"Compile each block instead \(block.compile\(\)\)"):
         make_levels("recompute", [compiled], CPU)  # type: ignore[list-item]
     assert len(make_levels("auto", [compiled], CPU)) == 2  # type: ignore[list-item]
 
 
-def test_levels_say_what_they_do() -> None:
+def test_level_description() -> None:
     level = make_levels("auto", [model()], CPU)[3]
     assert level.describe() == (
         "encoder.layers.* (2) keep only their inputs and are recomputed in the backward, and "
@@ -110,7 +110,7 @@ class Inverted(nn.Module):
         )
 
 
-def test_blocks_are_found() -> None:
+def test_repeated_blocks_are_found() -> None:
     cases: list[Any] = [
         (nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 2), nn.ReLU()), ""),
         (nn.Sequential(nn.Linear(10, 64), Block(), Block(), nn.Linear(64, 1)), "1 2"),
@@ -134,7 +134,7 @@ def test_blocks_are_found() -> None:
         assert " ".join(repeated_blocks(model)) == names
 
 
-def test_names_are_those_of_the_model_inside() -> None:
+def test_block_names_omit_wrapper_prefix() -> None:
     inside = nn.ModuleDict({"module": model()})
     (saver,) = make_levels("recompute", [inside], CPU)[1].savers
     assert saver.describe().startswith("encoder.layers.* (2) keep")

@@ -28,7 +28,7 @@ class Counting(OffloadHooks):
         return super()._copied(whole, storage)
 
 
-def test_each_storage_crosses_once() -> None:
+def test_each_storage_is_offloaded_once() -> None:
     offload = Counting()
     leaf = rows().requires_grad_()
     with offload():
@@ -39,7 +39,7 @@ def test_each_storage_crosses_once() -> None:
     loss.backward()
 
 
-def test_a_changed_storage_crosses_again() -> None:
+def test_modified_storage_is_offloaded_again() -> None:
     offload = Counting()
     leaf = rows().requires_grad_()
     with offload():
@@ -59,7 +59,7 @@ def test_a_changed_storage_crosses_again() -> None:
         other_loss.backward()
 
 
-def test_strides_are_kept() -> None:
+def test_strides_are_preserved() -> None:
     seen: list[tuple[Any, ...]] = []
 
     class Look(torch.autograd.Function):
@@ -121,7 +121,7 @@ def in_place_on_a_view(leaf: Tensor) -> Tensor:
 @pytest.mark.parametrize(
     "loss_of", [in_place_after_sigmoid, in_place_after_product, in_place_on_a_view]
 )
-def test_what_was_written_to_is_refused_as_ever(loss_of: Any, size: int) -> None:
+def test_inplace_modification_raises_same_error_as_without_offload(loss_of: Any, size: int) -> None:
     def message(*, offloads: bool) -> tuple[str, str]:
         leaf = rows()[:size, :size].clone().requires_grad_()
         offload = OffloadHooks([])
@@ -138,7 +138,7 @@ def test_what_was_written_to_is_refused_as_ever(loss_of: Any, size: int) -> None
     assert message(offloads=True) == message(offloads=False)
 
 
-def test_small_tensors_parameters_and_buffers_stay() -> None:
+def test_small_tensors_parameters_and_buffers_are_not_offloaded() -> None:
     model = nn.Linear(ROWS, ROWS)
     model.register_buffer("scale", rows())
     offload = Counting([*model.parameters(), *model.buffers()])
@@ -149,7 +149,7 @@ def test_small_tensors_parameters_and_buffers_stay() -> None:
     loss.backward()
 
 
-def test_host_memory_is_not_counted() -> None:
+def test_budget_does_not_count_offloaded_tensors() -> None:
     def peaks(*, offloads: bool) -> tuple[int, int]:
         leaf = torch.ones(ROWS, ROWS, requires_grad=True)
         with MemoryBudget(None).track(leaf) as budget:
@@ -166,7 +166,7 @@ def test_host_memory_is_not_counted() -> None:
     assert peak < 8 * ROWS * ROWS * 4 < peak_plain
 
 
-def test_what_a_forward_saved_is_gone_with_its_output() -> None:
+def test_saved_tensors_are_freed_with_forward_output() -> None:
     # An operation that saves its own output must not be held by what was packed of it.
     leaf = torch.ones(3, requires_grad=True)
     with Offload([]).applied():
@@ -177,7 +177,7 @@ def test_what_a_forward_saved_is_gone_with_its_output() -> None:
     assert saved() is None
 
 
-def test_subclasses_and_other_layouts_stay_what_they_are() -> None:
+def test_subclasses_and_sparse_tensors_keep_their_type() -> None:
     class Named(torch.Tensor):
         pass
 
@@ -190,7 +190,7 @@ def test_subclasses_and_other_layouts_stay_what_they_are() -> None:
     assert torch.equal(leaf.grad, rows() + 1)  # type: ignore[arg-type]
 
 
-def test_memory_that_runs_out_on_the_way_back_is_told() -> None:
+def test_oom_during_reload_is_raised() -> None:
     leaf = torch.ones(ROWS, ROWS, requires_grad=True)
     budget = MemoryBudget(3 * ROWS * ROWS * 4 + 4096).track(leaf)
     with budget, Offload([]).applied():

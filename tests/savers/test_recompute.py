@@ -72,7 +72,7 @@ SOME = {
 
 
 @pytest.mark.parametrize(("name", "level"), mostly_in_sweeps(MODELS, LEVELS, quick=SOME))
-def test_no_bit_changes(name: str, level: str) -> None:
+def test_savers_change_no_bit(name: str, level: str) -> None:
     one, other, loss_of = MODELS[name](), MODELS[name](), mean_square(batch_for(name))
     plain = take_step(one, loss_of, Level())
     applied = level_of(level, other, generators=Reach({"": other}).generators)
@@ -81,7 +81,7 @@ def test_no_bit_changes(name: str, level: str) -> None:
     assert left.peak_bytes < 0.9 * plain.peak_bytes
 
 
-def test_a_large_buffer_is_copied_once_it_is_seen_to_change() -> None:
+def test_block_that_changes_large_buffer_is_rejected() -> None:
     model = stack(lambda: Block(Codebook()))
     level = level_of("recompute", model)
     rows = batch_for("codebook")
@@ -128,11 +128,11 @@ class Passing(Stacked):
 
 
 @pytest.mark.parametrize("kind", [ChangesList, ChangesObject])
-def test_arguments_that_a_block_changes_are_as_they_were(kind: type[nn.Module]) -> None:
+def test_mutated_block_arguments_are_restored_for_recompute(kind: type[nn.Module]) -> None:
     assert_no_bit_changes(lambda: Passing(kind(), kind()))
 
 
-def test_a_block_that_is_used_again_and_again() -> None:
+def test_block_used_several_times() -> None:
     block = Block(nn.Dropout(0.2))
     assert_no_bit_changes(lambda: Stacked(block, block, Block()))
 
@@ -148,7 +148,7 @@ def test_second_derivatives() -> None:
     assert_no_bit_changes(MODELS["plain"], loss_of)
 
 
-def test_a_graph_that_is_used_twice() -> None:
+def test_backward_through_retained_graph() -> None:
     def loss_of(model: nn.Module) -> Tensor:
         loss: Tensor = model(batch_for("dropout")).double().square().mean()
         loss.backward(retain_graph=True)
@@ -168,7 +168,7 @@ def test_hooks_of_blocks_run_once() -> None:
     assert calls == ["before", "after", "backward"]
 
 
-def test_the_model_is_as_it_was() -> None:
+def test_model_is_restored_after_level() -> None:
     model = MODELS["batchnorm"]()
     block = model[1]  # type: ignore[index]
     keys = list(model.state_dict())
@@ -185,7 +185,7 @@ def test_the_model_is_as_it_was() -> None:
     pickle.loads(pickle.dumps(model))
 
 
-def test_memory_that_runs_out_in_the_second_forward_is_told() -> None:
+def test_oom_during_recompute_is_raised() -> None:
     model, rows = MODELS["plain"](), batch_for("plain")
     level = level_of("recompute", model)
     for _ in range(2):  # the first one compares
@@ -225,13 +225,13 @@ def step_whose_second_forward_raises(error: Exception) -> tuple[Level, Callable[
     return level, step
 
 
-def test_without_gradients_nothing_is_kept() -> None:
+def test_no_grad_forward_keeps_no_graph() -> None:
     model = MODELS["dropout"]()
     with level_of("recompute", model).applied(), torch.no_grad():
         assert not model(batch_for("plain")).requires_grad
 
 
-def test_what_recomputes_already_is_left_alone() -> None:
+def test_blocks_with_gradient_checkpointing_are_skipped() -> None:
     model = MODELS["plain"]()
     model[1].gradient_checkpointing = True  # type: ignore[index]
     (saver,) = level_of("recompute", model).savers
@@ -283,13 +283,13 @@ class Frozen(Around):
 
 
 @pytest.mark.parametrize("kind", [OtherParameters, OtherMode, Frozen])
-def test_what_holds_for_the_forward_alone_holds_again(kind: type[Around]) -> None:
+def test_context_of_forward_is_restored_for_recompute(kind: type[Around]) -> None:
     plain, left = steps_at("recompute", kind(), mean_square(batch_for("plain")))
     assert differences(plain, left) == []
     assert left.peak_bytes < 0.9 * plain.peak_bytes
 
 
-def test_parameters_are_in_place_again_afterwards() -> None:
+def test_parameters_are_restored_after_recompute() -> None:
     model = Frozen()
     before = [(each, each.requires_grad) for each in model.parameters()]
     take_step(model, mean_square(batch_for("plain")), level_of("recompute", model))
@@ -300,7 +300,7 @@ def test_parameters_are_in_place_again_afterwards() -> None:
 
 
 @pytest.mark.parametrize("is_reentrant", [False, True])
-def test_a_checkpoint_of_the_models_own(
+def test_model_with_its_own_checkpoints(
     is_reentrant: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     class Own(Stacked):
@@ -360,7 +360,7 @@ class Adding(Stacked):
         (Adding, ["recompute", "recompute + offload"], "a tensor that is changed in place, by"),
     ],
 )
-def test_what_a_checkpoint_refuses_is_left_out(
+def test_blocks_unsuitable_for_recompute_are_skipped(
     make: Any, levels: list[str], why: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     model, loss_of = make(), mean_square(batch_for("plain"))
@@ -454,7 +454,7 @@ class NotingUnseen(Noting):
         (lambda: Noting(AsksTwice), "blocks.2 .* x, y = ctx.saved_tensors"),
     ],
 )
-def test_what_comes_out_otherwise_the_second_time_is_left_out_by_name(
+def test_blocks_that_recompute_differently_are_skipped_by_name(
     make: Any, why: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     model, loss_of = make(), mean_square(batch_for("plain"))
@@ -466,7 +466,7 @@ def test_what_comes_out_otherwise_the_second_time_is_left_out_by_name(
         assert re.search(why, caplog.text)
 
 
-def test_what_blocks_share_and_change_is_the_second_time_as_it_was_the_first(
+def test_shared_state_of_blocks_is_restored_for_recompute(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     for level in LEVELS:
@@ -477,7 +477,7 @@ def test_what_blocks_share_and_change_is_the_second_time_as_it_was_the_first(
     assert not any("not recomputed" in each for each in caplog.messages)
 
 
-def test_what_fails_the_second_time_is_left_out_by_name(caplog: pytest.LogCaptureFixture) -> None:
+def test_block_that_fails_in_recompute_is_skipped_by_name(caplog: pytest.LogCaptureFixture) -> None:
     model, loss_of = Noting(Catches), mean_square(batch_for("plain"))
     level, other = level_of("recompute", model), copy.deepcopy(model)
     for _ in range(2):  # the second time nothing is compared
@@ -488,7 +488,7 @@ def test_what_fails_the_second_time_is_left_out_by_name(caplog: pytest.LogCaptur
     assert "computes something else the second time" in caplog.text
 
 
-def test_an_error_of_a_blocks_own_in_its_second_forward_is_raised() -> None:
+def test_block_error_during_recompute_is_raised() -> None:
     level, step = step_whose_second_forward_raises(KeyError("gone"))
     with pytest.raises(KeyError, match="gone") as raised:
         step()
@@ -497,7 +497,7 @@ def test_an_error_of_a_blocks_own_in_its_second_forward_is_raised() -> None:
     assert "(4)" in saver.describe()
 
 
-def test_that_the_second_time_is_the_first_again_is_asked_for_rarely() -> None:
+def test_recomputed_tensors_are_compared_rarely() -> None:
     model, loss_of = Noting(Steps), mean_square(batch_for("plain"))
     level = level_of("recompute", model)
     saved: list[Tensor] = []
@@ -516,7 +516,7 @@ def test_that_the_second_time_is_the_first_again_is_asked_for_rarely() -> None:
     assert [at for at, count in enumerate(counts) if count] == [0, 16]
 
 
-def test_a_block_that_is_copied_in_a_forward_computes_with_its_own_weights() -> None:
+def test_block_copied_during_forward_uses_its_own_weights() -> None:
     class Teaching(Noting):
         """Its teacher is a copy that is made in the first forward."""
 
@@ -537,7 +537,7 @@ def test_a_block_that_is_copied_in_a_forward_computes_with_its_own_weights() -> 
     assert_no_bit_changes(lambda: Teaching(Block))
 
 
-def test_blocks_tell_what_they_take_while_they_are_computed_again() -> None:
+def test_patched_forward_keeps_signature() -> None:
     model = MODELS["plain"]()
     block = model[1]  # type: ignore[index]
     before = inspect.signature(block.forward)
@@ -545,7 +545,7 @@ def test_blocks_tell_what_they_take_while_they_are_computed_again() -> None:
         assert inspect.signature(block.forward) == before
 
 
-def test_a_sparse_buffer_of_a_block() -> None:
+def test_block_with_sparse_buffer() -> None:
     class Graph(Block):
         """Mixes rows by a sparse matrix, which it moves."""
 
@@ -563,7 +563,7 @@ def test_a_sparse_buffer_of_a_block() -> None:
         assert differences(plain._replace(buffers=[]), left._replace(buffers=[])) == []
 
 
-def test_transforms_cannot_be_offloaded() -> None:
+def test_offloading_function_transforms_raises_error() -> None:
     model = stack(Transforming, 2)
     with pytest.raises(RuntimeError, match="Leave 'offload' out of when_too_large"):
         take_step(model, mean_square(batch_for("plain")), level_of("offload", model))
@@ -589,7 +589,7 @@ class CachingLayer(nn.Module):
 
 
 @pytest.mark.parametrize("num_held", [0, 2])
-def test_a_layer_finds_its_cache_as_it_was_and_leaves_it_so(num_held: int) -> None:
+def test_layer_cache_is_restored_for_recompute(num_held: int) -> None:
     transformers = pytest.importorskip("transformers")
 
     def made() -> Any:

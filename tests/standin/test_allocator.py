@@ -26,7 +26,7 @@ def held() -> list[int]:
     return stats("allocated_bytes", "reserved_bytes")
 
 
-def test_only_whole_segments_are_given_back() -> None:
+def test_only_unused_segments_are_returned() -> None:
     split, whole = [take(6 * MIB), take(6 * MIB)], take(16 * MIB)
     del split[0], whole
     standin.empty_cache()
@@ -37,7 +37,7 @@ def test_only_whole_segments_are_given_back() -> None:
     assert held() == [0, 0]
 
 
-def test_a_device_that_is_full_after_that_too_is_out_of_memory() -> None:
+def test_full_device_raises_oom_after_retry() -> None:
     torch.ops.standin.set_capacity(0, 40 * MIB)
     kept = take(20 * MIB)
     with pytest.raises(torch.OutOfMemoryError, match=r"Tried to allocate 30\.00 MiB\. Device 0"):
@@ -48,7 +48,7 @@ def test_a_device_that_is_full_after_that_too_is_out_of_memory() -> None:
     del kept, others
 
 
-def test_the_share_of_the_process_and_what_others_hold_bound_it() -> None:
+def test_process_share_and_other_processes_limit_memory() -> None:
     torch.ops.standin.set_capacity(0, 100 * MIB)
     standin.set_per_process_memory_fraction(0.5)
     with pytest.raises(torch.OutOfMemoryError, match=r"may use a share of 0\.5"):
@@ -60,7 +60,7 @@ def test_the_share_of_the_process_and_what_others_hold_bound_it() -> None:
         take(51 * MIB)
 
 
-def test_peaks_go_back_to_what_is_held_now() -> None:
+def test_reset_sets_peak_to_current_memory() -> None:
     take(6 * MIB)
     assert standin.max_memory_allocated() == 6 * MIB
     kept = take(3 * MIB)
@@ -70,7 +70,7 @@ def test_peaks_go_back_to_what_is_held_now() -> None:
     del kept
 
 
-def test_each_stream_has_a_pool_of_its_own() -> None:
+def test_each_stream_has_its_own_pool() -> None:
     side = standin.Stream()
     with side:
         address = take(6 * MIB).data_ptr()
@@ -79,7 +79,7 @@ def test_each_stream_has_a_pool_of_its_own() -> None:
         assert take(6 * MIB).data_ptr() == address
 
 
-def test_a_block_in_use_on_another_stream_is_free_once_that_is_done() -> None:
+def test_recorded_block_is_freed_after_stream_finishes() -> None:
     side = standin.Stream()
     block = take(6 * MIB)
     address = block.data_ptr()
@@ -95,7 +95,7 @@ def test_a_block_in_use_on_another_stream_is_free_once_that_is_done() -> None:
     del other
 
 
-def test_a_full_device_waits_for_blocks_in_use_on_other_streams() -> None:
+def test_full_device_waits_for_blocks_of_other_streams() -> None:
     torch.ops.standin.set_capacity(0, 40 * MIB)
     side = standin.Stream()
     block = take(30 * MIB)
@@ -138,7 +138,7 @@ def play(trace: random.Random, length: int, capacity: int) -> list[tuple[Any, ..
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_random_traces_come_to_the_same_numbers_as_the_rules_in_python(seed: int) -> None:
+def test_allocator_matches_python_reference_on_random_traces(seed: int) -> None:
     capacity = (60 + 40 * seed) * MIB
     torch.ops.standin.set_capacity(0, capacity)
     seen = play(random.Random(seed), 500, capacity)

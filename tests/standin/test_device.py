@@ -62,14 +62,14 @@ def train(device: str, name: str, optimizer_name: str) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("name", MODELS)
-def test_training_comes_to_the_bits_of_the_cpu(name: str, optimizer: str) -> None:
+def test_training_is_bit_identical_to_cpu(name: str, optimizer: str) -> None:
     with sdpa_kernel(SDPBackend.MATH):  # only the CPU has the fused kernel
         expected, found = train("cpu", name, optimizer), train("standin", name, optimizer)
     assert [key for key in expected if not torch.equal(expected[key], found[key])] == []
 
 
 @pytest.mark.parametrize("kind", [nn.GRU, nn.LSTM, nn.RNN])
-def test_recurrent_cells_are_those_of_the_cpu_but_for_rounding(kind: Any) -> None:
+def test_recurrent_layers_match_cpu_up_to_rounding(kind: Any) -> None:
     found = []
     for device in ("cpu", "standin"):
         torch.manual_seed(1)
@@ -82,7 +82,7 @@ def test_recurrent_cells_are_those_of_the_cpu_but_for_rounding(kind: Any) -> Non
         torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
 
 
-def test_each_device_draws_from_a_generator_of_its_own() -> None:
+def test_each_device_has_its_own_generator() -> None:
     torch.manual_seed(5)
     host = torch.get_rng_state()
     drawn = [torch.rand(4, device=f"standin:{index}").cpu() for index in (0, 1, 0)]
@@ -106,7 +106,7 @@ def test_views_share_memory_and_copies_do_not() -> None:
     assert x.sum().item() == before
 
 
-def test_tensors_are_saved_loaded_and_resized() -> None:
+def test_tensors_can_be_saved_loaded_and_resized() -> None:
     x = torch.arange(6.0, device="standin:1")
     file = io.BytesIO()
     torch.save({"x": x}, file)
@@ -121,14 +121,14 @@ def test_tensors_are_saved_loaded_and_resized() -> None:
     storage.resize_(48)
 
 
-def test_values_that_decide_a_shape_come_to_those_of_the_cpu() -> None:
+def test_data_dependent_shapes_match_cpu() -> None:
     x = torch.tensor([3.0, 0.0, 1.0, 0.0, 3.0])
     y = x.to("standin")
     for ask in (torch.nonzero, torch.unique, lambda t: t[t > 0], lambda t: torch.arange(int(t[0]))):
         assert torch.equal(ask(y).cpu(), ask(x))
 
 
-def test_a_kernel_is_hidden_from_dispatch_modes() -> None:
+def test_dispatch_modes_do_not_see_kernel_internals() -> None:
     from torch.utils._python_dispatch import TorchDispatchMode
 
     seen: list[str] = []

@@ -28,7 +28,7 @@ def block(mib: int) -> torch.Tensor:
     return torch.empty(mib * MIB, dtype=torch.uint8, device=DEVICE)
 
 
-def test_what_the_allocator_counts_is_read_at_once() -> None:
+def test_allocator_counts_are_up_to_date() -> None:
     before = memory.read_counts(DEVICE)
     held = block(30)
     counts = memory.read_counts(DEVICE)
@@ -42,7 +42,7 @@ def test_what_the_allocator_counts_is_read_at_once() -> None:
     del held
 
 
-def test_a_peak_outlives_the_laps_within_it() -> None:
+def test_peak_spans_several_laps() -> None:
     base = memory.allocated_bytes(DEVICE) or 0
     for mib in (40, 10):
         memory.begin_lap(DEVICE)
@@ -53,7 +53,7 @@ def test_a_peak_outlives_the_laps_within_it() -> None:
     assert memory.peak_bytes(DEVICE) == base
 
 
-def test_capacity_is_what_is_free_or_cached_within_the_share() -> None:
+def test_capacity_is_free_and_cached_memory_within_share() -> None:
     assert memory.total_bytes(DEVICE) == memory.usable_bytes(DEVICE) == 16 * GIB
     block(100)  # now in the cache
     assert memory.capacity_bytes(DEVICE) == 16 * GIB
@@ -66,7 +66,7 @@ def test_capacity_is_what_is_free_or_cached_within_the_share() -> None:
     assert memory.usable_bytes(DEVICE) == 16 * GIB
 
 
-def test_a_limit_that_cannot_be_kept_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unenforceable_limit_is_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(
         ValueError, match=r"the limit of 17.00 GiB exceeds the 16.00 GiB of standin"
     ):
@@ -81,14 +81,14 @@ def test_a_limit_that_cannot_be_kept_is_refused(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.undo()
 
 
-def test_a_device_without_statistics_counts_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_device_without_statistics_reports_no_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(standin, "memory_stats_as_nested_dict")
     assert memory.read_counts(DEVICE) == memory.begin_lap(DEVICE) == memory.NO_COUNTS
     assert memory.capacity_bytes(DEVICE) is memory.peak_bytes(DEVICE) is None
     monkeypatch.undo()
 
 
-def test_an_allocator_without_statistics_is_asked_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_allocator_without_statistics_is_queried_once(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
 
     def refuse(device: Any) -> Any:
@@ -104,14 +104,14 @@ def test_an_allocator_without_statistics_is_asked_once(monkeypatch: pytest.Monke
     monkeypatch.undo()
 
 
-def test_copies_overlap_where_there_are_streams(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_copies_overlap_only_with_streams(monkeypatch: pytest.MonkeyPatch) -> None:
     assert memory.copies_overlap(DEVICE)
     monkeypatch.delattr(standin, "Stream")
     assert not memory.copies_overlap(DEVICE)
     monkeypatch.undo()
 
 
-def test_a_device_is_chosen_and_described() -> None:
+def test_device_is_chosen_and_described() -> None:
     assert choose_device("auto") == torch.device(DEVICE)
     assert choose_device("standin:1") == torch.device("standin:1")
     assert describe_device(torch.device(DEVICE), None) == "standin:0 (stand-in 0)"
@@ -124,7 +124,7 @@ def test_a_device_is_chosen_and_described() -> None:
         choose_device("cuda:0")
 
 
-def test_each_process_of_several_has_the_device_with_its_number() -> None:
+def test_each_process_uses_device_of_its_local_rank() -> None:
     for rank in range(standin.NUM_DEVICES):
         place = Process(rank=rank, world_size=2, local_rank=rank)
         assert own_device("auto", place) == own_device("standin", place)

@@ -15,7 +15,7 @@ from tests.gpu.subjects import Hungry, OnTwoDevices, batch, microbatcher
 from tests.standin import device as standin
 
 
-def test_where_the_second_device_is_the_full_one_the_fewest_microbatches_are_found() -> None:
+def test_fewest_microbatches_are_found_if_second_device_is_full() -> None:
     step = microbatcher(OnTwoDevices(Hungry(32, 0)), probe=False)
     with room(350 * MIB, SECOND):  # 8 rows need 256 MiB, 12 of 24 need 384
         results = [step.backward(batch(24)) for _ in range(5)]
@@ -25,7 +25,7 @@ def test_where_the_second_device_is_the_full_one_the_fewest_microbatches_are_fou
     assert sum(each.ooms for each in results[1:]) == 0, "peaks of the second device were not seen"
 
 
-def test_libraries_are_used_once_on_both_threads_of_each_device_before_the_first_forward(
+def test_libraries_are_warmed_up_once_per_device_and_thread(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(libraries, "_used", set())
@@ -56,7 +56,7 @@ def test_libraries_are_used_once_on_both_threads_of_each_device_before_the_first
     assert all(map(torch.equal, generators, [standin.get_rng_state(i) for i in range(2)]))
 
 
-def test_no_memory_for_libraries_is_left_to_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_oom_during_library_warm_up_is_ignored(monkeypatch: pytest.MonkeyPatch) -> None:
     def fill(device: torch.device) -> Tensor:
         raise torch.OutOfMemoryError(str(device))
 

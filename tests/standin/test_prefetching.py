@@ -38,7 +38,7 @@ def same(one: list[Tensor], other: list[Tensor]) -> bool:
 
 @pytest.mark.parametrize("place", [pinned, lambda rows: rows], ids=["pinned", "pageable"])
 @pytest.mark.parametrize("schedule", SCHEDULES)
-def test_whatever_stream_is_late_the_bits_are_those_of_a_batch_on_the_device(
+def test_prefetching_with_late_streams_is_bit_identical(
     schedule: tuple[bool, bool], place: Any
 ) -> None:
     expected = train(to_device)
@@ -47,7 +47,7 @@ def test_whatever_stream_is_late_the_bits_are_those_of_a_batch_on_the_device(
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
-def test_packed_sequences_too(schedule: tuple[bool, bool]) -> None:
+def test_prefetching_packed_sequences_is_bit_identical(schedule: tuple[bool, bool]) -> None:
     class Last(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -79,7 +79,7 @@ def expected() -> list[Tensor]:
     return train(to_device)
 
 
-def test_without_the_wait_for_the_copies_the_numbers_are_wrong(
+def test_results_are_wrong_if_step_does_not_wait_for_copies(
     expected: list[Tensor], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(transfer._LateCopies, "join", lambda self: None)
@@ -87,7 +87,7 @@ def test_without_the_wait_for_the_copies_the_numbers_are_wrong(
     assert not same(train(pinned), expected)
 
 
-def test_without_the_wait_of_the_copies_the_numbers_are_wrong(
+def test_results_are_wrong_if_copies_do_not_wait_for_step(
     expected: list[Tensor], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def start(self: Any) -> None:

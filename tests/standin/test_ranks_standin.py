@@ -32,7 +32,7 @@ def fake_group() -> Iterator[None]:
 
 @pytest.mark.usefixtures("fake_group")
 @pytest.mark.filterwarnings("ignore:FSDP2-wrapped module")
-def test_communicators_with_memory_on_the_device_are_connected_before_the_first_forward(
+def test_communicators_connect_before_first_forward(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     two = functools.partial(Exchange, [], height=0, rank=0, world_size=2)

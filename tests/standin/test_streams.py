@@ -20,7 +20,7 @@ def late(default_streams: bool, other_streams: bool) -> None:
     torch.ops.standin.set_late(default_streams, other_streams)
 
 
-def test_work_happens_when_somebody_waits_for_it() -> None:
+def test_work_runs_when_host_waits() -> None:
     x = zeros()
     standin.synchronize()
     event = standin.Event()
@@ -33,7 +33,7 @@ def test_work_happens_when_somebody_waits_for_it() -> None:
     assert torch.equal(x.cpu(), torch.full((6,), 2.0))
 
 
-def test_asking_often_enough_is_waiting() -> None:
+def test_polling_event_eventually_completes_work() -> None:
     x, event = zeros(), standin.Event()
     for _ in range(5):
         x.add_(1)
@@ -45,7 +45,7 @@ def test_asking_often_enough_is_waiting() -> None:
 
 
 @pytest.mark.parametrize("records", [True, False])
-def test_memory_that_is_given_back_too_early_is_overwritten(records: bool) -> None:
+def test_memory_freed_too_early_is_overwritten(records: bool) -> None:
     late(default_streams=True, other_streams=False)
     side, ones, twos = standin.Stream(), ROWS.pin_memory(), (ROWS * 2).pin_memory()
     with side:
@@ -61,7 +61,7 @@ def test_memory_that_is_given_back_too_early_is_overwritten(records: bool) -> No
     del later
 
 
-def test_pinned_memory_is_read_late_and_kept_until_then() -> None:
+def test_pinned_memory_is_kept_until_late_copy() -> None:
     x, source = zeros(), ROWS.pin_memory()
     x.copy_(source, non_blocking=True)
     address = source.data_ptr()
@@ -71,21 +71,21 @@ def test_pinned_memory_is_read_late_and_kept_until_then() -> None:
     assert torch.equal(x.cpu(), ROWS)
 
 
-def test_a_pinned_batch_that_is_refilled_at_once_changes_what_was_copied() -> None:
+def test_refilling_pinned_batch_changes_pending_copy() -> None:
     x, source = zeros(), ROWS.pin_memory()
     x.copy_(source, non_blocking=True)
     source.fill_(9)
     assert torch.equal(x.cpu(), torch.full((6,), 9.0))
 
 
-def test_what_is_not_pinned_is_taken_at_once() -> None:
+def test_pageable_memory_is_copied_immediately() -> None:
     x, source = zeros(), ROWS.clone()
     x.copy_(source, non_blocking=True)
     source.fill_(9)
     assert torch.equal(x.cpu(), ROWS)
 
 
-def test_results_on_pinned_memory_come_late() -> None:
+def test_copies_to_pinned_memory_finish_late() -> None:
     target = torch.zeros(6, pin_memory=True)
     target.copy_(zeros() + 1, non_blocking=True)
     assert torch.equal(target, torch.zeros(6))
@@ -93,7 +93,7 @@ def test_results_on_pinned_memory_come_late() -> None:
     assert torch.equal(target, torch.ones(6))
 
 
-def test_copies_between_devices_keep_the_order_of_both() -> None:
+def test_copies_between_devices_keep_order_of_both_streams() -> None:
     x, y = zeros("standin:0"), zeros("standin:1")
     x.add_(3)
     y.copy_(x, non_blocking=True)
@@ -102,7 +102,7 @@ def test_copies_between_devices_keep_the_order_of_both() -> None:
     assert y.device.index == 1
 
 
-def test_what_goes_wrong_late_is_raised_where_the_host_waits() -> None:
+def test_asynchronous_error_is_raised_at_synchronization() -> None:
     table, index = zeros(), torch.tensor([99], device="standin")
     result = torch.empty(1, device="standin")
     torch.index_select(table, 0, index, out=result)
@@ -111,7 +111,7 @@ def test_what_goes_wrong_late_is_raised_where_the_host_waits() -> None:
     standin.synchronize()  # once
 
 
-def test_the_clock_of_the_device_counts_its_work_and_not_the_hosts() -> None:
+def test_device_clock_counts_only_device_work() -> None:
     x = zeros()
     begin, end = standin.Event(enable_timing=True), standin.Event(enable_timing=True)
     begin.record()

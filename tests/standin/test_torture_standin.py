@@ -34,7 +34,7 @@ def spread(plans: list[Plan], number: int) -> list[Plan]:
 
 @pytest.mark.parametrize(("call", "warm_steps"), CALLS)
 @pytest.mark.parametrize("name", NAMES)
-def test_whatever_fails_on_a_device_is_recovered_or_leaves_no_trace(
+def test_device_failure_is_recovered_or_leaves_no_trace(
     name: str, call: str, warm_steps: int
 ) -> None:
     trials = trials_of(name, call, warm_steps)
@@ -54,7 +54,7 @@ def test_whatever_fails_on_a_device_is_recovered_or_leaves_no_trace(
         assert row.outcomes["recovered"] > 0
 
 
-def test_the_sweep_sees_on_a_device_what_is_left_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sweep_detects_missing_rollback_on_device(monkeypatch: pytest.MonkeyPatch) -> None:
     trials = trials_of("BatchNorm and dropout", "backward", 1)
     plans = sample(trials, single_faults(trials, ["oom"]), 6, "one")
     assert isinstance(trials.scene.make().model, nn.Module)

@@ -25,7 +25,7 @@ from tests.sweeps import mostly_in_sweeps
 
 @pytest.mark.filterwarnings("ignore:.*quantize")
 @pytest.mark.parametrize("kind", VALUES)
-def test_what_an_attribute_holds_comes_back(kind):
+def test_attribute_value_is_restored(kind):
     make, change, *_ = VALUES[kind]
     model: Any = nn.Sequential(nn.Linear(1, 1))
     model[0].kept = kept = make()
@@ -42,7 +42,7 @@ def nothing_imported():
 
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("kind", mostly_in_sweeps(["list", "tensor"], quick=["tensor"]))
-def test_what_lies_in_a_place_comes_back(kind, place):
+def test_value_in_any_place_is_restored(kind, place):
     make, change, *_ = VALUES[kind]
     root, owner, *name = PLACES[place](kept := make())
     shown = undone({"root": root}, lambda: change(kept), lambda: kept)
@@ -61,7 +61,7 @@ OTHERS = {
 
 @pytest.mark.parametrize("place", [each for each in PLACES if "default" not in each])
 @pytest.mark.parametrize("kind", mostly_in_sweeps(OTHERS, quick=["tensor"]))
-def test_what_a_place_holds_instead_goes_again(kind, place):
+def test_replacement_in_any_place_is_undone(kind, place):
     number = itertools.count()
     root, owner, *name = PLACES[place](OTHERS[kind](next(number)))
     (name,) = name or ["kept"]
@@ -72,7 +72,7 @@ def test_what_a_place_holds_instead_goes_again(kind, place):
     )
 
 
-def test_defaults_of_a_function_come_back():
+def test_function_defaults_are_restored():
     def original(one=1, *, two=2):
         return one, two
 
@@ -82,7 +82,7 @@ def test_defaults_of_a_function_come_back():
         undone({"it": function}, lambda n=name, v=value: setattr(function, n, v), function, times=1)
 
 
-def test_a_name_that_comes_where_no_other_is_looked_up_goes_again():
+def test_added_global_is_removed_if_it_is_only_lookup():
     space: dict[str, Any] = {"__name__": "theirs"}
     undone(
         {"it": eval("lambda: COMING", space)},
@@ -92,7 +92,7 @@ def test_a_name_that_comes_where_no_other_is_looked_up_goes_again():
     )
 
 
-def test_names_that_come_where_code_looks_them_up_go_again():
+def test_added_names_are_removed():
     late = 0
 
     def function():
@@ -118,7 +118,7 @@ def nesting():
     return torch.autocast_decrement_nesting()
 
 
-def test_modes_that_stand_before_an_attempt_stay():
+def test_modes_entered_before_attempt_are_kept():
     captured = capture({})
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
         captured = captured.again()
@@ -213,7 +213,7 @@ BETWEEN: dict[str, Any] = {
 
 @pytest.mark.parametrize("settled", mostly_in_sweeps([0, 2], quick=[2]))
 @pytest.mark.parametrize("kind", BETWEEN)
-def test_what_lies_between_two_captures_stays(kind, settled):
+def test_changes_between_captures_are_kept(kind, settled):
     model = Layers()
     captured = capture({"model": model})
     for _ in range(settled):
@@ -250,7 +250,7 @@ BEYOND = {
 
 
 @pytest.mark.parametrize("kind", BEYOND)
-def test_what_holds_for_all_models_comes_back(kind):
+def test_global_state_is_restored(kind):
     change, see = BEYOND[kind]
     captured, before = capture({"change": change}), see()
     for _ in range(2):
@@ -266,7 +266,7 @@ HOOKS = [name for name, v in vars(nn.Module()).items() if "hook" in name and has
 
 
 @pytest.mark.parametrize("name", [name for name in HOOKS if "state_dict" not in name])
-def test_each_table_of_hooks_comes_back(name):
+def test_hook_tables_are_restored(name):
     table = vars(model := nn.Linear(1, 1))[name]
     table[-1] = len
     captured = capture({"model": nn.Sequential(model)})
@@ -304,7 +304,7 @@ MODELS = {
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("make", MODELS.values(), ids=MODELS)
-def test_an_attempt_after_failed_ones_is_as_if_there_had_been_none(make):
+def test_failed_attempts_do_not_affect_next_attempt(make):
     def run(failures):
         torch.manual_seed(0)
         model, x = make().train(), torch.randn(6, 4)
@@ -323,7 +323,7 @@ def test_an_attempt_after_failed_ones_is_as_if_there_had_been_none(make):
     assert run(0) == run(2)
 
 
-def test_aliases_stay_aliases():
+def test_aliases_are_preserved():
     shared: list[Any] = [Box(n=0)]
     tensor = torch.zeros(2)
     model: Any = nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1))
@@ -358,7 +358,7 @@ Hostile = type("Hostile", (), dict.fromkeys(_OF_OBJECTS, fail) | {"prop": proper
 HostileModule = type("HostileModule", (nn.Module,), {"__getattr__": fail, "__len__": fail})
 
 
-def test_no_code_of_the_callers_is_run():
+def test_capture_runs_no_user_code():
     model: Any = nn.Module()
     model.a, model.b, model.c = HostileList(), HostileDict(), HostileOrdered()
     model.inner, vars(model)["d"] = HostileModule(), (hostile := Hostile())
@@ -407,7 +407,7 @@ MOVES = {
 
 
 @pytest.mark.parametrize("kind", MOVES)
-def test_capturing_again_costs_a_fraction_of_a_walk(kind):
+def test_recapture_is_cheaper_than_full_walk(kind):
     model: Any = nn.Sequential(*(Layers() for _ in range(36)))
     walk = calls(lambda: capture({"model": model}))
     captured = capture({"model": model})
@@ -419,7 +419,7 @@ def test_capturing_again_costs_a_fraction_of_a_walk(kind):
     assert settled < walk / 3, (settled, walk)
 
 
-def test_a_parameter_gets_its_dtype_back():
+def test_parameter_dtype_is_restored():
     model = nn.Linear(2, 2)
     before, captured = model.weight.detach().clone(), capture({"model": model})
     model.double()
@@ -427,7 +427,7 @@ def test_a_parameter_gets_its_dtype_back():
     assert torch.equal(model.weight, before)
 
 
-def test_values_of_context_variables_do_not_live_longer_than_an_attempt():
+def test_context_variable_values_are_freed_after_attempt():
     variable, box = contextvars.ContextVar[Any]("variable", default=None), Box(n=0)
     token, alive = variable.set(box), weakref.ref(box)
     captured = capture({"model": nn.Linear(2, 2)})
@@ -437,7 +437,7 @@ def test_values_of_context_variables_do_not_live_longer_than_an_attempt():
     assert alive() is None
 
 
-def test_context_variables_that_an_import_sets_stay(monkeypatch):
+def test_context_variables_set_by_import_are_kept(monkeypatch):
     variable = contextvars.ContextVar[int]("variable", default=0)
     captured = capture({"model": nn.Linear(2, 2)})
     monkeypatch.setitem(sys.modules, "imported_late", torch)

@@ -59,7 +59,7 @@ STRANGE: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("kind", STRANGE)
-def test_strange_values_are_survived(kind):
+def test_unusual_values_do_not_break_capture(kind):
     model: Any = nn.Linear(1, 1)
     model.strange, model.n = strange, _ = STRANGE[kind](), 0
     captured = capture({"model": model})
@@ -71,7 +71,7 @@ def test_strange_values_are_survived(kind):
         captured = captured.again()
 
 
-def test_objects_of_an_array_come_back():
+def test_objects_in_array_are_restored():
     captured = capture({"kept": (kept := np.array([Box(n=0)]))})
     count(kept[0])
     captured.put_back()
@@ -93,7 +93,7 @@ NAMED = {
 
 
 @pytest.mark.parametrize("kind", NAMED)
-def test_what_cannot_be_put_back_is_named(kind):
+def test_unrestorable_state_is_reported(kind):
     model: Any = nn.Linear(1, 1)
     model.kept = kept = NAMED[kind]()
     captured = capture({"model": model})
@@ -101,7 +101,7 @@ def test_what_cannot_be_put_back_is_named(kind):
     assert any(each is kept for each in left_out(captured.again()))
 
 
-def test_what_no_capture_sees_stays_as_it_becomes():
+def test_uncaptured_state_keeps_its_changes():
     model: Any = nn.Linear(1, 1)
     model.local, model.context = threading.local(), contextvars.ContextVar("n", default=Box(n=0))  # noqa: B039
     model.cached = functools.lru_cache(str)
@@ -119,7 +119,7 @@ class Table(dict):
 
 @pytest.mark.parametrize("kind", [list, Table])
 @pytest.mark.parametrize("make", [lambda: 0.5, lambda: torch.ones(1), lambda: {"loss": 1.0}])
-def test_a_long_list_or_dict_comes_back(make, kind):
+def test_long_list_or_dict_is_restored(make, kind):
     model: Any = nn.Linear(1, 1)
     model.history = kind((n, make()) for n in range(20_000))
     captured = capture({"model": model})
@@ -134,7 +134,7 @@ def test_a_long_list_or_dict_comes_back(make, kind):
         captured = captured.again()
 
 
-def test_what_exceeds_the_budget_is_named_and_left_alone(monkeypatch):
+def test_state_beyond_capture_limit_is_reported_and_kept(monkeypatch):
     monkeypatch.setattr(module, "MOST_VALUES", 50)
     model: Any = nn.Sequential(*(nn.Linear(1, 1) for _ in range(20)))
     model.first = [1]
@@ -151,7 +151,7 @@ def test_what_exceeds_the_budget_is_named_and_left_alone(monkeypatch):
     assert all(each.weight is not None for each in model)
 
 
-def test_skipped_objects_and_classes_stay_as_they_become():
+def test_skipped_objects_keep_their_changes():
     model: Any = nn.Linear(1, 1)
     model.mine, model.box, model.other = [], Box(n=0), []
     captured = capture({"model": model}, skip=[model.mine, Box])

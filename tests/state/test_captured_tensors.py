@@ -56,7 +56,7 @@ BUFFERS = {
 @pytest.mark.filterwarnings("ignore:Sparse ")
 @pytest.mark.filterwarnings("ignore:.*quantize")
 @pytest.mark.parametrize("kind", BUFFERS)
-def test_buffers_of_every_layout_come_back(kind):
+def test_buffers_of_every_layout_are_restored(kind):
     make, change = BUFFERS[kind]
     model: Any = nn.Sequential(nn.Identity(), nn.Identity())
     model[0].register_buffer("kept", kept := make())
@@ -68,7 +68,7 @@ def test_buffers_of_every_layout_come_back(kind):
     assert model[1].tied is kept
 
 
-def test_views_of_one_memory_stay_views():
+def test_views_still_share_memory_after_restore():
     model: Any = nn.Linear(1, 1)
     base = torch.zeros(5, 2)
     model.register_buffer("base", base)
@@ -80,7 +80,7 @@ def test_views_of_one_memory_stay_views():
     assert model.turned[0, 0] == 7
 
 
-def test_versions_and_addresses_of_buffers_stay():
+def test_buffer_versions_and_addresses_are_kept():
     model: Any = nn.BatchNorm1d(3)
     captured = capture({"model": model})
     for _ in range(3):
@@ -92,14 +92,14 @@ def test_versions_and_addresses_of_buffers_stay():
         assert [(each.data_ptr(), each._version) for each in model.buffers()] == before
 
 
-def test_inference_tensors_come_back():
+def test_inference_tensors_are_restored():
     with torch.inference_mode():
         model: Any = nn.BatchNorm1d(3)
         undone({"model": model}, lambda: model(torch.randn(4, 3)), lambda: list(model.buffers()))
 
 
 @pytest.mark.parametrize("name", ["buffer", "tensor", "given"])
-def test_a_large_tensor_is_put_back_or_named(name):
+def test_large_tensor_is_restored_or_reported(name):
     model: Any = nn.Linear(1, 1)
     large = torch.zeros(5 * 2**20)
     model.register_buffer("kept", large) if name == "buffer" else setattr(model, "kept", large)
@@ -116,7 +116,7 @@ def test_a_large_tensor_is_put_back_or_named(name):
     assert not hasattr(model, "n")  # everything else is restored
 
 
-def test_a_large_buffer_is_copied_until_it_is_seen_not_to_change():
+def test_large_buffer_is_copied_until_known_constant():
     buffer, model = torch.zeros(5 * 2**20), nn.Linear(1, 1)
     model.register_buffer("kept", buffer)
     captured = capture({"model": model})
@@ -141,7 +141,7 @@ def test_a_large_buffer_is_copied_until_it_is_seen_not_to_change():
         captured.put_back()
 
 
-def test_a_tensor_is_seen_to_change_by_its_version_or_its_content():
+def test_tensor_change_is_detected_by_version_or_content():
     plain, sparse = torch.zeros(2), torch.eye(2).to_sparse()
     captured = capture({"held": [plain, sparse]})
 
@@ -157,7 +157,7 @@ def test_a_tensor_is_seen_to_change_by_its_version_or_its_content():
 
 
 @pytest.mark.parametrize("settled", [0, 2])
-def test_a_frozen_parameter_that_is_written_to_is_put_back_or_named(settled):
+def test_changed_frozen_parameter_is_restored_or_reported(settled):
     model = nn.Linear(300, 300).requires_grad_(False)
     before = model.bias.clone()
     captured = capture({"model": model})
@@ -171,14 +171,14 @@ def test_a_frozen_parameter_that_is_written_to_is_put_back_or_named(settled):
     assert torch.equal(model.bias, before)
 
 
-def test_flags_and_hooks_of_parameters_come_back():
+def test_parameter_flags_and_hooks_are_restored():
     weight = (model := nn.Linear(1, 1)).weight
     undone({"it": model}, lambda: weight.requires_grad_(not weight.requires_grad), lambda: weight)
     weight.requires_grad_(True)
     undone({"it": model}, lambda: weight.register_hook(len), lambda: weight, times=1)
 
 
-def test_what_parameters_hold_is_left_to_another_part():
+def test_parameter_values_and_gradients_are_not_restored():
     model: Any = nn.Sequential(nn.Linear(2, 2))
     captured = capture({"model": model})
     with torch.no_grad():
@@ -218,7 +218,7 @@ def tensor_in(value):
 
 @pytest.mark.parametrize("settled", [0, 2])
 @pytest.mark.parametrize("box", [None, list, collections.deque])
-def test_a_capture_keeps_no_graph_alive(box, settled):
+def test_capture_keeps_no_autograd_graph_alive(box, settled):
     held = box and box()
     model = Keeping(lambda h: h if box is None else (held.clear(), held.append(h), held)[-1])
     captured = capture({"model": model})
@@ -241,7 +241,7 @@ def test_a_capture_keeps_no_graph_alive(box, settled):
 
 
 @pytest.mark.parametrize("how", GRAPHS)
-def test_a_graph_that_stays_is_the_same_again(how):
+def test_kept_autograd_graph_is_restored(how):
     model = Keeping(GRAPHS[how])
     model(torch.ones(1, 4))
     kept, tensor = model.kept, tensor_in(model.kept)
@@ -253,7 +253,7 @@ def test_a_graph_that_stays_is_the_same_again(how):
     assert type(model.kept) is type(kept)
 
 
-def test_nothing_that_was_captured_is_alive_after_the_capture():
+def test_captured_objects_are_freed_with_capture():
     model: Any = nn.Linear(4, 4)
     model.box, model.mean, model.inner = Box(), torch.ones(3), nn.Linear(1, 1)
     gone = [weakref.ref(each) for each in (model.box, model.mean, model.inner)]
@@ -266,7 +266,7 @@ def test_nothing_that_was_captured_is_alive_after_the_capture():
 
 
 @pytest.mark.parametrize("settled", [0, 2])
-def test_nothing_is_kept_alive_between_attempts(settled):
+def test_nothing_is_held_between_attempts(settled):
     model: Any = nn.Linear(4, 4)
     model.mean, model.seen, model.later, model.array = torch.ones(3), [], 1, np.zeros(99_999)
     captured = capture({"model": model})
@@ -289,7 +289,7 @@ def test_nothing_is_kept_alive_between_attempts(settled):
     assert not captured.let_go()
 
 
-def test_captures_one_after_another_leave_nothing():
+def test_repeated_captures_leak_no_objects():
     model: Any = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), Keeping(GRAPHS["nested"]))
     captured = capture({"model": model})
 

@@ -163,6 +163,6 @@ def judged(name):
 @pytest.mark.parametrize(
     "name", [*mostly_in_sweeps(MODELS, few=10), *mostly_in_sweeps(OF_METRICS, few=14)]
 )
-def test_every_family_is_as_without_failures(name):
+def test_model_family_trains_identically_after_failures(name):
     # Reformers take a seed from the system.
     assert judged(name) == ("never twice the same" if "Reformer" in name else "same")

@@ -32,7 +32,7 @@ class Host(threading.Thread):
     count: int
 
 
-def test_the_attributes_of_a_host_that_is_given_by_name_come_back_and_what_is_skipped_stays():
+def test_host_attributes_are_restored_except_skipped_ones():
     host = Host()
     host.data, host.told, host.count = [1], [{"n": [2]}], 3
     state = State(lambda: {"host": host}, skip=lambda: [host.data])
@@ -45,7 +45,7 @@ def test_the_attributes_of_a_host_that_is_given_by_name_come_back_and_what_is_sk
     assert not hasattr(host, "late")
 
 
-def test_what_of_a_host_cannot_be_put_back_is_named():
+def test_unrestorable_host_state_causes_warning():
     host = Host()
     host.told = [iter([1])]
     state = State(lambda: {"Host": host})
@@ -55,7 +55,7 @@ def test_what_of_a_host_cannot_be_put_back_is_named():
 
 
 @pytest.mark.parametrize("end", ["commit", "roll_back"])
-def test_a_host_that_holds_its_state_is_free_without_the_garbage_collector(end: str):
+def test_host_holding_its_state_is_freed_without_gc(end: str):
     host: Any = Host()
     gone = weakref.ref(host)
     host.state = state = State(lambda: {"host": gone()}, is_held=False)
@@ -69,7 +69,7 @@ def test_a_host_that_holds_its_state_is_free_without_the_garbage_collector(end: 
         gc.enable()
 
 
-def test_roots_that_are_others_are_walked_anew_and_the_same_ones_are_not(monkeypatch):
+def test_only_replaced_roots_are_walked_again(monkeypatch):
     walks, held = list[Any](), [Meter(n=0, mean=torch.ones(1))]
 
     def walked(*given, **options):
@@ -92,7 +92,7 @@ def test_roots_that_are_others_are_walked_anew_and_the_same_ones_are_not(monkeyp
     assert held[0].n == 1
 
 
-def test_a_computation_finds_what_it_reaches_as_it_stood_and_leaves_what_is_there():
+def test_replay_sees_earlier_state_and_leaves_current_state():
     replay, told = Replay({"told": (held := [])}), list[Any]()
     owner = Box()
     before = replay.take(owner)
@@ -119,7 +119,7 @@ def test_a_computation_finds_what_it_reaches_as_it_stood_and_leaves_what_is_ther
 
 
 @pytest.mark.parametrize("kind", ["oom", "boom", "interrupt"])
-def test_a_rollback_that_is_interrupted_anywhere_puts_all_back_before_it_says_so(kind):
+def test_interrupted_rollback_finishes_before_raising(kind):
     model = StateOfEveryKind()
     state = State(lambda: {"model": model})
 

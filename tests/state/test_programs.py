@@ -558,7 +558,7 @@ DRAWN_ONLY: Any = {"phases": [Phase.generate], "suppress_health_check": list(Hea
 @given(programs())
 @settings(max_examples=40, **DRAWN_ONLY)
 @pytest.mark.sweep
-def test_no_failure_leaves_a_trace(program):
+def test_sampled_programs_recover_without_trace(program):
     check(program)
 
 
@@ -566,7 +566,7 @@ def test_no_failure_leaves_a_trace(program):
 @pytest.mark.timeout(3600)
 @given(programs())
 @settings(max_examples=2_000, **DRAWN_ONLY)
-def test_no_failure_of_many_leaves_a_trace(program):
+def test_many_programs_recover_without_trace(program):
     check(program)
 
 
@@ -578,7 +578,7 @@ QUICK = [("first", "nowhere"), ("turn", "forward")]
 
 
 @pytest.mark.parametrize(("phase", "where"), mostly_in_sweeps(PHASES, FAILURES, quick=QUICK, few=8))
-def test_kinds_are_as_in_plain_torch_wherever_an_attempt_fails(phase, where):
+def test_state_kinds_match_plain_torch_after_failure(phase, where):
     names = [name for name in sorted(KINDS.keys() - NAMED) if phase in fully(name)[-1]]
     for number in range(4):
         some = tuple(Use(name, phase, number, number, 0) for name in names[number::4])

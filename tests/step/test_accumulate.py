@@ -1,4 +1,4 @@
-"""Several batches as one step: one denominator, one transaction."""
+"""Gradient accumulation over several batches: one denominator, one transaction."""
 
 import copy
 from typing import Any
@@ -37,9 +37,7 @@ def model() -> nn.Module:
     ],
     ids=["mean", "class weights", "sum"],
 )
-def test_uneven_batches_have_the_gradient_of_all_their_rows_at_once(
-    loss_fn: nn.Module, size: int
-) -> None:
+def test_uneven_batches_match_gradient_of_concatenated_batch(loss_fn: nn.Module, size: int) -> None:
     batches = [batch(rows, ignored) for rows, ignored in zip(ROWS, (3, 0, 0), strict=True)]
     network = model()
     whole = tuple(torch.cat(parts) for parts in zip(*batches, strict=True))
@@ -56,7 +54,7 @@ def test_uneven_batches_have_the_gradient_of_all_their_rows_at_once(
 
 
 @pytest.mark.parametrize("rows", [(8, 4, 4), (4, 8, 4), (4, 4, 8)])
-def test_running_out_of_memory_in_any_batch_rolls_back_all_of_them(rows: tuple[int, ...]) -> None:
+def test_oom_in_any_batch_rolls_back_all_batches(rows: tuple[int, ...]) -> None:
     batches = [batch(each) for each in rows]
     seen = MeanMetric()
     ours, fixed = model(), model()
@@ -79,9 +77,9 @@ def test_running_out_of_memory_in_any_batch_rolls_back_all_of_them(rows: tuple[i
         assert torch.equal(mine.grad, theirs.grad)
 
 
-def test_memory_does_not_grow_with_the_number_of_batches() -> None:
+def test_peak_memory_is_independent_of_batch_count() -> None:
     peaks = []
-    for count in (2, 6):  # the second batch is the first that adds to earlier gradients
+    for count in (2, 6):  # the second batch is the first to add to existing gradients
         network = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 3))
         batches = [(torch.randn(32, 64), torch.randint(3, (32,))) for _ in range(count)]
         with MemoryBudget(None) as budget:
@@ -90,6 +88,6 @@ def test_memory_does_not_grow_with_the_number_of_batches() -> None:
     assert peaks[1] <= 1.02 * peaks[0]
 
 
-def test_no_batches_are_refused() -> None:
+def test_empty_batch_list_raises_value_error() -> None:
     with pytest.raises(ValueError, match="there is no batch to accumulate; pass at least one"):
         Microbatcher(model(), loss_fn=nn.CrossEntropyLoss()).accumulate([])

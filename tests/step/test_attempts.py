@@ -1,4 +1,4 @@
-"""The loop around attempts: what it tries, learns, cleans up and raises."""
+"""The retry loop: which sizes it tries, records, cleans up after and raises."""
 
 import gc
 import logging
@@ -31,7 +31,7 @@ def fits(most_rows: int, tried: list[list[int]]) -> Callable[[list[int]], str]:
 
 
 class Attempt:
-    """A work that runs a given attempt, with parts that it does not change."""
+    """A work that runs a given attempt with fixed transaction parts."""
 
     def __init__(
         self,
@@ -88,7 +88,7 @@ def run(
 
 
 def normalized(most_rows: int, tried: Sequence[list[int]] = ()) -> Callable[[list[int]], str]:
-    """Refuse slices of one row, as BatchNorm does."""
+    """Reject slices of one row, as BatchNorm does."""
     run = fits(most_rows, tried if isinstance(tried, list) else [])
 
     def attempt(sizes: list[int]) -> str:
@@ -107,7 +107,7 @@ def raising(error: Exception) -> Callable[[list[int]], str]:
 
 
 class Stubborn:
-    """A part whose rollback fails a few times."""
+    """A transaction part whose rollback fails a given number of times."""
 
     def __init__(self, *errors: BaseException) -> None:
         self.errors = list(errors)
@@ -130,14 +130,14 @@ class Stubborn:
         self.is_open = False
 
 
-def test_sizes_shrink_until_one_fits() -> None:
+def test_size_shrinks_until_attempt_fits() -> None:
     tried: list[list[int]] = []
     finished = run(fits(3, tried), 10, Halving())
     assert tried == [[10], [5, 5], [3, 3, 2, 2]]
     assert (finished.result, finished.attempts, len(finished.failed_sizes)) == ("done", 3, 2)
 
 
-def test_what_one_batch_taught_holds_for_the_next() -> None:
+def test_found_size_is_reused_for_next_batch() -> None:
     policy = Halving()
     tried: list[list[int]] = []
     for _ in range(2):
@@ -149,7 +149,7 @@ def test_what_one_batch_taught_holds_for_the_next() -> None:
 def climbing(
     policy: Policy, most: Sequence[int], tried: list[tuple[int, int]]
 ) -> Callable[[list[int]], str]:
-    """A policy under which a given number of rows fits at each level."""
+    """Return an attempt that fits a given number of rows at each policy level."""
 
     def attempt(sizes: list[int]) -> str:
         tried.append((policy.level, max(sizes)))
@@ -160,7 +160,7 @@ def climbing(
     return attempt
 
 
-def test_where_not_even_one_row_fits_the_next_level_is_tried(
+def test_next_level_is_tried_when_single_row_does_not_fit(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     policy = Ladder(Halving(), ["plain", "recompute"])
@@ -177,7 +177,7 @@ def test_where_not_even_one_row_fits_the_next_level_is_tried(
     assert tried == [(1, 4)]
 
 
-def test_a_fixed_size_has_levels_too_and_says_how_it_ends() -> None:
+def test_fixed_size_climbs_levels_and_final_error_mentions_it() -> None:
     policy = Ladder(Fixed(4), ["plain", "recompute"])
     tried: list[tuple[int, int]] = []
     assert run(climbing(policy, [3, 4], tried), 8, policy).plan.level == 1
@@ -187,7 +187,7 @@ def test_a_fixed_size_has_levels_too_and_says_how_it_ends() -> None:
     assert "the microbatch size is fixed" in "".join(caught.value.__notes__)
 
 
-def test_the_smallest_size_of_the_highest_level_is_the_last_and_teaches_nothing() -> None:
+def test_failure_at_highest_level_leaves_policy_state_unchanged() -> None:
     policy = Ladder(Halving(), ["plain", "recompute"])
     before = policy.state_dict()
     tried: list[tuple[int, int]] = []
@@ -197,7 +197,7 @@ def test_the_smallest_size_of_the_highest_level_is_the_last_and_teaches_nothing(
     assert policy.state_dict() == before
 
 
-def test_batches_of_one_step_run_at_the_level_that_the_neediest_has() -> None:
+def test_step_runs_at_highest_level_any_batch_needs() -> None:
     policy = Ladder(Halving(), ["plain", "recompute"])
     rows = [ReadBatch(batch=None, num_rows=4, cost=cost) for cost in (10.0, 1.0)]
     policy.record(Outcome(num_rows=4, microbatch_size=1, fits=False, cost=10.0))
@@ -212,7 +212,7 @@ def test_batches_of_one_step_run_at_the_level_that_the_neediest_has() -> None:
 
 
 class Fibonacci(Policy):
-    """A policy whose sizes repeat cuts: for 64 rows, 55 and 34 both mean two slices of 32."""
+    """A policy that proposes equivalent cuts: for 64 rows, 55 and 34 both mean two slices of 32."""
 
     def __init__(self) -> None:
         self.sizes, self.told = [55, 34, 21, 13, 8], list[tuple[int, bool]]()
@@ -226,14 +226,14 @@ class Fibonacci(Policy):
             del self.sizes[0]
 
 
-def test_a_smaller_proposal_of_the_same_cut_is_asked_past_and_not_tried_again() -> None:
+def test_proposal_with_identical_cut_is_recorded_but_not_retried() -> None:
     policy, tried = Fibonacci(), list[list[int]]()
     run(fits(16, tried), 64, policy)
     assert tried == [[32, 32], [16, 16, 16, 16]]
     assert policy.told == [(32, False), (32, False), (16, True)]
 
 
-def test_slices_of_one_row_become_two_where_a_layer_asks_for_it() -> None:
+def test_minimum_rows_rise_to_two_when_layer_rejects_one() -> None:
     tried: list[list[int]] = []
     rule = CutRule()
 
@@ -242,7 +242,7 @@ def test_slices_of_one_row_become_two_where_a_layer_asks_for_it() -> None:
     assert rule.min_rows == 2
 
 
-def test_tensors_of_a_failed_attempt_are_dead_before_the_next() -> None:
+def test_tensors_of_failed_attempt_are_freed_before_retry() -> None:
     made: list[weakref.ref[torch.Tensor]] = []
 
     def attempt(sizes: list[int]) -> str:
@@ -259,7 +259,7 @@ def test_tensors_of_a_failed_attempt_are_dead_before_the_next() -> None:
     assert len(made) == 3
 
 
-def test_a_rollback_that_runs_out_of_memory_is_tried_again() -> None:
+def test_rollback_is_retried_after_oom() -> None:
     part = Stubborn(MemoryError())
     assert run(fits(2, []), 4, Halving(), parts=[part]).failed_sizes == (4,)
     assert part.num_rollbacks == 2
@@ -267,7 +267,7 @@ def test_a_rollback_that_runs_out_of_memory_is_tried_again() -> None:
 
 
 @pytest.mark.parametrize("cause", [torch.OutOfMemoryError("CUDA out of memory."), ValueError()])
-def test_an_interrupt_while_rolling_back_comes_after_the_rollback(cause: Exception) -> None:
+def test_interrupt_during_rollback_is_raised_after_rollback_completes(cause: Exception) -> None:
     interrupt = KeyboardInterrupt()
     part = Stubborn(interrupt)
 
@@ -277,21 +277,21 @@ def test_an_interrupt_while_rolling_back_comes_after_the_rollback(cause: Excepti
     assert not part.is_open
 
 
-def test_a_state_that_cannot_be_put_back_is_a_named_error() -> None:
+def test_repeated_rollback_failure_raises_rollback_error() -> None:
     part = Stubborn(ValueError("first"), ValueError("second"))
     with pytest.raises(RollbackError, match="second") as caught:
         run(fits(2, []), 4, Halving(), parts=[part])
     assert isinstance(caught.value.__cause__, torch.OutOfMemoryError)
 
 
-def test_a_part_that_says_why_it_cannot_go_back_is_quoted_as_it_is() -> None:
+def test_rollback_error_message_is_passed_through_unchanged() -> None:
     error = RollbackError("clone the input")
     part = Stubborn(error, error)
     with pytest.raises(RollbackError, match=r"^clone the input$"):
         run(fits(2, []), 4, Halving(), parts=[part])
 
 
-def test_an_interrupt_while_memory_is_given_back_comes_after_the_rollback(
+def test_interrupt_during_memory_release_is_raised_after_rollback(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     part = Stubborn()
@@ -305,7 +305,7 @@ def test_an_interrupt_while_memory_is_given_back_comes_after_the_rollback(
     assert not part.is_open
 
 
-def test_a_lost_device_is_said_even_where_nothing_can_be_put_back() -> None:
+def test_lost_device_is_reported_even_if_rollback_fails() -> None:
     lost = RuntimeError("CUDA error: an illegal memory access was encountered")
     part = Stubborn(RuntimeError("gone"), RuntimeError("gone"))
 
@@ -332,7 +332,7 @@ def refusal(residents: ResidentMemory | None) -> str:
     return str(caught.value)
 
 
-def test_a_device_that_is_full_without_any_row_is_said_with_its_parts_and_its_remedy() -> None:
+def test_error_lists_resident_memory_and_remedies_when_it_exceeds_limit() -> None:
     held = ResidentMemory(parameters=1024, gradients=1024, optimizer_state=3072, limit=4096)
     assert refusal(held) == (
         "a microbatch of 1 of 2 rows does not fit, and no size can (tried: 2, 1): parameters 1.00 "
@@ -347,7 +347,7 @@ def test_a_device_that_is_full_without_any_row_is_said_with_its_parts_and_its_re
     )
 
 
-def test_no_smaller_samples_are_advised_where_they_are_not_what_is_large() -> None:
+def test_advice_targets_largest_memory_component() -> None:
     table = refusal(ResidentMemory(parameters=512, shared_inputs=3072, limit=4096))
     assert "- smaller tensors in the parts of the batch that all rows share\n- act" in table
     model = refusal(ResidentMemory(parameters=2048, gradients=1024, limit=4096))
@@ -356,7 +356,7 @@ def test_no_smaller_samples_are_advised_where_they_are_not_what_is_large() -> No
     assert "What helps:\n- shorter or smaller samples\n- activation checkpointing" in rows
 
 
-def test_where_the_device_has_room_or_is_unknown_smaller_samples_are_the_remedy() -> None:
+def test_smaller_samples_are_advised_when_limit_allows_or_is_unknown() -> None:
     known = refusal(ResidentMemory(parameters=1024, gradients=1024, limit=4096))
     unknown = refusal(ResidentMemory(parameters=1024, buffers=512))
     assert "Every size needs 2.00 KiB of 4.00 KiB for parameters 1.00 KiB, gradients" in known
@@ -367,7 +367,7 @@ def test_where_the_device_has_room_or_is_unknown_smaller_samples_are_the_remedy(
     assert "Every size" not in refusal(None)
 
 
-def test_the_floor_of_two_rows_is_explained_and_no_size_listed_twice() -> None:
+def test_error_explains_two_row_minimum_without_repeating_sizes() -> None:
     with pytest.raises(SampleTooLargeError) as caught:
         run(normalized(0), 8, Halving())
     text = str(caught.value)
@@ -375,7 +375,7 @@ def test_the_floor_of_two_rows_is_explained_and_no_size_listed_twice() -> None:
     assert "no smaller one, because BatchNorm cannot train on one row (tried: 8, 4, 2)" in text
 
 
-def test_batches_of_one_step_are_cut_one_by_one_at_one_size() -> None:
+def test_accumulated_batches_are_cut_separately_at_one_size() -> None:
     tried: list[list[int]] = []
     policy = Halving()
     finished = run(fits(5, tried), [10, 9, 4], policy)
@@ -385,7 +385,7 @@ def test_batches_of_one_step_are_cut_one_by_one_at_one_size() -> None:
     assert finished.failed_sizes == (10,)
 
 
-def test_the_batch_with_the_largest_slice_speaks_for_the_step() -> None:
+def test_policy_records_outcome_of_batch_with_largest_slice() -> None:
     outcomes = []
 
     class Noting(Halving):
@@ -397,7 +397,7 @@ def test_the_batch_with_the_largest_slice_speaks_for_the_step() -> None:
     assert outcomes == [(9, 9, False), (9, 5, False), (9, 3, True)]
 
 
-def test_no_batch_of_a_step_leaves_one_row_alone_where_batchnorm_needs_two() -> None:
+def test_two_row_minimum_applies_to_every_accumulated_batch() -> None:
     cuts = run(normalized(2), [4, 2, 6], Halving()).plan.cuts
     assert [cut.sizes for cut in cuts] == [[2, 2], [2], [2, 2, 2]]
 
@@ -406,7 +406,7 @@ def test_no_batch_of_a_step_leaves_one_row_alone_where_batchnorm_needs_two() -> 
     ("rows", "size", "sizes"),
     [(50, 16, [16, 16, 16, 2]), (48, 24, [24, 24]), (7, 8, [7]), (20, 6, [5, 5, 5, 5])],
 )
-def test_all_slices_but_the_last_are_multiples_where_the_size_is_one(
+def test_slices_except_last_are_multiples_when_size_is(
     rows: int, size: int, sizes: list[int]
 ) -> None:
     assert CutRule().cut(rows, size, multiple_of=8) == sizes

@@ -1,4 +1,4 @@
-"""Splitting models with BatchNorm and other buffers: warned about, refused, disabled, floored."""
+"""Splitting models with BatchNorm and other buffers: warnings, errors, modes and minimum size."""
 
 import warnings
 from typing import Any
@@ -31,14 +31,14 @@ def caught(microbatcher: Microbatcher, *batches: Any) -> list[warnings.WarningMe
 
 
 @pytest.mark.parametrize("size", [None, 20, "auto"])
-def test_a_batch_that_is_not_split_is_not_warned_about(size: Any) -> None:
+def test_unsplit_batch_gives_no_warning(size: Any) -> None:
     assert caught(on(norm_model(), microbatch_size=size), pair()) == []
 
 
 # The modes
 
 
-def test_where_warnings_are_errors_the_state_is_as_before_the_step() -> None:
+def test_state_is_unchanged_when_warning_is_raised_as_error() -> None:
     model = norm_model()
     before = {name: value.clone() for name, value in model.state_dict().items()}
     with pytest.raises(BatchNormWarning):
@@ -48,20 +48,20 @@ def test_where_warnings_are_errors_the_state_is_as_before_the_step() -> None:
 
 
 @pytest.mark.parametrize("size", ["auto", 4])
-def test_error_refuses_before_anything_runs(size: Any) -> None:
+def test_error_mode_raises_before_forward_runs(size: Any) -> None:
     model = Memory(norm_model(), most=ROWS)
     with pytest.raises(UnsplittableModelError, match=r"batchnorm='error'.*net\.0.*GroupNorm"):
         on(model, microbatch_size=size, batchnorm="error").backward(pair())
     assert model.seen == []
 
 
-def test_error_allows_whole_batches_and_models_without_batchnorm() -> None:
+def test_error_mode_allows_whole_batches_and_models_without_batchnorm() -> None:
     on(norm_model(), microbatch_size=None, batchnorm="error").backward(pair())
     assert on(Mlp(), microbatch_size=4, batchnorm="error").backward(pair()).num_microbatches == 3
 
 
 @pytest.mark.parametrize("size", ["auto", 4])
-def test_disable_trains_on_whole_batches_and_explains_an_oom(size: Any) -> None:
+def test_disable_mode_keeps_batches_whole_and_explains_oom(size: Any) -> None:
     fits = Memory(norm_model(), most=ROWS)
     assert on(fits, microbatch_size=size, batchnorm="disable").backward(pair()).attempts == 1
     assert fits.seen == [ROWS]
@@ -74,13 +74,13 @@ def test_disable_trains_on_whole_batches_and_explains_an_oom(size: Any) -> None:
     assert not isinstance(raised.value, SampleTooLargeError)
 
 
-def test_two_rows_that_do_not_fit_are_the_end_where_one_is_refused() -> None:
+def test_search_ends_at_two_rows_when_batchnorm_rejects_one() -> None:
     model = Memory(norm_model(), most=1)
     with pytest.raises(SampleTooLargeError, match="a microbatch of 2 of 8 rows does not fit"):
         on(model, batchnorm="ignore", probe=False).backward(pair(8))
 
 
-def test_the_floor_is_kept_in_the_state() -> None:
+def test_minimum_rows_are_saved_in_state_dict() -> None:
     def at_two_rows(model: nn.Module) -> Microbatcher:
         return on(model, microbatch_size=Scripted([2]), batchnorm="ignore", probe=False)
 
@@ -94,7 +94,7 @@ def test_the_floor_is_kept_in_the_state() -> None:
 
 
 class Observed(nn.Module):
-    """A moving average in evaluation mode, as observers compute it during calibration."""
+    """A moving average in evaluation mode, as calibration observers keep it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -111,7 +111,7 @@ class Observed(nn.Module):
 
 
 @pytest.mark.parametrize("run", ["evaluate", "predict"])
-def test_buffers_that_count_microbatches_in_evaluation_are_named_once(run: str) -> None:
+def test_buffers_changed_by_split_evaluation_warn_once(run: str) -> None:
     def told(**options: Any) -> list[str]:
         microbatcher = on(Observed(), **options)
         with warnings.catch_warnings(record=True) as found:
@@ -130,7 +130,7 @@ def test_buffers_that_count_microbatches_in_evaluation_are_named_once(run: str) 
     assert told(eval_microbatch_size=4, batchnorm="ignore") == []
 
 
-def test_buffers_that_change_from_a_later_evaluation_on_are_named() -> None:
+def test_buffers_that_start_changing_in_later_evaluation_are_reported() -> None:
     model = Observed()
     model.observes = False
     microbatcher = on(model, eval_microbatch_size=4)
@@ -140,7 +140,7 @@ def test_buffers_that_change_from_a_later_evaluation_on_are_named() -> None:
         microbatcher.evaluate(pair())
 
 
-def test_a_fixed_size_that_leaves_one_row_alone_says_what_to_do() -> None:
+def test_fixed_size_leaving_single_row_raises_error_with_advice() -> None:
     model = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3))
     microbatcher = Microbatcher(
         model, loss_fn=nn.CrossEntropyLoss(), microbatch_size=2, batchnorm="ignore"
@@ -167,7 +167,7 @@ class TestEvaluationWithoutRunningStatistics:
         assert torch.equal(found[1].outputs, microbatcher.predict(batch))
         return found, caught
 
-    def test_a_split_evaluation_is_warned_of_once_by_name(self) -> None:
+    def test_split_evaluation_warns_once_naming_layer(self) -> None:
         found, caught = self.evaluate(eval_microbatch_size=3)
         assert found[0].num_microbatches == 4
         assert [each.category for each in caught] == [BatchNormWarning]
@@ -176,7 +176,7 @@ class TestEvaluationWithoutRunningStatistics:
         assert self.evaluate(eval_microbatch_size=None)[1] == []
 
     @pytest.mark.parametrize("mode", ["disable", "exact"])
-    def test_batches_stay_whole_where_that_was_asked_for(self, mode: str) -> None:
+    def test_disable_and_exact_modes_keep_evaluation_batches_whole(self, mode: str) -> None:
         whole = self.evaluate(eval_microbatch_size=None)[0][0]
         found, caught = self.evaluate(eval_microbatch_size=3, microbatch_size=None, batchnorm=mode)
         assert caught == []
@@ -184,6 +184,6 @@ class TestEvaluationWithoutRunningStatistics:
         assert torch.equal(found[0].outputs, whole.outputs)
         assert torch.equal(found[0].loss, whole.loss)
 
-    def test_error_refuses_with_the_remedy_of_evaluation(self) -> None:
+    def test_error_mode_mentions_eval_microbatch_size(self) -> None:
         with pytest.raises(UnsplittableModelError, match=r"evaluation, too: 1.*eval_microbatch"):
             self.evaluate(eval_microbatch_size=3, microbatch_size=None, batchnorm="error")

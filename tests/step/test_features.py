@@ -1,4 +1,4 @@
-"""Features, policies and metrics of the caller: the hooks they receive, and their errors."""
+"""User-defined features, policies and metrics: the hooks they receive, and their errors."""
 
 from typing import Any
 
@@ -24,7 +24,7 @@ class Fails(Feature):
         raise self.error
 
 
-def test_an_error_of_a_feature_names_it() -> None:
+def test_error_in_feature_names_feature() -> None:
     for error, kind in ((KeyError("mine"), KeyError), (MemoryError(), SampleTooLargeError)):
         mb = Microbatcher(nn.Linear(3, 2), loss_fn=nn.MSELoss(), features=[Fails(error)])
         with pytest.raises(kind) as caught:
@@ -46,12 +46,12 @@ class Misnamed(Feature):
         ({"metrics": MeanMetric()}, r"backward\(batch, metrics\)"),
     ],
 )
-def test_arguments_that_do_nothing_are_refused(arguments: dict[str, Any], words: str) -> None:
+def test_arguments_without_effect_raise_type_error(arguments: dict[str, Any], words: str) -> None:
     with pytest.raises(TypeError, match=words):
         Microbatcher(nn.Linear(3, 2), loss_fn=nn.MSELoss(), **arguments)
 
 
-def test_what_is_no_part_of_a_transaction_is_refused() -> None:
+def test_incomplete_transaction_part_raises_type_error() -> None:
     class Holds(Feature):
         def parts(self) -> list[Any]:
             return [Lacking()]
@@ -64,14 +64,14 @@ def test_what_is_no_part_of_a_transaction_is_refused() -> None:
         microbatcher.backward((torch.ones(2, 3), torch.ones(2, 2)))
 
 
-def test_an_argument_of_other_trainers_is_answered() -> None:
+def test_unknown_argument_error_suggests_equivalent() -> None:
     with pytest.raises(TypeError, match="no argument epochs; give max_duration='3ep'"):
         Trainer(nn.Linear(3, 2), [], epochs=3)  # type: ignore[call-arg]
     with pytest.raises(TypeError, match="takes model alone by place; name all others, as in loss"):
         Microbatcher(nn.Linear(3, 2), nn.MSELoss())  # type: ignore[call-arg]
 
 
-def test_metrics_in_a_list_are_named_by_their_classes_and_classes_are_refused() -> None:
+def test_metric_lists_are_accepted_but_metric_classes_are_rejected() -> None:
     metrics = [MeanSquaredError(), MeanSquaredError()]
     mb = Microbatcher(nn.Linear(3, 2), loss_fn=nn.MSELoss(), eval_microbatch_size=3)
     result = mb.evaluate(batch(), metrics)
@@ -95,13 +95,13 @@ class Quarters(Policy):
 
 
 def forward(model: nn.Module, microbatch: tuple[Tensor, Tensor]) -> Tensor:
-    """The loss; even the smallest microbatch of a batch of hundreds is too large."""
+    """Return the loss; batches that contain 100 run out of memory at every size."""
     if bool((microbatch[0] == 100).any()):
         raise torch.OutOfMemoryError("CUDA out of memory.")
     return nn.functional.mse_loss(model(microbatch[0]), microbatch[1])
 
 
-def test_a_policy_of_ones_own_forgets_what_an_impossible_batch_taught() -> None:
+def test_custom_policy_state_is_restored_after_impossible_batch() -> None:
     policy, other = Quarters(), Quarters()
     mb = Microbatcher(
         nn.Linear(3, 2),
@@ -127,7 +127,7 @@ class Sizes(Feature):
         self.seen.append(run.num_rows)
 
 
-def test_a_policy_chooses_what_sizes_are_multiples_of_with_the_size() -> None:
+def test_policy_sets_size_multiple_when_proposing() -> None:
     policy, sizes = Quarters(), Sizes()
     policy.parts = 3
     mb = Microbatcher(

@@ -1,4 +1,4 @@
-"""Outputs of training steps, and state that is carried from batch to batch."""
+"""Outputs of training steps, and recurrent state carried from batch to batch."""
 
 import copy
 import warnings
@@ -42,7 +42,7 @@ def with_outputs(model: nn.Module, batch: Any) -> dict[str, Any]:
 
 @pytest.mark.parametrize("where", [True, "host", "device"])
 @pytest.mark.parametrize("size", SIZES)
-def test_outputs_of_all_rows_come_in_order(size: int, where: Any) -> None:
+def test_outputs_of_all_rows_are_returned_in_order(size: int, where: Any) -> None:
     model = classifier().eval()
     batch = pair()
     microbatcher = Microbatcher(
@@ -55,7 +55,7 @@ def test_outputs_of_all_rows_come_in_order(size: int, where: Any) -> None:
     assert outputs["names"] == with_outputs(model, batch)["names"]
 
 
-def test_outputs_of_a_failed_attempt_are_not_among_them() -> None:
+def test_outputs_of_failed_attempt_are_discarded() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(64, 512), nn.ReLU(), nn.Linear(512, 10))
     batch = torch.randn(256, 64), torch.randint(10, (256,))
@@ -66,7 +66,7 @@ def test_outputs_of_a_failed_attempt_are_not_among_them() -> None:
     torch.testing.assert_close(result.outputs, model(batch[0]).detach())
 
 
-def test_outputs_on_the_device_take_its_memory() -> None:
+def test_outputs_kept_on_device_use_device_memory() -> None:
     torch.manual_seed(0)
     model = nn.Linear(4, 1024)
     batch = torch.randn(256, 4), torch.zeros(256, 1024)
@@ -80,7 +80,7 @@ def test_outputs_on_the_device_take_its_memory() -> None:
     assert fewest("device") > fewest("host") >= fewest(False)
 
 
-def test_outputs_that_no_size_leaves_room_for_are_named() -> None:
+def test_error_reports_outputs_too_large_at_any_size() -> None:
     batch = torch.randn(256, 4), torch.zeros(256, 1024)
     microbatcher = Microbatcher(nn.Linear(4, 1024), loss_fn=nn.MSELoss(), probe=False)
     named = r"the joining of outputs of all rows \(return_outputs='host'\) at every size"
@@ -88,7 +88,7 @@ def test_outputs_that_no_size_leaves_room_for_are_named() -> None:
         microbatcher.backward(batch, return_outputs="device")
 
 
-def test_outputs_of_several_batches_follow_each_other() -> None:
+def test_outputs_of_accumulated_batches_are_concatenated() -> None:
     model = classifier().eval()
     batches = [pair(4), pair(2), pair(5)]
     microbatcher = Microbatcher(model, loss_fn=nn.CrossEntropyLoss(), microbatch_size=2)
@@ -97,7 +97,7 @@ def test_outputs_of_several_batches_follow_each_other() -> None:
 
 
 @pytest.mark.parametrize("size", [6, 2])
-def test_what_cannot_be_joined_is_named_at_any_size(size: int) -> None:
+def test_outputs_that_cannot_be_joined_raise_at_any_size(size: int) -> None:
     def forward(model: nn.Module, batch: Any) -> tuple[Tensor, Any]:
         outputs = model(batch[0])
         return nn.functional.cross_entropy(outputs, batch[1]), (outputs, outputs.detach().mean())
@@ -114,7 +114,7 @@ def with_number(model: nn.Module, batch: Any) -> dict[str, Any]:
     return with_outputs(model, batch) | {"count": len(batch[0]), "share": 0.5}
 
 
-def test_a_number_of_an_evaluation_is_given_while_the_batch_is_whole() -> None:
+def test_numeric_outputs_of_evaluation_require_whole_batch() -> None:
     def evaluated(size: int | None) -> Any:
         microbatcher = Microbatcher(classifier(), forward=with_number, eval_microbatch_size=size)
         return microbatcher.evaluate(pair(), return_outputs=True).outputs
@@ -134,7 +134,7 @@ def with_matrix(model: nn.Module, batch: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("is_training", [True, False])
-def test_what_is_as_long_for_every_number_of_rows_is_named(is_training: bool) -> None:
+def test_output_with_fixed_length_warns_once(is_training: bool) -> None:
     microbatcher = Microbatcher(
         classifier(), forward=with_matrix, microbatch_size=4, eval_microbatch_size=4
     )
@@ -150,8 +150,8 @@ def test_what_is_as_long_for_every_number_of_rows_is_named(is_training: bool) ->
         run(pair(7), return_outputs=True)  # warns only once
 
 
-def test_what_is_as_long_for_slices_that_are_alike_is_named() -> None:
-    """In training, where no check compares outputs."""
+def test_output_with_fixed_length_warns_for_equal_slices() -> None:
+    """No check compares outputs in training."""
 
     def with_table(model: nn.Module, batch: Any) -> dict[str, Any]:
         return with_outputs(model, batch) | {"table": torch.zeros(7, 2)}
@@ -161,9 +161,9 @@ def test_what_is_as_long_for_slices_that_are_alike_is_named() -> None:
         microbatcher.backward(pair(6), return_outputs=True)
 
 
-def test_what_a_look_has_found_right_is_not_named_for_its_length() -> None:
+def test_output_verified_by_check_gives_no_length_warning() -> None:
     def with_found(model: nn.Module, batch: Any) -> dict[str, Any]:
-        """Three of every four rows, as a threshold might select them by chance."""
+        """Return three of every four rows, as a threshold could by chance."""
         given = with_outputs(model, batch)
         return given | {"found": given["a"][batch[0][:, 0] > 0]}
 
@@ -176,7 +176,7 @@ def test_what_a_look_has_found_right_is_not_named_for_its_length() -> None:
     assert len(outputs["found"]) == 12
 
 
-def test_a_place_that_there_is_not_is_refused() -> None:
+def test_unknown_return_outputs_value_raises_value_error() -> None:
     microbatcher = Microbatcher(classifier(), loss_fn=nn.CrossEntropyLoss())
     with pytest.raises(ValueError, match=r"return_outputs='cpu' is invalid. .* 'host', 'device'"):
         microbatcher.backward(pair(), return_outputs="cpu")  # type: ignore[arg-type]
@@ -253,7 +253,7 @@ def both(
 
 @pytest.mark.parametrize("kind", ["LSTM", "GRU"])
 @pytest.mark.parametrize("size", [*SIZES, "auto"])
-def test_state_goes_from_batch_to_batch(kind: str, size: Any) -> None:
+def test_carry_passes_from_batch_to_batch(kind: str, size: Any) -> None:
     plain, expected = both(kind, by_hand)
     model, losses = both(kind, lambda *given: carried(*given, microbatch_size=size))
     is_whole = size in (ROWS, "auto")
@@ -263,7 +263,7 @@ def test_state_goes_from_batch_to_batch(kind: str, size: Any) -> None:
         torch.testing.assert_close(own, other, **tolerance)
 
 
-def test_evaluation_and_prediction_carry_too() -> None:
+def test_evaluation_and_prediction_pass_carry() -> None:
     model = Recurrent("LSTM").double()
     microbatcher = carrying(model, eval_microbatch_size=4)
     carry = expected = None
@@ -278,7 +278,7 @@ def test_evaluation_and_prediction_carry_too() -> None:
         carry, expected = result.carry, wanted
 
 
-def test_what_the_caller_gave_sees_batches_as_they_are() -> None:
+def test_user_callbacks_receive_batches_without_carry() -> None:
     seen: list[Any] = []
 
     def count(batch: Any) -> int:
@@ -310,7 +310,7 @@ def test_what_the_caller_gave_sees_batches_as_they_are() -> None:
     assert all(type(each) is dict for each in seen)
 
 
-def test_state_of_other_rows_is_refused() -> None:
+def test_carry_with_different_row_count_is_rejected() -> None:
     model = Recurrent("GRU").double()
     microbatcher = carrying(model)
     first, second, *_ = windows()
@@ -323,13 +323,13 @@ def test_state_of_other_rows_is_refused() -> None:
     microbatcher.backward(second, carry=carry)
 
 
-def test_a_part_of_the_state_that_is_none_at_first_may_be_declared() -> None:
+def test_carry_layout_may_name_entries_that_start_as_none() -> None:
     microbatcher, carry = carrying(Recurrent("LSTM").double(), {"0": 1, "1": 1}), None
     for batch in windows():
         carry = microbatcher.backward(batch, carry=carry).carry
 
 
-def test_state_needs_its_layout_a_forward_that_returns_it_and_one_batch_at_a_time() -> None:
+def test_carry_with_wrong_layout_forward_or_accumulation_is_rejected() -> None:
     model = Recurrent("GRU").double()
     for layout in (0, {"": 2}):
         with pytest.raises(
@@ -346,7 +346,7 @@ def test_state_needs_its_layout_a_forward_that_returns_it_and_one_batch_at_a_tim
         carrying(model).accumulate(windows())
 
 
-def test_state_that_makes_a_graph_across_batches_is_cut_off() -> None:
+def test_carry_is_detached_between_batches() -> None:
     model = Recurrent("GRU").double()
     twin = copy.deepcopy(model)
     microbatcher = carrying(model, microbatch_size=2)

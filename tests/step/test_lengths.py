@@ -1,4 +1,4 @@
-"""Rows of varying length: sorted, packed by cost, cut to their own length, and nothing changes."""
+"""Rows of varying length are sorted, packed by cost and trimmed without changing results."""
 
 import contextlib
 import warnings
@@ -28,7 +28,7 @@ def no_warnings() -> Iterator[None]:
 
 
 def whole(model: nn.Module, loss: Callable[[], Tensor]) -> dict[str, Tensor | None]:
-    """The gradient of plain torch on the whole batch, which is cleared."""
+    """Return the gradient of plain torch on the whole batch, and clear it."""
     loss().backward()
     found = gradients(model)
     model.zero_grad()
@@ -45,7 +45,7 @@ def in_tokens(model: nn.Module, size: Any = 60, **options: Any) -> Microbatcher:
 
 
 def exact(microbatcher: Microbatcher, model: nn.Module, batch: Any) -> StepResult:
-    """Train on a batch, and compare its gradient with that of plain torch."""
+    """Train on a batch and compare its gradient with that of plain torch."""
     expected = whole(model, lambda: model(**batch)["loss"])
     result = microbatcher.backward(batch)
     assert difference(gradients(model), expected) < 1e-9
@@ -54,7 +54,7 @@ def exact(microbatcher: Microbatcher, model: nn.Module, batch: Any) -> StepResul
 
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("left", [False, True], ids=["right", "left"])
-def test_texts_have_the_gradient_of_the_whole_batch(size: Any, left: bool) -> None:
+def test_texts_match_gradient_of_whole_batch(size: Any, left: bool) -> None:
     model, batch = Reader(), texts(LENGTHS, padded=21, left=left)
     expected = whole(model, lambda: model(**batch)["loss"])
     plain = model(**batch)
@@ -71,7 +71,7 @@ def test_texts_have_the_gradient_of_the_whole_batch(size: Any, left: bool) -> No
     assert all(length <= 17 for _, length in ran), "padding that nobody needs was computed"
     if isinstance(size, int):
         assert all(rows * length <= size or rows == 1 for rows, length in ran)
-    # Outputs are those of the whole batch, in its order and with its padding.
+    # Outputs match those of the whole batch, in its order and with its padding.
     real = batch["attention_mask"].bool()
     assert result.outputs["logits"].shape == plain["logits"].shape
     assert torch.allclose(result.outputs["logits"][real], plain["logits"][real], atol=1e-12)
@@ -79,7 +79,7 @@ def test_texts_have_the_gradient_of_the_whole_batch(size: Any, left: bool) -> No
 
 
 @pytest.mark.parametrize("size", [1, 30, 100, None, "auto"])
-def test_sounds_with_their_lengths_have_the_gradient_of_the_whole_batch(size: Any) -> None:
+def test_sounds_with_lengths_match_gradient_of_whole_batch(size: Any) -> None:
     model, batch = Listener(), sounds(LENGTHS)
     expected = whole(model, lambda: transcribe(model, batch)[0])
     microbatcher = Microbatcher(
@@ -96,7 +96,7 @@ def test_sounds_with_their_lengths_have_the_gradient_of_the_whole_batch(size: An
     result = microbatcher.backward(batch, return_outputs=True)
     assert difference(gradients(model), expected) < 1e-9
     assert result.microbatch_unit == "units of cost"
-    # Frames times letters, each of the longest row of a slice.
+    # The cost is frames times letters, each of the longest row of a slice.
     ran = seen[-result.num_microbatches :]
     assert result.microbatch_size >= max(rows * frames for rows, frames in ran)
     assert len({frames for _, frames in ran}) > 1
@@ -104,7 +104,7 @@ def test_sounds_with_their_lengths_have_the_gradient_of_the_whole_batch(size: An
 
 
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
-def test_inputs_and_targets_of_a_pair(reduction: str) -> None:
+def test_tuple_batch_with_padding_matches_gradient_of_whole_batch(reduction: str) -> None:
     model = nn.Sequential(nn.Embedding(23, 8), nn.Linear(8, 23)).double()
     given = texts(LENGTHS)
     batch = (given["input_ids"], given["labels"], given["attention_mask"])
@@ -126,7 +126,7 @@ def test_inputs_and_targets_of_a_pair(reduction: str) -> None:
     assert difference(gradients(model), expected) < 1e-9
 
 
-def test_several_batches_count_as_one() -> None:
+def test_accumulated_batches_match_gradient_of_combined_loss() -> None:
     model = Reader()
     batches = [texts(LENGTHS, padded=30), texts([4, 30, 6])]
     microbatcher = in_tokens(model, 40)
@@ -143,7 +143,7 @@ def test_several_batches_count_as_one() -> None:
     assert result.outputs["pooled"].shape == (14, 8)
 
 
-def test_evaluation_and_prediction_keep_the_order_of_rows() -> None:
+def test_evaluation_and_prediction_keep_row_order() -> None:
     model, batch = Reader(dropout=0.5), texts(LENGTHS)
     model.eval()
     plain = model(**batch)
@@ -161,7 +161,7 @@ def test_evaluation_and_prediction_keep_the_order_of_rows() -> None:
     assert torch.allclose(predicted["pooled"], plain["pooled"])
 
 
-def test_metrics_that_keep_rows_keep_their_order() -> None:
+def test_metrics_that_store_rows_keep_row_order() -> None:
     torchmetrics = pytest.importorskip("torchmetrics")
     model, batch = Reader(), texts(LENGTHS)
     microbatcher = Microbatcher(
@@ -182,7 +182,7 @@ def test_metrics_that_keep_rows_keep_their_order() -> None:
 
 
 class Shifting(Reader):
-    """Its labels are its words, and each is predicted from what stands before it."""
+    """Its labels are its words, and each is predicted from the words before it."""
 
     def forward(self, *ids: Any, labels: Tensor | None = None, **given: Any) -> Any:
         assert labels is not None
@@ -192,7 +192,7 @@ class Shifting(Reader):
 
 
 class Pooling(nn.Module):
-    """A class for each row, from the mean of what is there, or of all that is padded."""
+    """Classify each row by the mean over its words, or over its words and padding."""
 
     def __init__(self, *, sees_padding: bool) -> None:
         super().__init__()
@@ -208,7 +208,7 @@ class Pooling(nn.Module):
 
 
 def shifted(*, counts: bool) -> dict[str, Tensor]:
-    """Texts padded on the left; without its padding the shortest would have no loss at all."""
+    """Return left-padded texts; without padding, the shortest text would have no loss."""
     batch = texts([*LENGTHS, 1], padded=20, left=True)
     mask = batch["attention_mask"]
     batch["labels"] = torch.where(mask == 1, batch["input_ids"], IGNORED)
@@ -228,7 +228,7 @@ def labeled_everywhere(*, is_empty: bool = False) -> dict[str, Tensor]:
 
 
 EMPTY_ROWS = texts([9, 0, 3, 5, 0, 7]) | {"labels": torch.arange(6) % 3}
-# Each with the warning of its padding, if there is one.
+# Each case has the pattern of its padding warning, or an empty one.
 PADDED: dict[str, tuple[Any, dict[str, Tensor], str, str]] = {
     "all seen": (
         Reader(sees_padding=True),
@@ -252,7 +252,7 @@ PADDED: dict[str, tuple[Any, dict[str, Tensor], str, str]] = {
 
 
 @pytest.mark.parametrize("name", PADDED)
-def test_padding_that_counts_is_kept_and_named_once(name: str) -> None:
+def test_padding_that_affects_results_is_kept_with_one_warning(name: str) -> None:
     model, batch, average, warning = PADDED[name]
     size = 12 if average == "samples" else 60
     microbatcher = in_tokens(model, size, loss_average=average)
@@ -261,11 +261,11 @@ def test_padding_that_counts_is_kept_and_named_once(name: str) -> None:
     assert result.num_microbatches == 4 or name != "all seen", "three rows of 17 each"
     if name.startswith("first word"):
         assert (model.seen[-1][1] == 20) is bool(warning)
-    microbatcher.backward(batch)  # said once
+    microbatcher.backward(batch)  # the warning is given once
 
 
 @pytest.mark.parametrize("declared", [True, False])
-def test_whoever_knows_says_whether_padding_is_cut(declared: bool) -> None:
+def test_cut_padding_option_overrides_check(declared: bool) -> None:
     model, batch = Reader(sees_padding=True), texts(LENGTHS)
     features = [MicrobatchUnit("tokens", cut_padding=declared)]
     microbatcher = in_tokens(model, features=features, probe=False)
@@ -274,7 +274,7 @@ def test_whoever_knows_says_whether_padding_is_cut(declared: bool) -> None:
     assert (lengths == {17}) is not declared
 
 
-def test_a_tensor_that_may_be_padded_is_named() -> None:
+def test_possibly_padded_tensor_must_be_declared() -> None:
     model, batch = Reader(), texts(LENGTHS)
     batch["weights_of_words"] = torch.ones(11, 17)
     options: dict[str, Any] = {"microbatch_unit": "tokens", "loss_average": "tokens"}
@@ -297,7 +297,7 @@ def test_a_tensor_that_may_be_padded_is_named() -> None:
         assert all(one == other for one, other in seen[-3:]) is same
 
 
-def test_a_size_that_equals_the_length_by_chance_is_none_once_it_was_another() -> None:
+def test_dimension_matching_length_by_chance_is_not_padding() -> None:
     model = Reader()
     microbatcher = in_tokens(model, 30)
     for padded in (20, 17):
@@ -321,7 +321,7 @@ def test_a_size_that_equals_the_length_by_chance_is_none_once_it_was_another() -
         ),
     }.values(),
 )
-def test_batches_that_cannot_be_sorted(change: Callable[[Any], Any], message: str) -> None:
+def test_unsortable_batches_raise_batch_error(change: Callable[[Any], Any], message: str) -> None:
     model, batch = Reader(), texts(LENGTHS)
     change(batch)
     with pytest.raises(BatchError, match=message):
@@ -352,19 +352,19 @@ def test_batches_that_cannot_be_sorted(change: Callable[[Any], Any], message: st
         ({"microbatch_unit": "tokens", "cut_padding": "yes"}, "cut_padding='yes' is not known"),
     ],
 )
-def test_options_that_mean_nothing(options: dict[str, Any], message: str) -> None:
+def test_invalid_unit_options_are_rejected(options: dict[str, Any], message: str) -> None:
     with pytest.raises((TypeError, ValueError), match=message):
         Microbatcher(Reader(), loss_average="tokens", **with_features(options))
 
 
 @pytest.mark.parametrize("cost", [0.001, -1, float("nan"), "long", (1, 2, "x")])
-def test_costs_that_are_none(cost: Any) -> None:
+def test_invalid_costs_raise_batch_error(cost: Any) -> None:
     microbatcher = in_tokens(Reader(), features=[MicrobatchUnit(lambda row: cost)])
     with pytest.raises(BatchError, match=r"microbatch_unit (returned|gives)"):
         microbatcher.backward(texts(LENGTHS))
 
 
-def test_seconds_are_read_from_the_batch() -> None:
+def test_seconds_are_read_from_batch() -> None:
     model, batch = Reader(), texts(LENGTHS)
     batch["durations"] = torch.tensor(LENGTHS) / 2
     microbatcher = in_tokens(model, 10, features=[MicrobatchUnit("seconds")])
@@ -374,8 +374,8 @@ def test_seconds_are_read_from_the_batch() -> None:
         microbatcher.backward(batch)
 
 
-def test_the_limit_is_learnt_in_tokens_and_a_failed_attempt_leaves_no_trace() -> None:
-    """The same as a run that had the budget from the start, bit for bit, with dropout."""
+def test_limit_is_learned_in_tokens_and_retries_stay_exact() -> None:
+    """Results equal, bit for bit, a run with known sizes and without limit, even with dropout."""
 
     def train(size: Any, limit: str | None) -> tuple[list[Any], list[Tensor]]:
         torch.manual_seed(0)
@@ -405,22 +405,22 @@ def test_the_limit_is_learnt_in_tokens_and_a_failed_attempt_leaves_no_trace() ->
     assert all(map(torch.equal, parameters, expected))
 
 
-def test_a_row_that_is_too_long_says_so_in_tokens() -> None:
+def test_error_for_oversized_row_counts_tokens() -> None:
     microbatcher = in_tokens(Reader(), "auto", memory_limit="60KiB")
     expected = r"of \d+ tokens does not fit, and .* single row"
     with pytest.raises(SampleTooLargeError, match=expected):
         microbatcher.backward(texts([60, 3, 2]))
 
 
-def test_a_state_of_rows_is_refused_by_one_of_tokens() -> None:
+def test_state_in_rows_is_rejected_when_unit_is_tokens() -> None:
     rows, tokens = in_tokens(Reader(), features=()), in_tokens(Reader())
     tokens.load_state_dict(tokens.state_dict())
     with pytest.raises(ValueError, match="the sizes of this state are in rows"):
         tokens.load_state_dict(rows.state_dict())
 
 
-def test_short_rows_are_cut_further_where_one_long_row_costs_as_much() -> None:
-    """A cost that is no memory: many short rows cost less than the long one, and need more."""
+def test_short_rows_are_split_further_than_costlier_long_row() -> None:
+    """This cost is not memory: many short rows cost less than the long row but need more memory."""
     model, batch = Reader(), texts([20, *[4] * 40])
     expected = whole(model, lambda: model(**batch)["loss"])
 
@@ -440,7 +440,7 @@ def test_short_rows_are_cut_further_where_one_long_row_costs_as_much() -> None:
     assert results[-1].ooms == 0, "what was found is kept"
 
 
-def test_a_row_that_does_not_fit_at_all_ends_it() -> None:
+def test_single_row_that_does_not_fit_raises() -> None:
     model = Reader()
 
     def run_out(_: nn.Module, __: Any, given: dict[str, Tensor]) -> None:
@@ -455,7 +455,7 @@ def test_a_row_that_does_not_fit_at_all_ends_it() -> None:
     assert microbatcher.backward(texts([9, *[4] * 12])).num_samples == 13
 
 
-def test_lengths_beside_a_mask_are_not_counted_twice() -> None:
+def test_lengths_next_to_mask_are_not_counted_twice() -> None:
     model, batch = Reader(), texts(LENGTHS)
     sizes = []
     for more in ({}, {"input_lengths": batch["attention_mask"].sum(1)}):
@@ -465,7 +465,7 @@ def test_lengths_beside_a_mask_are_not_counted_twice() -> None:
     assert sizes[0] == sizes[1]
 
 
-def test_as_many_rows_as_places_are_no_padding() -> None:
+def test_equal_row_and_position_counts_match_gradient() -> None:
     model, batch = Listener(), sounds([16, 3, 9, 5, 12, 2, 8, 7])
     assert batch["labels"].shape[1] == len(batch["audio_lengths"]) == 8
     expected = whole(model, lambda: transcribe(model, batch)[0])
@@ -480,7 +480,7 @@ def test_as_many_rows_as_places_are_no_padding() -> None:
     assert difference(gradients(model), expected) < 1e-9
 
 
-def test_a_square_batch_with_its_rows_in_the_second_dimension_is_not_cut_along_them() -> None:
+def test_square_batch_with_rows_in_second_dimension_matches_gradient() -> None:
     model, given = Reader(), texts([5, 3, 2, 5, 1])
     batch = {name: each.T.contiguous() for name, each in given.items()}
 

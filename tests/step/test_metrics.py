@@ -1,4 +1,4 @@
-"""Metrics: uncounted after a failed attempt, and alike however a batch is cut."""
+"""Metrics are rolled back after a failed attempt and independent of the cut."""
 
 import warnings
 from collections.abc import Callable
@@ -37,8 +37,8 @@ from tests.sweeps import mostly_in_sweeps
 ROWS = 12
 
 
-class Given(nn.Module):
-    """Gives what it is given, and runs out of memory at some of its calls."""
+class Identity(nn.Module):
+    """An identity model that runs out of memory at given calls."""
 
     calls = Unreached()
 
@@ -61,14 +61,16 @@ def mean(outputs: Tensor, targets: Any) -> Tensor:
 
 def cut_in(size: Any, model: nn.Module | None = None, **options: Any) -> Microbatcher:
     given: dict[str, Any] = {"loss_fn": mean, "probe": False, **options}
-    return Microbatcher(model or Given(), microbatch_size=size, eval_microbatch_size=size, **given)
+    return Microbatcher(
+        model or Identity(), microbatch_size=size, eval_microbatch_size=size, **given
+    )
 
 
 # ---------------------------------------------------------------- what a metric may hold
 
 
-class Own:
-    """Counts in an attribute, and keeps rows in a list that grows."""
+class ListMetric:
+    """Count in an attribute, and append rows to a list."""
 
     def __init__(self) -> None:
         self.rows, self.classes = 0, list[int]()
@@ -85,19 +87,19 @@ COUNTED: dict[str, Callable[[], Any]] = {
     "sums of torchmetrics": MeanSquaredError,
     "a list of torchmetrics": CatMetric,
     "a collection": lambda: MetricCollection([MeanSquaredError(), R2Score()]),
-    "an own one": Own,
+    "an own one": ListMetric,
 }
 
 
 @pytest.mark.parametrize("call", ["evaluate", "backward"])
 @pytest.mark.parametrize("kind", COUNTED)
-def test_what_a_metric_counts_is_uncounted(kind: str, call: str) -> None:
+def test_metric_is_rolled_back_after_failed_attempt(kind: str, call: str) -> None:
     batches = [(torch.randn(ROWS), torch.randint(3, (ROWS,)).float()) for _ in range(3)]
     disturbed, clean = COUNTED[kind](), COUNTED[kind]()
     policy = Halving(initial=4, refine=False)
     update = UpdateMetric(lambda metric, outputs, batch: metric.update(outputs))
     features = [update] if kind == "a list of torchmetrics" else []
-    once = cut_in(policy, Given(3, 11), features=features)
+    once = cut_in(policy, Identity(3, 11), features=features)
     results = [getattr(once, call)(batch, {"it": disturbed}) for batch in batches]
     assert sum(result.ooms for result in results) == 2
     for result, batch in zip(results, batches, strict=True):
@@ -106,8 +108,8 @@ def test_what_a_metric_counts_is_uncounted(kind: str, call: str) -> None:
     torch.testing.assert_close(disturbed.compute(), clean.compute(), rtol=0, atol=0)
 
 
-class OfTheClass:
-    """Counts in its class."""
+class ClassCounter:
+    """Count in a class attribute."""
 
     total: ClassVar[int] = 0
 
@@ -116,12 +118,12 @@ class OfTheClass:
         cls.total += len(targets)
 
 
-def test_a_class_that_counts_is_uncounted() -> None:
-    OfTheClass.total = 0
-    microbatcher = cut_in(Halving(initial=4, refine=False), Given(3))
+def test_class_attribute_metric_is_rolled_back() -> None:
+    ClassCounter.total = 0
+    microbatcher = cut_in(Halving(initial=4, refine=False), Identity(3))
     batch = torch.randn(ROWS), torch.zeros(ROWS)
-    assert microbatcher.evaluate(batch, OfTheClass).ooms == 1
-    assert OfTheClass.total == ROWS
+    assert microbatcher.evaluate(batch, ClassCounter).ooms == 1
+    assert ClassCounter.total == ROWS
 
 
 class Writes:
@@ -132,8 +134,8 @@ class Writes:
         self.inner["file"].write("row\n")
 
 
-def test_what_cannot_be_copied_is_refused_by_name_before_the_first_attempt(tmp_path: Path) -> None:
-    metric, model = Writes(tmp_path / "rows"), Given()
+def test_uncopyable_metric_raises_before_first_attempt(tmp_path: Path) -> None:
+    metric, model = Writes(tmp_path / "rows"), Identity()
     microbatcher = cut_in("auto", model)
     try:
         with pytest.raises(TypeError, match=r"inner\['file'\] \(of type TextIOWrapper\) cannot be"):
@@ -171,7 +173,7 @@ def first_row_tells_nothing() -> tuple[Tensor, Tensor]:
     ],
     ids=["plain", "cloned", "nested", "in a mapping", "in a list"],
 )
-def test_groups_are_formed_by_a_whole_batch(wrap: Any, size: int, call: str) -> None:
+def test_compute_groups_are_formed_by_whole_batch(wrap: Any, size: int, call: str) -> None:
     x, y = first_row_tells_nothing()
     disturbed, clean = wrap(thresholds()), wrap(thresholds())
     for metrics in (disturbed, clean):
@@ -184,12 +186,12 @@ def test_groups_are_formed_by_a_whole_batch(wrap: Any, size: int, call: str) -> 
         assert mine.compute() == theirs.compute()
 
 
-def test_each_evaluator_of_a_trainer_forms_groups_by_whole_batches() -> None:
+def test_trainer_evaluators_form_compute_groups_by_whole_batches() -> None:
     x, y = first_row_tells_nothing()
     plain = thresholds()
     plain.update(x, y)
     values = Trainer(
-        Given(),
+        Identity(),
         eval_dataloader={
             "one": Evaluator(dataloader=[(x, y)], metrics=thresholds(), microbatch_size=1),
             "two": [(x, y)],
@@ -218,7 +220,7 @@ def split_value(metric: Any, batch: Any, size: int = 7) -> tuple[Any, list[str]]
 
 @pytest.mark.parametrize("name", NAMED)
 @pytest.mark.parametrize("call", ["evaluate", "backward"])
-def test_metrics_that_depend_on_the_cut_are_named_once(name: str, call: str) -> None:
+def test_metrics_that_depend_on_cut_warn_once(name: str, call: str) -> None:
     make, given, words = NAMED[name]
     mb, metric, batch = cut_in(7), make(), INPUTS[given]()
     with pytest.warns(MetricWarning, match=words) as caught:
@@ -227,13 +229,13 @@ def test_metrics_that_depend_on_the_cut_are_named_once(name: str, call: str) -> 
 
 
 @pytest.mark.parametrize("name", NAMED)
-def test_they_are_not_named_while_batches_stay_whole(name: str) -> None:
+def test_metrics_that_depend_on_cut_accept_whole_batches(name: str) -> None:
     make, given, _ = NAMED[name]
     assert split_value(make(), INPUTS[given](), size=N)[1] == []
 
 
-class OfOwnClass:
-    """A metric that nobody knows, of a function of torchmetrics'."""
+class OwnAccuracy:
+    """An unknown metric that calls a function of torchmetrics."""
 
     def __init__(self) -> None:
         self.reset()
@@ -253,12 +255,12 @@ class OfOwnClass:
     ("given", "make"),
     [
         ("binary", of_classes.BinaryAccuracy),  # probabilities
-        ("logits", lambda: of_classes.BinaryAccuracy(threshold=0.4)),  # of -3, -2.9 … here
-        ("logits", lambda: OfOwnClass()),  # looked at in the first microbatches alone
-        ("logits of classes", lambda: of_classes.MulticlassAccuracy(4)),  # counts the largest alone
+        ("logits", lambda: of_classes.BinaryAccuracy(threshold=0.4)),  # -3, -2.9 … here
+        ("logits", lambda: OwnAccuracy()),  # checked in the first microbatches only
+        ("logits of classes", lambda: of_classes.MulticlassAccuracy(4)),  # counts the largest only
     ],
 )
-def test_metrics_that_read_all_slices_alike_are_not_named(given: str, make: Any) -> None:
+def test_metrics_that_read_slices_consistently_give_no_warning(given: str, make: Any) -> None:
     x, y = INPUTS[given]()
     batch = (-x, y) if given == "logits" else (x, y)
     metric = make()
@@ -267,8 +269,8 @@ def test_metrics_that_read_all_slices_alike_are_not_named(given: str, make: Any)
     assert (value, named) == (metric.compute(), [])
 
 
-def test_what_is_read_on_a_device_is_told_with_the_next_batch() -> None:
-    """There torchmetrics computes both, and selects: nobody waits for it in the batch."""
+def test_device_readings_are_compared_one_batch_later() -> None:
+    """On a device torchmetrics computes both branches and selects without synchronizing."""
     code = "def read(x): return torch.where(((x < 0) | (x > 1)).any(), x.sigmoid(), x)"
     package = {"torch": torch, "__name__": "torchmetrics.of_a_device"}
     exec(code, package)
@@ -290,9 +292,7 @@ def test_what_is_read_on_a_device_is_told_with_the_next_batch() -> None:
         (MeanSquaredError, "numbers", False),
     ],
 )
-def test_only_metrics_that_ask_what_their_numbers_are_stay_watched(
-    make: Any, given: str, asks: bool
-) -> None:
+def test_only_metrics_that_inspect_values_stay_monitored(make: Any, given: str, asks: bool) -> None:
     guard = MetricGuard(lambda *_: None, BatchLayout(), lambda: RandomState([]), is_callers=False)
     metric, batch = make(), INPUTS[given]()
     for _ in range(5):
@@ -314,7 +314,7 @@ def test_only_metrics_that_ask_what_their_numbers_are_stay_watched(
         of_numbers.PearsonCorrCoef,
     ],
 )
-def test_wrappers_that_do_not_are_exact_without_a_word(make: Any) -> None:
+def test_exact_wrappers_give_no_warning(make: Any) -> None:
     metric, plain = make(), make()
     name = type(metric).__name__
     given = {"MultioutputWrapper": "columns", "ClasswiseWrapper": "classes"}.get(name, "numbers")
@@ -326,7 +326,7 @@ def test_wrappers_that_do_not_are_exact_without_a_word(make: Any) -> None:
 
 
 class MeanOfMeans:
-    """As it stands in a thousand scripts."""
+    """A mean of batch means, as many training scripts compute it."""
 
     def __init__(self) -> None:
         self.reset()
@@ -344,11 +344,11 @@ class MeanOfMeans:
 
 @pytest.mark.parametrize("size", [2, 3, 7])
 @pytest.mark.parametrize("wrap", [lambda m: m, lambda m: {"a": m, "b": MeanSquaredError()}])
-def test_an_own_metric_that_counts_updates_is_named(size: int, wrap: Any) -> None:
+def test_custom_metric_that_counts_updates_warns(size: int, wrap: Any) -> None:
     metric, batch = MeanOfMeans(), INPUTS["numbers"]()
     with pytest.warns(MetricWarning, match=r"MeanOfMeans counts \d rows as .* in two"):
         cut_in(size).evaluate(batch, wrap(metric))
-    assert metric.updates == -(-N // size)  # nothing of the checks stays
+    assert metric.updates == -(-N // size)  # the checks leave no trace
 
 
 OF_AN_UPDATE: dict[str, Callable[[Tensor], Any]] = {
@@ -371,9 +371,7 @@ OF_AN_UPDATE: dict[str, Callable[[Tensor], Any]] = {
     mostly_in_sweeps([MeanMetric, SumMetric, MaxMetric, MinMetric], quick=[SumMetric, MaxMetric]),
 )
 @pytest.mark.parametrize("what", OF_AN_UPDATE)
-def test_what_a_function_of_the_callers_counts_is_named_where_the_cut_changes_it(
-    what: str, kind: Any
-) -> None:
+def test_update_function_warns_only_if_cut_changes_value(what: str, kind: Any) -> None:
     number, batch, values = OF_AN_UPDATE[what], INPUTS["numbers"](), []
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -395,7 +393,7 @@ def parts(**extra: Callable[[Tensor], Tensor]) -> Callable[[Any, Any], dict[str,
     return forward
 
 
-def test_a_metric_that_is_added_to_the_losses_is_named() -> None:
+def test_metric_returned_among_losses_warns_once() -> None:
     forward = parts(level=lambda outputs: outputs.detach().abs().mean())
     mb = Microbatcher(nn.Linear(3, 3), forward=forward)
     batch = torch.randn(4, 3), torch.randn(4, 3)

@@ -1,4 +1,4 @@
-"""State that goes by the number of calls, and where it stands: named, as often as is right."""
+"""State that depends on the number of calls: which warning names it, where, and how often."""
 
 import random
 import time
@@ -37,7 +37,7 @@ def data(seed: int = 1) -> tuple[Tensor, Tensor]:
 
 
 class Remembering(nn.Module):
-    """Keeps something in attributes, as one of `KEPT` says."""
+    """Keep a value in attributes, as an entry of `KEPT` does."""
 
     def __init__(self, keep: Callable[[Any, Tensor], object]) -> None:
         super().__init__()
@@ -62,18 +62,18 @@ def _set(**how: Callable[[Any, Tensor], Any]) -> Callable[[Any, Tensor], object]
 
 
 KEPT: dict[str, tuple[str, Callable[[Any, Tensor], object]]] = {
-    # What depends on how many calls there are is named …
+    # These depend on the number of calls and are named.
     "a counter": ("step", _set(step=lambda m, x: m.step + 1)),
     "a moving average": ("mean", _set(mean=lambda m, x: m.mean * 0.9 + x.detach().mean(0) * 0.1)),
     "one in place": ("mean", lambda m, x: m.mean.mul_(0.9).add_(x.detach().mean(0), alpha=0.1)),
     "a record": ("records", lambda m, x: m.records["loss"].append(float(x.sum()))),
     "a queue": ("recent", lambda m, x: m.recent.append(x.detach().mean(0))),
-    # … and what does not is not.
+    # These do not, and are not named.
     "rows that add up": ("", _set(rows=lambda m, x: m.rows + len(x))),
     "a sum over rows": ("", _set(mean=lambda m, x: m.mean + x.detach().sum(0))),
     "the last input": ("", _set(last=lambda m, x: x.detach())),
     "the largest": ("", _set(longest=lambda m, x: max(m.longest, x.shape[1]))),
-    "what the first call makes": (
+    "first-call value": (
         "",
         _set(mask=lambda m, x: torch.ones(4) if m.mask is None else m.mask),
     ),
@@ -84,9 +84,7 @@ KEPT: dict[str, tuple[str, Callable[[Any, Tensor], object]]] = {
 
 @pytest.mark.parametrize("size", mostly_in_sweeps([3, "auto"], quick=[3]))
 @pytest.mark.parametrize("kind", KEPT)
-def test_state_that_depends_on_the_number_of_calls_is_named_where_a_batch_is_split(
-    kind: str, size: Any
-) -> None:
+def test_call_counting_state_is_named_when_batch_is_split(kind: str, size: Any) -> None:
     name, keep = KEPT[kind]
     model = Remembering(keep)
     with warnings.catch_warnings(record=True) as caught:
@@ -104,7 +102,7 @@ def test_state_that_depends_on_the_number_of_calls_is_named_where_a_batch_is_spl
 
 
 class Counting:
-    """Counts the calls of a hook, from the first one on."""
+    """Count the calls of a hook."""
 
     calls = 0
 
@@ -113,11 +111,11 @@ class Counting:
 
 
 class CountingSGD(Counting, torch.optim.SGD):
-    """Keeps what its own hooks see, as K-FAC does."""
+    """An optimizer that keeps data from its own hooks, as K-FAC does."""
 
 
 @pytest.mark.parametrize("kind", [Counting, CountingSGD])
-def test_what_the_owner_of_a_hook_counts_is_named_and_a_check_leaves_it(kind: Any) -> None:
+def test_hook_owner_state_is_named_and_unchanged_by_check(kind: Any) -> None:
     model = nn.Linear(4, 3).double()
     owner = kind() if kind is Counting else kind(model.parameters(), 0.1)
     model.register_forward_hook(owner.count)
@@ -128,7 +126,7 @@ def test_what_the_owner_of_a_hook_counts_is_named_and_a_check_leaves_it(kind: An
 
 
 class Timing(nn.Module):
-    """Keeps how long its last call took, by a clock on a machine with other work."""
+    """Keep the duration of the last call on a busy machine."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -141,7 +139,7 @@ class Timing(nn.Module):
         return outputs
 
 
-def test_how_long_a_call_took_is_never_taken_for_what_goes_on() -> None:
+def test_call_durations_are_not_reported_as_state() -> None:
     batch = torch.randn(8, 4).double(), torch.randn(8, 3).double()
     for _ in range(10):
         microbatcher = Microbatcher(Timing(), loss_fn=nn.MSELoss(), microbatch_size=3)
@@ -149,7 +147,7 @@ def test_how_long_a_call_took_is_never_taken_for_what_goes_on() -> None:
         assert microbatcher.unsaved_state(batch) == []
 
 
-def test_batchnorm_in_a_captured_module_is_named_where_it_stands() -> None:
+def test_batchnorm_in_captured_module_is_named_with_its_path() -> None:
     teacher = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3)).double().requires_grad_(False)
     mb = Microbatcher(
         nn.Linear(4, 3).double(),
@@ -161,7 +159,7 @@ def test_batchnorm_in_a_captured_module_is_named_where_it_stands() -> None:
         mb.backward(data())
 
 
-def test_a_buffer_that_begins_to_change_late_is_named_then() -> None:
+def test_buffer_that_starts_changing_later_is_named() -> None:
     class Late(nn.Linear):
         warm = False
         queue: Tensor
@@ -186,10 +184,10 @@ def test_a_buffer_that_begins_to_change_late_is_named_then() -> None:
     model.warm = True
     with pytest.warns(BufferWarning, match="changes buffers: queue"):
         mb.backward(data())
-    mb.backward(data())  # said once
+    mb.backward(data())  # the warning is given once
 
 
-def test_instance_norm_normalises_rows_and_only_its_statistics_are_buffers() -> None:
+def test_instance_norm_is_exact_and_warns_about_statistics() -> None:
     model = nn.Sequential(nn.InstanceNorm1d(4, affine=True, track_running_stats=True)).double()
     x = torch.randn(6, 4, 5).double()
     model(x).pow(3).mean().backward()
@@ -203,19 +201,19 @@ def test_instance_norm_normalises_rows_and_only_its_statistics_are_buffers() -> 
     torch.testing.assert_close(parameter.grad, expected, rtol=1e-9, atol=1e-12)
 
 
-def test_reached_modules_are_among_the_owners_of_buffers() -> None:
+def test_module_index_owners_include_reached_modules() -> None:
     extra = nn.BatchNorm1d(2)
     index = ModuleIndex([nn.Linear(2, 2)], lambda: {"teacher": extra})
     assert ("teacher", extra) in list(index.owners)
 
 
-def test_generators_in_a_namespace_are_reached() -> None:
+def test_generators_in_namespace_are_reached() -> None:
     model: Any = nn.Linear(1, 1)
     model.own = types.SimpleNamespace(noise=random.Random(0))
     assert list(Reach({"": model}).named_generators()) == ["own.noise"]
 
 
-def test_each_generator_has_a_name_of_its_own() -> None:
+def test_each_generator_has_unique_name() -> None:
     def make(noise: random.Random) -> Callable[[], float]:
         return lambda: noise.random()
 
@@ -224,7 +222,7 @@ def test_each_generator_has_a_name_of_its_own() -> None:
     assert found == {"noise": one, "noise (2)": two}
 
 
-def test_reaching_looks_at_batches_further_and_further_apart() -> None:
+def test_reach_scans_at_doubling_intervals() -> None:
     held: list[Any] = []
     reach = Reach({"forward": lambda model, batch: held})
     counts = []
@@ -236,7 +234,7 @@ def test_reaching_looks_at_batches_further_and_further_apart() -> None:
 
 
 class Net(nn.Linear):
-    """Runs out of memory at some of its calls."""
+    """Run out of memory at given calls."""
 
     def __init__(self, *fails_at: int) -> None:
         super().__init__(4, 3, dtype=torch.float64)
@@ -250,7 +248,7 @@ class Net(nn.Linear):
 
 
 @pytest.mark.parametrize("inner", [True, False])
-def test_evaluation_under_inference_mode_recovers_and_counts_once(inner: bool) -> None:
+def test_evaluation_under_inference_mode_recovers_and_counts_metrics_once(inner: bool) -> None:
     model: Any = nn.Sequential(Net(2), nn.BatchNorm1d(3).double())
     metric, plain = MulticlassAccuracy(3), MulticlassAccuracy(3)
     mb = Microbatcher(
@@ -271,7 +269,7 @@ def test_evaluation_under_inference_mode_recovers_and_counts_once(inner: bool) -
     assert ooms == 1
     assert metric.compute() == plain.compute()
     assert all(each.training for each in model.modules())
-    with torch.inference_mode():  # with the batch of inference tensors and the metric of before
+    with torch.inference_mode():  # reuse the earlier batch of inference tensors and metric
         model[0].outside.fails_at = (model[0].outside.calls + 2,)
         assert mb.evaluate(batches[0], metric).ooms == 1
     plain.update(mb.predict(batches[0][0]), batches[0][1])
@@ -279,7 +277,7 @@ def test_evaluation_under_inference_mode_recovers_and_counts_once(inner: bool) -
 
 
 @pytest.mark.parametrize("how", ["a budget outside", "a limit of its own"])
-def test_predictions_that_came_home_take_no_room_of_the_device(how: str) -> None:
+def test_predictions_on_host_use_no_device_memory(how: str) -> None:
     model = nn.Sequential(nn.Linear(16, 64), nn.ReLU(), nn.Linear(64, 256))
     batches = [torch.randn(64, 16) for _ in range(40)]  # 64 KiB of outputs each
     options: dict[str, Any] = {"loss_fn": nn.MSELoss(), "progress": False, "device": "cpu"}

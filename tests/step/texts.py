@@ -11,7 +11,7 @@ IGNORED = -100
 
 
 class Reader(nn.Module):
-    """A causal model of texts, called like those of transformers: each word sees earlier ones."""
+    """A causal model of texts with the interface of transformers: each word sees earlier ones."""
 
     def __init__(self, *, dropout: float = 0.0, sees_padding: bool = False) -> None:
         super().__init__()
@@ -70,7 +70,7 @@ def texts(
 
 
 class Listener(nn.Module):
-    """A model from sounds of (rows, frames, 5) and their lengths to a class for each frame."""
+    """Map sounds of (rows, frames, 5) and their lengths to a class for each frame."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -84,7 +84,7 @@ class Listener(nn.Module):
 
 
 def sounds(lengths: list[int]) -> dict[str, Tensor]:
-    """Return a batch of sounds of these frames, with transcripts of half as many letters."""
+    """Return a batch of sounds with these frame counts, each with half as many letters."""
     drawn = torch.Generator().manual_seed(sum(lengths))
     letters = [max(1, length // 2) for length in lengths]
     return {

@@ -82,7 +82,7 @@ class Takes(nn.Module):
 
 
 @pytest.mark.parametrize("evaluate", [False, True])
-def test_everything_is_as_it_was(evaluate: bool) -> None:
+def test_explore_leaves_all_state_unchanged(evaluate: bool) -> None:
     model = make_model()
     optimizer = torch.optim.AdamW(model.parameters())
     order = torch.Generator().manual_seed(4)
@@ -102,7 +102,7 @@ def test_everything_is_as_it_was(evaluate: bool) -> None:
     assert not optimizer._optimizer_step_pre_hooks
 
 
-def test_a_run_after_it_is_the_run_without_it() -> None:
+def test_explore_does_not_affect_later_run() -> None:
     """The order of the data, dropout and weights: bit for bit."""
 
     def run(*, explores: bool) -> list[Tensor]:
@@ -122,7 +122,7 @@ def test_a_run_after_it_is_the_run_without_it() -> None:
 
 
 @pytest.mark.parametrize("evaluate", [False, True])
-def test_it_finds_a_size_that_is_far_faster_than_others(clock: Clock, evaluate: bool) -> None:
+def test_explore_finds_clearly_fastest_size(clock: Clock, evaluate: bool) -> None:
     """Above eight rows a row takes twice as long; below, a pass takes time by itself."""
     model = Takes(clock, lambda rows: rows * (1 if rows <= 8 else 2) + 4)
     report = explore(model, make_loader(), loss_fn=LOSS, evaluate=evaluate, max_rows=ROWS)
@@ -134,7 +134,7 @@ def test_it_finds_a_size_that_is_far_faster_than_others(clock: Clock, evaluate: 
     assert report.phase == ("eval" if evaluate else "train")
 
 
-def test_sizes_do_not_depend_on_the_batch_of_the_loader(clock: Clock) -> None:
+def test_sizes_may_exceed_batch_of_loader(clock: Clock) -> None:
     """A pass takes the same for any rows: four batches together are the fastest."""
     model = Takes(clock, lambda rows: 64)
     report = explore(model, make_loader(), loss_fn=LOSS)
@@ -145,7 +145,7 @@ def test_sizes_do_not_depend_on_the_batch_of_the_loader(clock: Clock) -> None:
     assert explore(model, make_loader(), loss_fn=LOSS, max_rows=ROWS).microbatch_size == ROWS
 
 
-def test_what_does_not_fit_is_tried_once_and_named() -> None:
+def test_size_that_does_not_fit_is_tried_once_and_reported() -> None:
     model = nn.Sequential(nn.Linear(FEATURES, 64), nn.ReLU(), nn.Linear(64, 3))
     report = explore(
         model, make_loader(), loss_fn=LOSS, memory_limit="48KiB", max_steps=20, device="cpu"
@@ -157,7 +157,7 @@ def test_what_does_not_fit_is_tried_once_and_named() -> None:
     assert f"{max(report.too_large):>6}  does not fit" in str(report)
 
 
-def test_a_size_that_was_measured_may_run_out_of_memory_later(clock: Clock) -> None:
+def test_measured_size_may_run_out_of_memory_later(clock: Clock) -> None:
     class Fills(Takes):
         def forward(self, inputs: Tensor) -> Tensor:
             if len(inputs) == ROWS and self.rows.count(ROWS) > 3:
@@ -169,12 +169,12 @@ def test_a_size_that_was_measured_may_run_out_of_memory_later(clock: Clock) -> N
     assert report.base == report.measured[-1].microbatch_size < ROWS
 
 
-def test_where_not_one_row_fits_it_says_so() -> None:
+def test_error_if_no_row_fits() -> None:
     with pytest.raises(SampleTooLargeError, match="1 of"):
         explore(nn.Linear(FEATURES, 3), make_loader(), loss_fn=LOSS, memory_limit="1.5KiB")
 
 
-def test_batches_of_other_lengths_are_not_pooled_and_that_is_said() -> None:
+def test_batches_of_different_lengths_are_not_pooled() -> None:
     batches = [(torch.randn(4, length), torch.zeros(4)) for length in (5, 7)]
     report = explore(
         nn.Linear(5, 1),
@@ -188,13 +188,13 @@ def test_batches_of_other_lengths_are_not_pooled_and_that_is_said() -> None:
     assert "no size above 4 rows" in report.notes[0]
 
 
-def test_batchnorm_is_named() -> None:
+def test_batchnorm_is_noted_in_report() -> None:
     report = explore(make_model(), make_loader(), loss_fn=LOSS, max_steps=4)
     assert "'1' averages over the rows of a microbatch (BatchNorm)" in report.notes[-1]
     assert not explore(make_model(), make_loader(), loss_fn=LOSS, evaluate=True, max_steps=4).notes
 
 
-def test_an_interrupt_gives_the_best_so_far(clock: Clock) -> None:
+def test_interrupt_returns_best_size_so_far(clock: Clock) -> None:
     class Interrupted(Takes):
         def forward(self, inputs: Tensor) -> Tensor:
             if len(self.rows) > 6:
@@ -238,7 +238,7 @@ def report_of(**options: Any) -> ExploreReport:
     return ExploreReport(**{**settings, **options})
 
 
-def test_the_report_says_which_global_batch_is_nearest() -> None:
+def test_report_recommends_nearest_global_batch() -> None:
     text = str(report_of())
     assert "microbatch_size: 48  (1.20x base of 64 rows, confidence 83, sure enough" in text
     assert "it does not divide 64 rows; the nearest multiple of it is 48" in text
@@ -249,7 +249,7 @@ def test_the_report_says_which_global_batch_is_nearest() -> None:
     assert json.loads(json.dumps(report_of().to_dict()))["measured"][0]["peak_bytes"] == 2048
 
 
-def test_options_that_make_no_sense_are_refused() -> None:
+def test_invalid_options_are_rejected() -> None:
     cases: list[Any] = [
         ({"max_steps": 0}, ValueError, "max_steps"),
         ({"max_minutes": 1}, TypeError, "no argument max_minutes. Limit it by max_steps"),
@@ -263,7 +263,7 @@ def test_options_that_make_no_sense_are_refused() -> None:
             explore(nn.Linear(FEATURES, 3), make_loader(), loss_fn=LOSS, **options)
 
 
-def test_no_batch_is_refused() -> None:
+def test_empty_loader_is_rejected() -> None:
     with pytest.raises(ValueError, match="there is no batch to measure: give a data loader"):
         explore(nn.Linear(FEATURES, 3), [], loss_fn=LOSS)
 
@@ -279,7 +279,7 @@ def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("job")
-def test_the_command_prints_a_table_and_a_recommendation(
+def test_command_prints_table_and_recommendation(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     assert main(["explore", "job.yaml", "--max-steps", "6"]) == 0
@@ -291,7 +291,7 @@ def test_the_command_prints_a_table_and_a_recommendation(
 
 
 @pytest.mark.usefixtures("job")
-def test_the_command_measures_evaluations_and_prints_json(
+def test_command_measures_evaluation_and_prints_json(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     options = ["--eval", "--json", "--max-steps", "6", "--picture", "a.svg"]
@@ -303,7 +303,7 @@ def test_the_command_measures_evaluations_and_prints_json(
 
 
 @pytest.mark.usefixtures("job")
-def test_a_picture_that_cannot_be_drawn_is_refused_before_anything_is_measured(
+def test_unsupported_picture_format_is_rejected_before_measuring(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     assert main(["explore", "job.yaml", "--picture=a.html"]) == 2
@@ -311,6 +311,6 @@ def test_a_picture_that_cannot_be_drawn_is_refused_before_anything_is_measured(
 
 
 @pytest.mark.usefixtures("job")
-def test_the_command_refuses_sizes_that_are_no_rows(capsys: pytest.CaptureFixture[str]) -> None:
+def test_command_rejects_sizes_in_tokens(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["explore", "job.yaml", "microbatch_unit=tokens"]) == 2
     assert "or explore with microbatch_unit=rows" in capsys.readouterr().err

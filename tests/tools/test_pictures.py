@@ -21,7 +21,7 @@ def points_of(line: Any) -> list[tuple[float, float]]:
     return [(float(x), float(y)) for x, y in zip(line.get_xdata(), line.get_ydata(), strict=True)]
 
 
-def test_speed_and_memory_have_every_point_and_the_choice() -> None:
+def test_plot_shows_all_points_and_chosen_size() -> None:
     figure = speed_and_memory(POINTS, chosen=24)
     speed, memory = figure.axes
     assert (speed.get_ylabel(), memory.get_ylabel()) == ("rows per second", "peak memory (GiB)")
@@ -35,14 +35,14 @@ def test_speed_and_memory_have_every_point_and_the_choice() -> None:
     assert np.unique(memory.lines[-1].get_xdata()) == [24]
 
 
-def test_points_that_cannot_be_drawn_are_refused() -> None:
+def test_invalid_points_are_rejected() -> None:
     cases: list[Any] = [[], [(4, None, None)], [(0, 1.0, 1)]]
     for points in cases:
         with pytest.raises(ValueError, match=f"{len(points)} points cannot be drawn: give sizes"):
             speed_and_memory(points)
 
 
-def test_a_picture_is_saved_by_its_suffix(tmp_path: Path) -> None:
+def test_picture_format_follows_file_suffix(tmp_path: Path) -> None:
     figure = speed_and_memory(POINTS)
     png = save(figure, str(tmp_path / "a.PNG")).read_bytes()
     assert png[:8] == b"\x89PNG\r\n\x1a\n"

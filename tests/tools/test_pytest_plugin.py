@@ -85,7 +85,7 @@ def test_marked():
 """
 
 
-def test_a_test_fails_where_its_model_does_not_fit(tmp_path: Path) -> None:
+def test_marked_test_fails_if_model_does_not_fit(tmp_path: Path) -> None:
     done = run_pytest(tmp_path, TESTS, "-W", "error", "--strict-markers")
     assert "2 failed, 1 passed, 1 error" in done.stdout
     assert "the batch does not fit whole" in done.stdout
@@ -96,7 +96,7 @@ def test_a_test_fails_where_its_model_does_not_fit(tmp_path: Path) -> None:
 
 
 @pytest.mark.sweep
-def test_assert_fits_returns_the_plan_or_tells_it() -> None:
+def test_assert_fits_returns_plan_or_raises_it() -> None:
     options = {"loss_fn": LOSS, "optimizer": adam}
     assert assert_fits(Blocks(), batch(), "64MiB", **options).microbatch_size == len(batch()[0])
     assert assert_fits(Blocks(), batch(), device="a100-80gb", rows=32, **options).fits
@@ -110,11 +110,11 @@ def test_assert_fits_returns_the_plan_or_tells_it() -> None:
         assert_fits(Blocks(), batch(), "1MiB", row=4, **options)
 
 
-def test_the_docstring_tells_of_every_argument_that_a_plan_takes() -> None:
+def test_docstring_of_plan_lists_every_argument() -> None:
     given = inspect.signature(plan).parameters
     assert not {name for name in given if f"    {name}: " not in (plan.__doc__ or "")}
 
 
-def test_the_plugin_does_not_import_torch() -> None:
+def test_plugin_does_not_import_torch() -> None:
     look = "import sys, automicro.tools.pytest_plugin; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", look], cwd=ROOT, check=False).returncode == 0

@@ -62,14 +62,14 @@ Named = namedtuple("Named", ["inputs", "targets"])
     ],
     ids=["pair", "mapping", "list"],
 )
-def test_a_batch_comes_back_as_it_was(batch: Any, tmp_path: Path) -> None:
+def test_saved_batch_is_loaded_unchanged(batch: Any, tmp_path: Path) -> None:
     save_batch(tmp_path / "batch.pt", failed(batch))
     again = load_batch(tmp_path / "batch.pt")
     assert same_values(again.batches[0], batch)
     assert dataclasses.replace(again, batches=[]) == dataclasses.replace(failed(batch), batches=[])
 
 
-def test_classes_of_ones_own_come_from_a_batch_of_the_same_kind_and_never_from_the_file(
+def test_custom_classes_come_only_from_given_batch(
     tmp_path: Path,
 ) -> None:
     path = tmp_path / "batch.pt"
@@ -98,7 +98,7 @@ class Runs:
         return Path.write_text, (self.path, "was run")
 
 
-def test_nothing_that_a_file_names_is_run(tmp_path: Path) -> None:
+def test_loading_runs_no_code_from_file(tmp_path: Path) -> None:
     trap = tmp_path / "trap"
     torch.save({"format": "automicro: a batch that did not fit", "x": Runs(trap)}, tmp_path / "a")
     (tmp_path / "b").write_text("no batch at all")
@@ -113,14 +113,12 @@ def test_nothing_that_a_file_names_is_run(tmp_path: Path) -> None:
         save_batch(tmp_path / "d", failed({"x": Runs(trap)}))
 
 
-def test_a_slice_is_kept_without_what_it_is_a_slice_of(tmp_path: Path) -> None:
+def test_slice_is_saved_without_its_base_tensor(tmp_path: Path) -> None:
     save_batch(tmp_path / "batch.pt", failed(torch.zeros(1_000_000)[:10]))
     assert (tmp_path / "batch.pt").stat().st_size < 10_000
 
 
-def test_a_batch_that_is_too_large_for_a_file_is_left_out_by_name(
-    tmp_path: Path, mocker: Any
-) -> None:
+def test_oversized_batch_is_not_saved(tmp_path: Path, mocker: Any) -> None:
     mocker.patch("automicro.trainer.failed_batch.MOST_BYTES", 1000)
     with pytest.raises(UnreadableBatchError, match=r"has 3\.91 KiB, but at most 1000 bytes"):
         save_batch(tmp_path / "batch.pt", failed(torch.zeros(1000)))
@@ -144,7 +142,7 @@ def limit_of(rows: int, length: int) -> int:
 
 
 @pytest.mark.parametrize("phase", ["train", "eval"])
-def test_a_batch_is_run_once_more_and_leaves_no_trace(phase: str) -> None:
+def test_replay_leaves_no_trace(phase: str) -> None:
     model, untouched = Model(dropout=0.2), Model(dropout=0.2)
     optimizer = torch.optim.AdamW(model.parameters())
     options: dict[str, Any] = {"loss_fn": nn.CrossEntropyLoss(), "optimizer": optimizer}
@@ -175,9 +173,7 @@ def test_a_batch_is_run_once_more_and_leaves_no_trace(phase: str) -> None:
 
 
 @pytest.mark.parametrize("where", ["train", "eval", "rehearsal"])
-def test_a_run_keeps_the_batch_that_does_not_fit_and_the_error_says_where(
-    where: str, tmp_path: Path
-) -> None:
+def test_run_saves_batch_that_does_not_fit(where: str, tmp_path: Path) -> None:
     lengths = [4] * 8 + [90] * 8
     short, long = loader_of([4] * 16), loader_of(lengths)
     limit = limit_of(8, 4)
@@ -211,7 +207,7 @@ def test_a_run_keeps_the_batch_that_does_not_fit_and_the_error_says_where(
     assert not report.fits
 
 
-def test_what_cannot_be_kept_does_not_hide_the_error(tmp_path: Path) -> None:
+def test_failed_save_does_not_hide_original_error(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     trainer = make_trainer(Model(), loader_of([90] * 8), memory_limit=limit_of(1, 4), rehearse=None)
     trainer.keep_failures_in(tmp_path / "file")

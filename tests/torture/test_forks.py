@@ -14,7 +14,7 @@ from tests.torture.subjects import batchnorm_and_dropout
 pytestmark = pytest.mark.filterwarnings("ignore:.*multi-threaded:DeprecationWarning")
 
 
-def test_nothing_of_it_is_left() -> None:
+def test_fork_leaves_parent_unchanged() -> None:
     numbers = [1]
 
     def work() -> list[int]:
@@ -25,14 +25,14 @@ def test_nothing_of_it_is_left() -> None:
     assert numbers == [1]
 
 
-def test_what_fails_there_is_told_here() -> None:
+def test_error_in_fork_is_raised_in_parent() -> None:
     with pytest.raises(RuntimeError, match="ZeroDivisionError"):
         forks.in_fork(lambda: 1 // 0)
     with pytest.raises(RuntimeError, match="in a process of its own"):
         forks.in_fork(threading.Lock)  # cannot be pickled
 
 
-def test_there_is_no_copy_while_another_thread_may_hold_a_lock() -> None:
+def test_process_with_several_threads_cannot_fork() -> None:
     going = threading.Event()
     thread = threading.Thread(target=going.wait)
     thread.start()
@@ -44,7 +44,7 @@ def test_there_is_no_copy_while_another_thread_may_hold_a_lock() -> None:
 
 
 @pytest.mark.sweep
-def test_a_trial_in_a_copy_is_the_trial_in_a_run_of_its_own(
+def test_trial_in_fork_matches_trial_in_new_run(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     scene = Scene(name="BatchNorm and dropout", make=batchnorm_and_dropout)

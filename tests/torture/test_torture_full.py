@@ -68,7 +68,7 @@ def rows() -> Iterator[list[Row]]:
 
 
 @pytest.mark.parametrize("name", SUBJECTS)
-def test_every_fault_is_recovered_or_refused_with_nothing_lost(rows: list[Row], name: str) -> None:
+def test_every_fault_is_recovered_or_raised_without_loss(rows: list[Row], name: str) -> None:
     found = tortured(name)
     rows.extend(found)
     assert [each for row in found for each in row.wrong] == []
@@ -77,5 +77,5 @@ def test_every_fault_is_recovered_or_refused_with_nothing_lost(rows: list[Row], 
     assert not any(row.extra for row in settled)  # otherwise the calls would not be settled
 
 
-def test_there_were_enough_faults(rows: list[Row]) -> None:
+def test_sweep_has_enough_faults(rows: list[Row]) -> None:
     assert sum(row.faults for row in rows) >= FEWEST_FAULTS

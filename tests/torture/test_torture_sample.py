@@ -57,7 +57,7 @@ def scene(name: str, call: str = "backward", warm_steps: int = 1) -> Scene:
 
 
 @pytest.mark.parametrize("name", mostly_in_sweeps(SUBJECTS, few=16))
-def test_whatever_fails_is_recovered_bit_identically_or_leaves_no_trace(name: str) -> None:
+def test_failure_is_recovered_bit_identically_or_leaves_no_trace(name: str) -> None:
     trials = Trials(scene(name))
     # Checks are over, except for parts whose targets reveal something new.
     assert trials.num_extra == 0 or "tail" in name
@@ -82,7 +82,7 @@ def test_whatever_fails_is_recovered_bit_identically_or_leaves_no_trace(name: st
     ],
     ids=str,
 )
-def test_every_call_is_recovered_or_refused_by_name(each: Scene) -> None:
+def test_oom_in_any_call_is_recovered_or_named(each: Scene) -> None:
     trials = Trials(each)
     outcomes = check(trials, "one out of memory", single_faults(trials, ["oom"]), 4)
     assert not any("refused" in outcome for outcome in outcomes)
@@ -97,7 +97,7 @@ def test_every_call_is_recovered_or_refused_by_name(each: Scene) -> None:
         "compute groups",
     ],
 )
-def test_metrics_of_an_evaluation_count_once_whatever_fails(name: str) -> None:
+def test_evaluation_metrics_count_each_row_once_after_failure(name: str) -> None:
     settled = Scene(
         name=name, make=SUBJECTS[name], call="evaluate", warm_evaluations=LOOKS_OVER_AFTER
     )
@@ -108,14 +108,14 @@ def test_metrics_of_an_evaluation_count_once_whatever_fails(name: str) -> None:
     check(trials, "any fault, first evaluation", single_faults(trials, KINDS), 1)
 
 
-def test_the_harness_sees_what_is_left_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_harness_detects_missing_rollback(monkeypatch: pytest.MonkeyPatch) -> None:
     # A part that forgets to roll back must be detected.
     monkeypatch.setattr("automicro.state.capture.Captured.put_back", lambda self: None)
     verdict = attempt(Trials(scene("BatchNorm and dropout")), [Fault(140)])
     assert any("body.1.running_mean" in fault for fault in verdict.faults)
 
 
-def test_the_harness_sees_what_is_left_alive(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_harness_detects_leaked_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
     kept: list[BaseException] = []
 
     def hoard(failure: BaseException, *_: object) -> None:
@@ -144,19 +144,19 @@ class Counting(nn.Module):
         return out
 
 
-def test_the_harness_sees_state_that_no_library_can_roll_back() -> None:
+def test_harness_detects_state_out_of_reach() -> None:
     trials = Trials(Scene(name="counting", make=lambda: classify(Counting(), 4)))
     plans = sample(trials, single_faults(trials, ["oom"]), 4)
     assert any("gradient layer.weight" in each for each in sweep(trials, "any", plans).wrong)
 
 
-def test_a_seed_chooses_the_same_trials_again() -> None:
+def test_seed_determines_sampled_trials() -> None:
     trials = Trials(scene("MLP"))
     plans = double_faults(trials, KINDS, num_first=3)
     assert sample(trials, plans, 5, 1) == sample(trials, plans, 5, 1) != sample(trials, plans, 5, 2)
 
 
-def test_no_batch_can_open_a_transaction_without_memory() -> None:
+def test_oom_at_every_operation_leaves_state_unchanged() -> None:
     tied = scene("tied weights")
     run = tied.prepare(Halving(initial=2), Halving(initial=2))
     before, before_objects = values(run), objects(run)
@@ -182,7 +182,7 @@ class Places(FaultMode):
         return super().run(func, types, args, kwargs)
 
 
-def test_a_slice_that_fails_in_a_second_forward_leaves_no_block_out(
+def test_failing_slice_in_recompute_excludes_no_block(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     first = scene("nested inside recompute", warm_steps=0)

@@ -43,7 +43,7 @@ def begun(
 
 
 @pytest.mark.parametrize("earlier", EARLIER)
-def test_a_commit_adds_into_the_same_tensor(earlier: Callable[[nn.Parameter], Any]) -> None:
+def test_commit_accumulates_into_same_tensor(earlier: Callable[[nn.Parameter], Any]) -> None:
     weight, given, transaction = begun(earlier)
     expected = weight.detach() * 2 + (0 if given is None else given)
     weight.square().sum().backward()
@@ -55,7 +55,7 @@ def test_a_commit_adds_into_the_same_tensor(earlier: Callable[[nn.Parameter], An
 
 @pytest.mark.parametrize("earlier", EARLIER)
 @pytest.mark.parametrize("reached", [True, False])
-def test_rolling_back_puts_the_same_tensor_back(
+def test_rollback_restores_same_tensor(
     earlier: Callable[[nn.Parameter], Any], reached: bool
 ) -> None:
     weight, given, transaction = begun(earlier)
@@ -67,7 +67,7 @@ def test_rolling_back_puts_the_same_tensor_back(
     assert given is None or torch.equal(given, content)
 
 
-def test_a_parameter_that_the_batch_does_not_reach_keeps_its_gradient() -> None:
+def test_parameter_not_reached_by_batch_keeps_its_gradient() -> None:
     weight, _, transaction = begun(numbers)
     transaction.commit()
     assert weight.grad is not None
@@ -75,7 +75,7 @@ def test_a_parameter_that_the_batch_does_not_reach_keeps_its_gradient() -> None:
 
 
 @pytest.mark.parametrize("size", [6, 3])
-def test_a_bucket_that_its_owner_writes_to_is_put_back(size: int) -> None:
+def test_overwritten_gradient_bucket_is_restored(size: int) -> None:
     bucket = torch.ones(size)
     weight, _, transaction = begun(lambda _: bucket[:3])
     bucket.zero_()
@@ -84,7 +84,7 @@ def test_a_bucket_that_its_owner_writes_to_is_put_back(size: int) -> None:
     assert weight.grad.tolist() == [1.0, 1.0, 1.0]
 
 
-def test_sparse_gradients_are_added_too() -> None:
+def test_sparse_gradients_are_accumulated() -> None:
     embedding = nn.Embedding(4, 2, sparse=True)
     embedding(torch.tensor([1])).sum().backward()
     given = embedding.weight.grad
@@ -118,14 +118,14 @@ FIRST_COPY = 2  # after adding two totals
 
 
 @pytest.mark.parametrize("after", [False, True])
-def test_a_copy_that_runs_out_of_memory_once_is_made_again(after: bool) -> None:
+def test_copy_is_retried_after_one_oom(after: bool) -> None:
     weight, given, error = commit_with_faults([Fault(FIRST_COPY, after)])
     assert error is None
     assert weight.grad is given
     assert given.tolist() == TOTAL
 
 
-def test_copies_that_do_not_fit_leave_the_sum_in_new_tensors() -> None:
+def test_sums_stay_in_new_tensors_if_copies_do_not_fit() -> None:
     plan = [Fault(FIRST_COPY), Fault(FIRST_COPY + 1)]
     weight, given, error = commit_with_faults(plan)
     assert error is None
@@ -135,7 +135,7 @@ def test_copies_that_do_not_fit_leave_the_sum_in_new_tensors() -> None:
 
 
 @pytest.mark.parametrize("kinds", [("interrupt",), ("boom",), ("oom", "boom"), ("boom", "oom")])
-def test_a_foreign_error_while_copying_comes_after_the_commit(kinds: tuple[str, ...]) -> None:
+def test_other_error_during_copy_is_raised_after_commit(kinds: tuple[str, ...]) -> None:
     plan = [Fault(FIRST_COPY + index, kind=kind) for index, kind in enumerate(kinds)]
     weight, _, error = commit_with_faults(plan)
     assert isinstance(error, KeyboardInterrupt | Boom)

@@ -66,7 +66,7 @@ def batches() -> list[tuple[Tensor, Tensor]]:
 
 
 @pytest.mark.parametrize("change", [merged, quantized, sliced, cast])
-def test_training_is_as_in_plain_torch(change: Callable[[Tensor], Undo]) -> None:
+def test_training_matches_plain_torch(change: Callable[[Tensor], Undo]) -> None:
     model, plain = Changing(change), Changing(change, most_rows=8)
     microbatcher = Microbatcher(model, loss_fn=nn.MSELoss(), microbatch_size="auto")
     for batch in batches():
@@ -81,7 +81,7 @@ def test_training_is_as_in_plain_torch(change: Callable[[Tensor], Undo]) -> None
 
 
 @pytest.mark.parametrize("change", [merged, quantized, sliced, cast, masked])
-def test_an_evaluation_leaves_them_as_they_were(change: Callable[[Tensor], Undo]) -> None:
+def test_evaluation_leaves_parameters_unchanged(change: Callable[[Tensor], Undo]) -> None:
     model = Changing(change)
     before = model.weight.detach().clone()
     microbatcher = Microbatcher(model, loss_fn=nn.MSELoss(), eval_microbatch_size="auto")
@@ -90,7 +90,7 @@ def test_an_evaluation_leaves_them_as_they_were(change: Callable[[Tensor], Undo]
     assert torch.equal(model.weight, before)
 
 
-def test_a_shape_that_changes_in_a_later_batch_comes_back() -> None:
+def test_shape_changed_in_later_batch_is_restored() -> None:
     model = Changing(lambda weight: sliced(weight) if model.most_rows == 1 else int)
     microbatcher = Microbatcher(model, loss_fn=nn.MSELoss())
     for batch in batches():
@@ -100,7 +100,7 @@ def test_a_shape_that_changes_in_a_later_batch_comes_back() -> None:
 
 
 @pytest.mark.parametrize("change", [Tensor.t, lambda weight: weight.view(9)])
-def test_a_shape_that_the_caller_changes_between_steps_stays(
+def test_shape_changed_between_steps_is_kept(
     change: Callable[[Tensor], Tensor],
 ) -> None:
     model, (rows, targets) = nn.Linear(3, 3), (torch.randn(8, 3), torch.randn(8, 3))
@@ -121,7 +121,7 @@ def test_a_shape_that_the_caller_changes_between_steps_stays(
     assert (model.weight.shape, model.weight.stride()) == form
 
 
-def test_a_replaced_parameter_is_freed() -> None:
+def test_replaced_parameter_is_freed() -> None:
     model = Changing(merged)
     microbatcher = Microbatcher(model, loss_fn=nn.MSELoss())
     microbatcher.backward(batches()[0])

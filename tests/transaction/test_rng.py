@@ -76,7 +76,7 @@ def check(first: Draw, between: Draw, after: Draw) -> None:
 
 @pytest.mark.usefixtures("random_numbers_put_back")
 @pytest.mark.parametrize("draws", [PYTHONS, NUMPYS], ids=["Python", "NumPy"])
-def test_whatever_was_drawn_since_the_last_state_is_put_back(draws: dict[str, Draw]) -> None:
+def test_draws_since_last_state_are_rolled_back(draws: dict[str, Draw]) -> None:
     every = {**NOTHING, **draws}
     for first in every.values():
         for between in every.values():
@@ -85,7 +85,7 @@ def test_whatever_was_drawn_since_the_last_state_is_put_back(draws: dict[str, Dr
 
 
 @pytest.mark.usefixtures("random_numbers_put_back")
-def test_a_state_that_was_set_is_seen() -> None:
+def test_rollback_restores_explicitly_set_state() -> None:
     random.seed(5)
     other = random.getstate()
     random.seed(6)
@@ -99,7 +99,7 @@ def test_a_state_that_was_set_is_seen() -> None:
 
 
 @pytest.mark.usefixtures("random_numbers_put_back")
-def test_a_state_is_asked_for_once_as_long_as_nothing_is_drawn() -> None:
+def test_generator_state_is_cached_until_next_draw() -> None:
     for generator in (_PYTHON, _NUMPY):
         before = generator.state()
         assert generator.state() is before
@@ -108,7 +108,7 @@ def test_a_state_is_asked_for_once_as_long_as_nothing_is_drawn() -> None:
         assert generator.state() is not before
 
 
-def test_states_of_generators_differ_by_one_number_however_few_are_printed() -> None:
+def test_state_comparison_is_independent_of_numpy_print_options() -> None:
     with np.printoptions(threshold=4):
         state: dict[str, Any] = np.random.get_state(legacy=False)
         before = foreign_states()

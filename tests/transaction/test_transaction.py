@@ -40,7 +40,7 @@ def test_all_parts_prepare_before_any_commits() -> None:
     assert log == ["a begin", "b begin", "a prepare", "b prepare", "a commit", "b commit"]
 
 
-def test_a_part_that_cannot_prepare_leaves_all_to_be_rolled_back() -> None:
+def test_failed_prepare_rolls_back_all_parts() -> None:
     transaction, log = two_parts(b_prepare=MemoryError())
     transaction.begin()
     with pytest.raises(MemoryError):
@@ -50,7 +50,7 @@ def test_a_part_that_cannot_prepare_leaves_all_to_be_rolled_back() -> None:
     assert log[-2:] == ["b roll_back", "a roll_back"]
 
 
-def test_a_part_that_cannot_begin_is_rolled_back_too() -> None:
+def test_part_that_fails_to_begin_is_rolled_back() -> None:
     transaction, log = two_parts(a_begin=MemoryError())
     with pytest.raises(MemoryError):
         transaction.begin()
@@ -58,7 +58,7 @@ def test_a_part_that_cannot_begin_is_rolled_back_too() -> None:
     assert log == ["a begin", "a roll_back"]
 
 
-def test_an_interrupt_while_committing_comes_after_the_commit() -> None:
+def test_interrupt_during_commit_is_raised_after_commit() -> None:
     interrupt = KeyboardInterrupt()
     transaction, log = two_parts(a_commit=interrupt)
     transaction.begin()
@@ -71,7 +71,7 @@ def test_an_interrupt_while_committing_comes_after_the_commit() -> None:
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), MemoryError(), ValueError()])
-def test_every_part_is_rolled_back_although_one_fails(error: BaseException) -> None:
+def test_rollback_continues_after_one_part_fails(error: BaseException) -> None:
     transaction, log = two_parts(b_roll_back=error)
     transaction.begin()
     with pytest.raises(type(error)) as caught:
@@ -96,7 +96,7 @@ def write(module: nn.Module) -> None:
 
 
 @pytest.mark.parametrize("change", [None, write])
-def test_putting_a_buffer_back_is_no_change_of_it(
+def test_restoring_buffer_does_not_count_as_change(
     change: Callable[[nn.Module], None] | None,
 ) -> None:
     """A part of an attempt may be undone separately, and the attempt checks what has changed."""
@@ -122,7 +122,7 @@ def committed(module: nn.Module) -> State:
     return state
 
 
-def test_a_large_buffer_that_changes_late_past_its_version_is_named() -> None:
+def test_large_buffer_changed_without_new_version_is_reported() -> None:
     module = Buffered()
     state = committed(module)
     state.begin()
@@ -131,7 +131,7 @@ def test_a_large_buffer_that_changes_late_past_its_version_is_named() -> None:
         state.roll_back()
 
 
-def test_parameters_that_changed_are_an_error_and_not_a_silent_retry() -> None:
+def test_changed_parameters_raise_rollback_error() -> None:
     weight = nn.Parameter(torch.ones(2))
     parameters = Parameters([weight])
     parameters.begin()

@@ -94,7 +94,7 @@ def compare_groups(
             f"the optimizer of the checkpoint has groups of {there} parameters, but this one has "
             f"{here}{other}. Use the optimizer and the parameter groups of the run that saved it, "
             "or start anew with resume='never'. Groups that a callback adds later are missing at a "
-            "resume: use FreezeSchedule with all groups from the start"
+            "resume, so give the optimizer all groups from the start"
         )
 
 

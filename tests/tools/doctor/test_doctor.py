@@ -76,9 +76,7 @@ def names_the_culprit(name: str, diagnosis: Diagnosis) -> bool:
 
 
 @pytest.mark.parametrize("name", PLANTED)
-def test_the_planted_cause_is_named_with_a_remedy_and_nothing_untrue(
-    name: str, tmp_path: Path
-) -> None:
+def test_planted_cause_is_reported_with_remedy(name: str, tmp_path: Path) -> None:
     recorder = fail(name)
     diagnosis = diagnose(dump(recorder.snapshot, tmp_path), memory=recorder.capacity)
     page = str(diagnosis)
@@ -97,9 +95,7 @@ def test_the_planted_cause_is_named_with_a_remedy_and_nothing_untrue(
 
 
 @pytest.mark.parametrize("name", ["average", "heavy", "state", "teacher", "whole_data"])
-def test_a_snapshot_taken_after_tensors_were_freed_says_who_held_memory_at_the_failure(
-    name: str, tmp_path: Path
-) -> None:
+def test_late_snapshot_still_shows_holders_at_failure(name: str, tmp_path: Path) -> None:
     """As on CUDA where the error is caught, and its frames are gone."""
     recorder = fail(name)
     early = diagnose(dump(recorder.snapshot, tmp_path))
@@ -123,9 +119,7 @@ PAGES = re.findall(r"```text\n((\w+)\.pickle\n.*?)```", DOCS.read_text(encoding=
 
 
 @pytest.mark.parametrize(("page", "name"), PAGES, ids=[name for _, name in PAGES])
-def test_the_pages_of_the_documentation_are_what_is_printed(
-    page: str, name: str, tmp_path: Path
-) -> None:
+def test_documented_pages_match_output(page: str, name: str, tmp_path: Path) -> None:
     recorder = fail(name)
     path = tmp_path / f"{name}.pickle"
     path.write_bytes(pickle.dumps(recorder.snapshot))
@@ -138,7 +132,7 @@ def test_the_pages_of_the_documentation_are_what_is_printed(
     assert PAGES
 
 
-def test_what_grew_is_said_with_its_bytes_at_the_second_and_the_last_pass(tmp_path: Path) -> None:
+def test_growth_is_reported_from_second_to_last_pass(tmp_path: Path) -> None:
     diagnosis = diagnose(dump(fail("bank").snapshot, tmp_path))
     (bank,) = (each for each in diagnosis.holders if each.growth)
     features = 256 * 512 * 4  # of each batch
@@ -147,7 +141,7 @@ def test_what_grew_is_said_with_its_bytes_at_the_second_and_the_last_pass(tmp_pa
     assert diagnosis.causes[0].num_bytes == bank.passes[-1] - bank.passes[1]
 
 
-def test_growth_is_what_rises_from_pass_to_pass() -> None:
+def test_growth_counts_steady_increase_between_passes() -> None:
     cases: list[Any] = [
         ([0, 1, 2, 3, 4], 3),
         ([9, 0, 0, 0, 0, 0], 0),  # the first pass does not count
@@ -171,7 +165,7 @@ def snapshot(recorder: Recorder, tmp_path: Path) -> Path:
     return dump(recorder.snapshot, tmp_path)
 
 
-def test_what_is_held_adds_up(snapshot: Path, recorder: Recorder) -> None:
+def test_held_bytes_add_up(snapshot: Path, recorder: Recorder) -> None:
     read = read_snapshot(snapshot)
     diagnosis = diagnose(snapshot)
     held = sum(holder.num_bytes for holder in diagnosis.holders)
@@ -180,7 +174,7 @@ def test_what_is_held_adds_up(snapshot: Path, recorder: Recorder) -> None:
     json.dumps(diagnosis.to_dict())
 
 
-def test_without_history_the_page_says_what_would_tell_more(tmp_path: Path) -> None:
+def test_page_without_history_recommends_recording_it(tmp_path: Path) -> None:
     diagnosis = diagnose(dump(fail("state", events=False).snapshot, tmp_path))
     assert diagnosis.causes[0].kind == "not recorded"
     assert "_record_memory_history()" in str(diagnosis)
@@ -200,15 +194,13 @@ class Dangerous:
     [Dangerous(), {"segments": [], "device_traces": [Dangerous()]}, print, torch.device("cpu")],
     ids=["alone", "inside", "a builtin", "torch's"],
 )
-def test_a_file_that_names_code_is_refused_by_name_and_nothing_runs(
-    content: object, tmp_path: Path
-) -> None:
+def test_pickle_with_code_is_rejected_without_running_it(content: object, tmp_path: Path) -> None:
     with pytest.raises(UnreadableFailureError, match=r"snapshot\.pickle .* imports \w+(\.\w+)+,"):
         diagnose(dump(content, tmp_path))
     assert Dangerous.ran == []
 
 
-def test_tensors_in_a_file_are_refused(tmp_path: Path) -> None:
+def test_file_with_tensors_is_rejected(tmp_path: Path) -> None:
     target = io.BytesIO()
     torch.save({"weight": torch.zeros(3)}, target, _use_new_zipfile_serialization=False)
     path = tmp_path / "model.pt"
@@ -238,16 +230,14 @@ def test_tensors_in_a_file_are_refused(tmp_path: Path) -> None:
         (pickle.dumps({"segments": [], "device_traces": [[{}]]}), "'action'"),
     ],
 )
-def test_other_files_are_refused_with_the_remedy(
-    content: bytes, message: str, tmp_path: Path
-) -> None:
+def test_other_files_are_rejected_with_remedy(content: bytes, message: str, tmp_path: Path) -> None:
     path = tmp_path / "file"
     path.write_bytes(content)
     with pytest.raises(UnreadableFailureError, match=f"({message}).*: give a memory snapshot"):
         diagnose(path)
 
 
-def test_every_cut_of_a_snapshot_is_refused(snapshot: Path, tmp_path: Path) -> None:
+def test_truncated_snapshot_is_rejected(snapshot: Path, tmp_path: Path) -> None:
     whole = snapshot.read_bytes()
     cut = tmp_path / "cut.pickle"
     for share in range(1, 20):
@@ -278,7 +268,7 @@ MESSAGE = (
         ("19.01 GiB", "18.90 GiB", "100.00 MiB", None),
     ],
 )
-def test_a_log_tells_of_others_and_of_fragmentation(
+def test_log_reveals_other_processes_and_fragmentation(
     capacity: str, held: str, unused: str, said: str | None, tmp_path: Path
 ) -> None:
     log = tmp_path / "train.log"
@@ -317,7 +307,7 @@ REPORT: dict[str, Any] = {
 }
 
 
-def test_our_report_tells_what_stays_and_what_is_left_of_the_peak(tmp_path: Path) -> None:
+def test_oom_report_separates_persistent_and_step_memory(tmp_path: Path) -> None:
     path = tmp_path / "oom-0001.json"
     path.write_text(json.dumps(REPORT))
     diagnosis = diagnose(path)
@@ -335,7 +325,7 @@ def test_our_report_tells_what_stays_and_what_is_left_of_the_peak(tmp_path: Path
     assert "halve the microbatch" not in str(diagnose(path))
 
 
-def test_a_request_of_no_known_module_is_one_of_the_step(tmp_path: Path) -> None:
+def test_request_outside_known_modules_belongs_to_step(tmp_path: Path) -> None:
     path = tmp_path / "oom-0001.json"
     message = (
         "Simulated device out of memory. Tried to allocate 4.00 GiB. Live tensors hold 2.00 GiB"
@@ -349,7 +339,7 @@ def test_a_request_of_no_known_module_is_one_of_the_step(tmp_path: Path) -> None
     assert diagnosis.remedies[0].saved_bytes == 5 << 29  # half of both
 
 
-def test_a_module_that_did_not_get_its_memory_is_not_counted_with_it(tmp_path: Path) -> None:
+def test_failed_request_is_not_counted_for_its_module(tmp_path: Path) -> None:
     path = tmp_path / "oom-0001.json"
     message = (
         "Simulated device out of memory. Tried to allocate 2.00 GiB. Live tensors hold 7.00 GiB"
@@ -374,18 +364,14 @@ TORCH = "/usr/lib/python3.12/site-packages/torch"
 ENGINE = ("??", "torch::autograd::Engine::thread_main(x)")
 
 
-def test_the_command_prints_a_page_or_json(
-    snapshot: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_command_prints_page_or_json(snapshot: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["doctor", str(snapshot)]) == 0
     assert "Likeliest cause: a second model, a copy" in capsys.readouterr().out
     assert main(["doctor", str(snapshot), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["causes"][0]["kind"] == "second model"
 
 
-def test_the_command_refuses_what_says_nothing(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_command_rejects_unusable_input(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "a.txt"
     path.write_text("hello")
     for arguments, message in [

@@ -76,7 +76,7 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Any]] = {
 
 @pytest.mark.parametrize("size", mostly_in_sweeps([ROWS, 16], quick=[16]))
 @pytest.mark.parametrize("case", CASES)
-def test_a_planned_peak_is_that_of_a_microbatcher(
+def test_planned_peak_matches_real_microbatcher(
     case: str, size: int, without_workspaces: None
 ) -> None:
     make, data = CASES[case]
@@ -84,7 +84,7 @@ def test_a_planned_peak_is_that_of_a_microbatcher(
     assert planned == pytest.approx(real_peak(make(), data, size, loss_fn=LOSS), rel=0.02)
 
 
-def test_a_planned_size_fits_its_budget_and_the_next_larger_does_not() -> None:
+def test_planned_size_is_largest_that_fits_budget() -> None:
     limit = 3 << 20
     report = plan(Blocks(), batch(512), memory=limit)
     assert 1 < report.microbatch_size < 512
@@ -97,7 +97,7 @@ def test_a_planned_size_fits_its_budget_and_the_next_larger_does_not() -> None:
     assert (report.fits, report.exit_code, larger.exit_code) == (True, 0, 1)
 
 
-def test_nothing_of_the_model_the_batch_or_random_numbers_moves() -> None:
+def test_plan_leaves_model_batch_and_generators_unchanged() -> None:
     model, data = Blocks(), batch()
     before, numbers = copy.deepcopy(model.state_dict()), random.getstate()
     torch_numbers, given = torch.get_rng_state(), data[0].clone()
@@ -111,7 +111,7 @@ def test_nothing_of_the_model_the_batch_or_random_numbers_moves() -> None:
     assert torch.equal(data[0], given)
 
 
-def test_parameters_of_seven_billion_are_planned_without_memory_for_them() -> None:
+def test_seven_billion_parameters_are_planned_without_allocation() -> None:
     report = plan(
         lambda: nn.Sequential(*(nn.Linear(32768, 32768, bias=False) for _ in range(7))),
         (torch.zeros(2, 32768), torch.zeros(2, dtype=torch.long)),
@@ -130,7 +130,7 @@ def test_evaluation_keeps_no_activations_and_no_gradients() -> None:
     assert evaluation.breakdown["activations"] < training.breakdown["activations"] / 2
 
 
-def test_gradients_of_half_precision_add_up_in_float32_where_a_batch_is_split() -> None:
+def test_half_precision_gradients_accumulate_in_float32_if_split() -> None:
     def gradients(size: int, sums: str) -> int:
         report = plan(
             Blocks().bfloat16(),
@@ -146,7 +146,7 @@ def test_gradients_of_half_precision_add_up_in_float32_where_a_batch_is_split() 
 # What would help
 
 
-def test_remedies_are_what_a_plan_with_them_finds() -> None:
+def test_remedy_savings_match_plans_with_that_remedy() -> None:
     data = batch(2048)
     report = plan(Blocks(), data, memory="1GiB")
     saved_by = {each.text.partition(":")[0]: each.saved_bytes for each in report.remedies}
@@ -162,7 +162,7 @@ def test_remedies_are_what_a_plan_with_them_finds() -> None:
     assert min(saved) > 0
 
 
-def test_shards_are_of_parameters_gradients_and_state_and_blocks_are_gathered() -> None:
+def test_ranks_shard_state_and_gather_blocks() -> None:
     alone, shared = plan(Blocks(), batch(1)), plan(Blocks(), batch(1), ranks=4)
     for kind in ("parameters", "optimizer state"):
         assert shared.breakdown[kind] == pytest.approx(alone.breakdown[kind] / 4, rel=0.2)
@@ -207,13 +207,13 @@ MEASURED = {
 
 
 @pytest.mark.parametrize(("name", "precision"), MEASURED)
-def test_a_planned_peak_is_what_a_gpu_measured(name: str, precision: str) -> None:
+def test_planned_peak_matches_gpu_measurement(name: str, precision: str) -> None:
     report, _ = planned(name, precision)
     assert report.peak_bytes == pytest.approx(MEASURED[name, precision], rel=0.03)
     assert report.needed_bytes >= MEASURED[name, precision]
 
 
-def test_the_workspace_of_fused_attention_is_what_a_gpu_measured() -> None:
+def test_fused_attention_workspace_matches_gpu_measurement() -> None:
     """Bytes beside the three gradients, by number of the queries; some are of vectors."""
     cases: list[Any] = [
         (torch.bfloat16, 128, 16, 12.25, 16.27),
@@ -238,7 +238,7 @@ def test_the_workspace_of_fused_attention_is_what_a_gpu_measured() -> None:
 MASK = torch.ones(256, 256, dtype=torch.bool).tril()
 
 
-def test_which_attention_a_gpu_has_a_fused_kernel_for() -> None:
+def test_plan_knows_which_attention_is_fused() -> None:
     cases: list[Any] = [
         ({"is_causal": True}, "bf16", "fused kernels"),
         ({"attn_mask": MASK}, "bf16", "fused kernels"),
@@ -268,7 +268,7 @@ def test_which_attention_a_gpu_has_a_fused_kernel_for() -> None:
         )
 
 
-def test_a_gpu_before_ampere_has_no_fused_attention_in_bfloat16() -> None:
+def test_gpu_before_ampere_has_no_fused_bfloat16_attention() -> None:
     assumed = {
         (device, precision): plan(
             Attends(), texts(), device=device, precision=precision, loss_fn=nn.MSELoss()
@@ -280,7 +280,7 @@ def test_a_gpu_before_ampere_has_no_fused_attention_in_bfloat16() -> None:
     assert all("fused kernels (flash" in each for each in assumed.values())
 
 
-def test_attention_outside_of_a_plan_stays_as_it_is() -> None:
+def test_attention_outside_plan_is_unaffected() -> None:
     x = torch.randn(1, 2, 8, 8)
     seen: list[Tensor] = []
 
@@ -305,15 +305,13 @@ def test_attention_outside_of_a_plan_stays_as_it_is() -> None:
 # What kernels take for themselves
 
 
-def test_a_cpus_kernels_are_left_to_a_margin_and_an_accelerators_allocator_to_a_smaller_one() -> (
-    None
-):
+def test_margin_is_larger_for_cpu_than_for_accelerator() -> None:
     on_cpu, on_cuda = (plan(Blocks(), batch(4096), device=device) for device in ("cpu", "cuda"))
     assert on_cpu.margin_bytes > 0.2 * on_cpu.peak_bytes
     assert 0.03 * on_cuda.peak_bytes < on_cuda.margin_bytes < 0.1 * on_cuda.peak_bytes
 
 
-def test_what_an_lstm_keeps_for_its_backward_is_counted() -> None:
+def test_lstm_activations_are_counted() -> None:
     class Recurrent(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -351,7 +349,7 @@ class Masks(Reads):
         return self.layer(kept)
 
 
-def test_a_model_that_reads_its_data_is_refused_with_its_line() -> None:
+def test_model_that_reads_data_is_rejected_with_line() -> None:
     cases: list[Any] = [(Reads, "x.sum().item()"), (Masks, "x[x[:, 0] > -1e9]")]
     for kind, line in cases:
         with pytest.raises(UntraceableModelError, match=r"real data: .*is_extra_pass") as caught:
@@ -360,7 +358,7 @@ def test_a_model_that_reads_its_data_is_refused_with_its_line() -> None:
         assert "test_plan.py:" in str(caught.value)
 
 
-def test_such_a_line_may_be_left_out_in_extra_passes() -> None:
+def test_data_access_may_be_skipped_in_extra_passes() -> None:
     class Guarded(Reads):
         def forward(self, x: Tensor) -> Any:
             return self.layer(x) if automicro.is_extra_pass() else super().forward(x)
@@ -369,13 +367,13 @@ def test_such_a_line_may_be_left_out_in_extra_passes() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
-def test_a_scripted_part_is_refused_by_its_name() -> None:
+def test_scripted_module_is_rejected_by_name() -> None:
     model = nn.Sequential(Blocks(), torch.jit.trace(nn.Linear(10, 10), torch.zeros(2, 10)))
     with pytest.raises(UntraceableModelError, match=r"^1 is scripted or traced.*original module$"):
         plan(model)
 
 
-def test_a_forward_that_holds_on_to_the_model_is_refused() -> None:
+def test_forward_that_refers_to_model_is_rejected() -> None:
     model = Blocks()
     with pytest.raises(UntraceableModelError, match=r"^forward refers to a Blocks.*self$"):
         plan(model, loss_fn=None, forward=lambda _, data: LOSS(model(data[0]), data[1]))
@@ -385,7 +383,7 @@ def test_a_forward_that_holds_on_to_the_model_is_refused() -> None:
 # What is said
 
 
-def test_a_report_is_told_in_words_and_as_json() -> None:
+def test_report_prints_text_and_json() -> None:
     report = plan(Blocks(), batch(512), memory="3MiB")
     text = str(report)
     for word in ("Blocks fits", "activations", "blocks.*", "margin", "recompute"):
@@ -396,7 +394,7 @@ def test_a_report_is_told_in_words_and_as_json() -> None:
     assert found["needed_bytes"] == report.needed_bytes
 
 
-def test_the_parts_of_a_report_add_up() -> None:
+def test_report_parts_add_up() -> None:
     class Wide(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -421,7 +419,7 @@ def test_the_parts_of_a_report_add_up() -> None:
     assert sum(modules.values()) == pytest.approx(parts["activations"], rel=0.01)
 
 
-def test_a_report_says_for_what_it_holds() -> None:
+def test_report_states_its_assumptions() -> None:
     cases: list[Any] = [
         ({"memory": "3MiB", "device": "cuda"}, "fp32, as on a GPU"),
         ({"memory": "3MiB"}, "fp32, on the CPU"),
@@ -433,7 +431,7 @@ def test_a_report_says_for_what_it_holds() -> None:
         assert re.search(place, str(plan(Blocks(), **options)))
 
 
-def test_a_remedy_that_would_be_enough_is_told_as_such() -> None:
+def test_sufficient_remedy_is_marked_as_fitting() -> None:
     def told(memory: str) -> str:
         return str(plan(Blocks(), batch(1), memory=memory))
 
@@ -442,7 +440,7 @@ def test_a_remedy_that_would_be_enough_is_told_as_such() -> None:
     assert "and it fits" not in told("1GiB")
 
 
-def test_wrong_uses_say_what_to_do() -> None:
+def test_wrong_arguments_raise_error_with_remedy() -> None:
     cases: list[Any] = [
         ({"device": "a100"}, "is not known: give one of t4, .*memory='24GiB'"),
         ({"memory": "90GiB", "device": "a100-80gb"}, "exceeds the usable 78.55 GiB"),

@@ -99,7 +99,7 @@ CASES: dict[str, tuple[type[Model], Any, dict[str, Any]]] = {
 
 @pytest.mark.parametrize("size", mostly_in_sweeps([ROWS, 16], quick=[16]))
 @pytest.mark.parametrize("case", mostly_in_sweeps(CASES, quick=["a tail and recompute", "offload"]))
-def test_the_planned_peak_of_a_level_is_that_of_a_microbatcher(
+def test_planned_peak_of_level_matches_real_microbatcher(
     case: str, size: int, without_workspaces: None
 ) -> None:
     make, data, options = CASES[case]
@@ -111,7 +111,7 @@ def test_the_planned_peak_of_a_level_is_that_of_a_microbatcher(
 
 
 @pytest.mark.sweep
-def test_each_level_has_its_largest_microbatch_and_the_report_is_of_the_first_that_fits() -> None:
+def test_report_uses_first_level_that_fits() -> None:
     limit = plan(Model(), batch(512)).needed_bytes * 3 // 4
     report = plan(Model(), batch(512), memory=limit, when_too_large=["recompute", "offload"])
     assert [level.name for level in report.levels] == ["plain", "recompute", "recompute + offload"]
@@ -123,7 +123,7 @@ def test_each_level_has_its_largest_microbatch_and_the_report_is_of_the_first_th
         assert level.needed_bytes <= limit
 
 
-def test_where_one_row_fits_only_at_a_further_level_the_report_is_of_that() -> None:
+def test_report_uses_later_level_if_plain_does_not_fit() -> None:
     data = torch.randn(1, 512, 64), torch.randn(1, 512, 10)
     alone, further = (
         plan(Model(), data, loss_fn=nn.MSELoss(), **options)
@@ -144,7 +144,7 @@ def test_where_one_row_fits_only_at_a_further_level_the_report_is_of_that() -> N
 
 
 @pytest.mark.sweep
-def test_parts_that_adapt_are_planned_at_their_smallest_and_told_as_large_as_fits() -> None:
+def test_auto_part_is_planned_at_largest_size_that_fits() -> None:
     whole = plan(WithTail(), named(2048), nested={"tail": "auto"})
     assert whole.nested_sizes == {"tail": 2048}
     limit = whole.needed_bytes // 2
@@ -165,7 +165,7 @@ def test_parts_that_adapt_are_planned_at_their_smallest_and_told_as_large_as_fit
 
 
 @pytest.mark.sweep
-def test_the_planned_slices_run_without_a_shortage() -> None:
+def test_planned_slices_run_without_oom() -> None:
     limit = plan(WithTail(), named(2048)).needed_bytes // 2
     report = plan(WithTail(), named(2048), memory=limit, nested={"tail": "auto"})
     model = WithTail()
@@ -180,7 +180,7 @@ def test_the_planned_slices_run_without_a_shortage() -> None:
     assert (result.ooms, result.nested_sizes) == (0, report.nested_sizes)
 
 
-def test_a_part_that_has_its_size_already_keeps_it_and_the_model_stays_as_it_is() -> None:
+def test_existing_split_keeps_its_size() -> None:
     model = WithTail()
     part = automicro.split(model.tail, microbatch_size=8)
     report = plan(model, named())
@@ -189,7 +189,7 @@ def test_a_part_that_has_its_size_already_keeps_it_and_the_model_stays_as_it_is(
     assert part.is_attached
 
 
-def test_wrong_uses_say_what_to_do() -> None:
+def test_wrong_arguments_raise_error_with_remedy() -> None:
     cases: list[Any] = [
         ({"when_too_large": "smaller"}, "when_too_large"),
         ({"nested": {"jiont": "auto"}}, "did you mean 'joint'"),

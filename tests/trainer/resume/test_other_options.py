@@ -119,7 +119,7 @@ REFUSED: dict[str, tuple[Callable[[], Options], Callable[[], Options], str]] = {
         lambda: {"optimizer": of_weights, "callbacks": [AddsAGroup()]},
         lambda: {"optimizer": of_weights, "callbacks": [AddsAGroup()]},
         r"has groups of \[1, 1\] parameters, but this one has \[1\].* Groups that a callback adds "
-        r".*: use FreezeSchedule with all groups",
+        r".*so give the optimizer all groups",
     ),
     # Both optimizers have groups with the same options.
     "different optimizer": (
