@@ -23,7 +23,7 @@ from automicro.features import Carry
 from automicro.policy.auto import Halving
 from automicro.ranks.guards import guard
 from tests.ranks.faulty_models import Fault
-from tests.ranks.jobs import fail, fail_beside_one, run_steps
+from tests.ranks.jobs import fail, fail_after_loss, run_steps
 from tests.ranks.world import PROGRESS_SECONDS, World, on_ranks, world_of
 from tests.ranks.wrapping import furthest, raised, require_told, whole_gradients, wrapped
 from tests.sweeps import mostly_in_sweeps
@@ -379,7 +379,7 @@ def test_other_ranks_stop_and_name_killed_rank(kind: str, step: int, victim: int
 def test_killed_peer_is_named() -> None:
     plan = [Fault(1, "forward", step=1, layer=1, error=SystemExit)]
     with world_of(2) as world:
-        world.start(fail_beside_one, "fsdp", plan, {})
+        world.start(fail_after_loss, "fsdp", plan, {})
         survivor, killed = world.results()
         assert world.processes[1].exitcode in (None, -signal.SIGKILL)
     assert isinstance(killed, EOFError)

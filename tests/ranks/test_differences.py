@@ -29,7 +29,7 @@ from tests.ranks.wrapping import raised, require_alike, require_told
 
 
 class Halver(Callback):
-    """Trains on other batches."""
+    """Trains on half of each batch."""
 
     def transform(self, run: Any, batch: Any) -> Any:
         return tuple(part[::2] for part in batch)

@@ -153,7 +153,7 @@ def test_microbatches_with_different_parameters_reduce_separately(
 
 @pytest.mark.parametrize(("option", "count"), [("", 1), ("coarse sums", 2), ("hook", 2)])
 @on_ranks(4)
-def test_replicas_reduce_each_microbatch_where_order_is_visible(option: str, count: int) -> None:
+def test_replicas_reduce_each_microbatch_when_order_matters(option: str, count: int) -> None:
     """Count in a second step with two microbatches of a model with one wrapped module."""
     policy = MixedPrecisionPolicy(reduce_dtype=torch.bfloat16 if option == "coarse sums" else None)
     model = wrapped("hsdp", nn.Linear(4, 2), mp_policy=policy)

@@ -14,7 +14,7 @@ from automicro.trainer.rehearsal import CLASSES, COSTLIEST, find_costliest, undi
 from tests.trainer.rehearsals import Texts, loader_of, log_normal, padded
 
 
-class Knowing(Sampler[list[int]]):
+class KnownCosts(Sampler[list[int]]):
     """Batches with known costs, so no row has to be loaded."""
 
     def __init__(self, batches: list[list[int]], costs: list[float]) -> None:
@@ -36,7 +36,7 @@ class Unreadable(Texts):
 
 
 def test_each_rank_finds_costs_of_its_own_batches() -> None:
-    sampler = Knowing([[0], [1, 2], [3, 4, 5], [6]], [1.0, 9.0, 2.0, 5.0])
+    sampler = KnownCosts([[0], [1, 2], [3, 4, 5], [6]], [1.0, 9.0, 2.0, 5.0])
     loader = DataLoader(Unreadable([3] * 7), batch_sampler=sampler, collate_fn=padded)
     found = []
     for rank in range(2):

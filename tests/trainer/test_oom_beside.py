@@ -91,7 +91,7 @@ def test_observer_out_of_memory_is_named() -> None:
         microbatcher.backward((torch.randn(8, 4), torch.randint(3, (8,))))
 
 
-class Hoards(nn.Module):
+class HoardingMetric(nn.Module):
     """A metric that runs out of memory in one of its methods."""
 
     def __init__(self, fails_at: str) -> None:
@@ -118,7 +118,7 @@ class Hoards(nn.Module):
 )
 def test_metric_is_named_instead_of_rows(fails_at: str, said: str) -> None:
     with pytest.raises(torch.OutOfMemoryError) as caught:
-        trainer(metrics={"hoard": Hoards(fails_at)}).fit()
+        trainer(metrics={"hoard": HoardingMetric(fails_at)}).fit()
     assert said in "\n".join([str(caught.value), *caught.value.__notes__])
 
 

@@ -29,7 +29,7 @@ def names(model: nn.Module, groups: Any) -> list[list[str]]:
     return [[by_id[id(p)] for p in group["params"]] for group in group_parameters(model, groups)]
 
 
-def complaint(groups: Any, model: nn.Module | None = None) -> str:
+def error_of(groups: Any, model: nn.Module | None = None) -> str:
     with pytest.raises((TypeError, ValueError)) as caught:
         group_parameters(model or Tied(), groups)
     return str(caught.value)
@@ -45,7 +45,7 @@ def test_tied_weights_match_either_name_and_occur_once(name: str) -> None:
 
 
 def test_parameter_names_are_case_sensitive() -> None:
-    assert "'Norm.*' matches no parameter" in complaint([{"params": "Norm.*"}])
+    assert "'Norm.*' matches no parameter" in error_of([{"params": "Norm.*"}])
 
 
 def test_torch_trains_each_group_with_its_options() -> None:
@@ -99,4 +99,4 @@ WRONG: dict[str, tuple[Any, str]] = {
 
 @pytest.mark.parametrize(("groups", "message"), WRONG.values(), ids=WRONG)
 def test_invalid_group_is_named_with_position_and_remedy(groups: Any, message: str) -> None:
-    assert complaint(groups) == message
+    assert error_of(groups) == message

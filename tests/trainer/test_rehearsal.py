@@ -30,7 +30,7 @@ from tests.trainer.rehearsals import (
 from tests.trainer.runs import assert_same, losses_of
 
 
-def reported(trainer: Any) -> RehearsalReport:
+def report_of(trainer: Any) -> RehearsalReport:
     assert trainer._fit.rehearsal.report is not None
     report: RehearsalReport = trainer._fit.rehearsal.report
     return report
@@ -110,7 +110,7 @@ def test_rehearsal_with_ooms_matches_run_with_found_sizes() -> None:
     )
     keeping.sizes = rehearsed._microbatcher.state_dict
     summary = rehearsed.fit()
-    assert reported(rehearsed).ooms > 0
+    assert report_of(rehearsed).ooms > 0
     assert summary.ooms == 0
     other = Model(dropout=0.3)
     plain = make_trainer(other, loader_of(lengths, shuffle=True), memory_limit=limit, rehearse=None)
@@ -188,7 +188,7 @@ def test_stream_without_indices_is_scanned() -> None:
     loader = DataLoader(Stream([3, 9, 30, 4]), batch_size=2, collate_fn=padded)
     trainer = make_trainer(Model(), loader)
     trainer.fit()
-    worst = reported(trainer).batches[0]
+    worst = report_of(trainer).batches[0]
     assert worst.batch is not None
     assert (worst.batch.index, worst.batch.rows, worst.batch.cost) == (1, (), 2 * 2 * 30)
     assert trainer.state.batch == 2
@@ -226,7 +226,7 @@ def test_batch_beyond_duration_does_not_end_run() -> None:
         Model(), loader_of(lengths), memory_limit=limit, max_duration="4ba", accumulate_batches=2
     )
     trainer.fit()
-    assert reported(trainer).looked_at == {"train_dataloader": "all 8 batches"}
+    assert report_of(trainer).looked_at == {"train_dataloader": "all 8 batches"}
     with pytest.raises(SampleTooLargeError):
         make_trainer(
             Model(),
@@ -246,7 +246,7 @@ def test_oom_of_evaluation_is_found_beside_optimizer_state() -> None:
         memory_limit=limit_for(lengths, rows=8) * 2,
     )
     summary = trainer.fit()
-    [evaluated] = [each for each in reported(trainer).batches if each.loader == "eval_dataloader"]
+    [evaluated] = [each for each in report_of(trainer).batches if each.loader == "eval_dataloader"]
     assert evaluated.ooms > 0
     assert summary.eval_ooms == 0
 
@@ -297,7 +297,7 @@ def test_rehearsal_of_accumulated_batches_keeps_earlier_gradients() -> None:
             memory_limit="16MiB",
         )
         summary = trainer.fit()
-        worst = reported(trainer).batches[0]
+        worst = report_of(trainer).batches[0]
         assert str(worst.cut) == "1 × 32 of 32"
         assert worst.peak_bytes is not None
         assert summary.peak_memory_bytes is not None
@@ -363,9 +363,9 @@ def test_token_slices_are_rehearsed_without_trace() -> None:
     limit = limit_for(lengths, rows=3)
     trainer = make_trainer(Named(), loader, memory_limit=limit, **options)
     summary = trainer.fit()
-    assert reported(trainer).ooms > 0
+    assert report_of(trainer).ooms > 0
     assert summary.ooms == 0
-    assert {each.cut.unit for each in reported(trainer).batches} == {"tokens"}
+    assert {each.cut.unit for each in report_of(trainer).batches} == {"tokens"}
     assert " tokens or more, after " in (summary.rehearsed or "")
     models = [Named(), Named()]
     for model, rehearse in zip(models, ("worst", None), strict=True):

@@ -105,7 +105,7 @@ def test_frozen_batchnorm_allows_one_measurement() -> None:
     assert sum(each.is_measuring for each in notes.results) == 1
 
 
-class Told(Halving):
+class Recording(Halving):
     """Records the outcomes it receives."""
 
     def __init__(self) -> None:
@@ -123,7 +123,7 @@ class Told(Halving):
     ids=str,
 )
 def test_repeatable_runs_do_not_measure_time(options: dict[str, Any], is_timed: bool) -> None:
-    policy = Told()
+    policy = Recording()
     script(microbatch_size=policy, max_duration="1ep", **options)
     assert len(policy.outcomes) > 3
     assert {each.seconds is not None for each in policy.outcomes} == {is_timed}

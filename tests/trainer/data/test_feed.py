@@ -163,7 +163,7 @@ class SavesPosition:
         self.passes, self.loaded = state["passes"], state
 
 
-class Turned(Sampler[int]):
+class Rotating(Sampler[int]):
     """Rotates its order by one more row in each pass, counted by an iterator."""
 
     def __init__(self) -> None:
@@ -177,7 +177,7 @@ class Turned(Sampler[int]):
         return ROWS
 
 
-class KnowsItsNumber(Turned):
+class SavesIterator(Rotating):
     """Saves its own iterator."""
 
     def state_dict(self) -> dict[str, int]:
@@ -214,7 +214,7 @@ LOADERS: dict[str, Callable[[], Any]] = {
         ConcatDataset([Transformed(), Transformed()]), 2 * BATCH_SIZE, drop_last=True
     ),
     "saves its position": SavesPosition,
-    "saves its iterator": lambda: load(sampler=KnowsItsNumber()),
+    "saves its iterator": lambda: load(sampler=SavesIterator()),
     "workers": lambda: load(shuffle=True, num_workers=2),
     "persistent workers": lambda: load(shuffle=True, num_workers=2, persistent_workers=True),
 }
@@ -336,11 +336,11 @@ def test_shorter_loader_is_refused_and_longer_one_warns(now: int) -> None:
 
 @pytest.mark.parametrize("epoch", [0, 1])
 def test_iterator_that_outlives_pass_is_named(epoch: int) -> None:
-    feed = Feed(load(sampler=Turned()), "train_dataloader")
+    feed = Feed(load(sampler=Rotating()), "train_dataloader")
     for earlier in range(epoch):
         train(feed, earlier)
     train(feed, epoch, 1)
-    later = Feed(load(sampler=Turned()), "train_dataloader")
+    later = Feed(load(sampler=Rotating()), "train_dataloader")
     later.load_state_dict(feed.state_dict())
     if epoch == 0:  # the first pass starts at the first number anyway
         assert len(train(later, epoch)) == BATCHES - 1
@@ -349,29 +349,29 @@ def test_iterator_that_outlives_pass_is_named(epoch: int) -> None:
         train(later, epoch)
 
 
-def of_rows(number: int = ROWS, **options: Any) -> DataLoader:
+def loader_of(number: int = ROWS, **options: Any) -> DataLoader:
     return DataLoader(TensorDataset(torch.arange(number)), **{"batch_size": BATCH_SIZE, **options})
 
 
 OTHER_ROWS: dict[str, tuple[Callable[[], Any], Callable[[], Any], str]] = {
     "order": (
-        lambda: of_rows(shuffle=True),
-        of_rows,
+        lambda: loader_of(shuffle=True),
+        loader_of,
         r"sampler=RandomSampler \(here SequentialSampler\)",
     ),
     "batch size, same number of batches": (
-        lambda: of_rows(50, batch_size=16, shuffle=True),
-        lambda: of_rows(50, batch_size=13, shuffle=True),
+        lambda: loader_of(50, batch_size=16, shuffle=True),
+        lambda: loader_of(50, batch_size=13, shuffle=True),
         r"batch_size=16 \(here 13\)",
     ),
     "data": (
-        lambda: of_rows(7, shuffle=True),
-        lambda: of_rows(8, shuffle=True),
+        lambda: loader_of(7, shuffle=True),
+        lambda: loader_of(8, shuffle=True),
         r"rows=7 \(here 8\)",
     ),
     "generator": (
-        lambda: of_rows(shuffle=True, generator=seeded_generator()),
-        lambda: of_rows(shuffle=True),
+        lambda: loader_of(shuffle=True, generator=seeded_generator()),
+        lambda: loader_of(shuffle=True),
         r"has_generator=True \(here False\)",
     ),
     "workers of a stream": (

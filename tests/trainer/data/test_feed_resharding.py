@@ -32,7 +32,7 @@ def feeds_of(world_size: int, make: Any, *, seed: int = 0) -> list[Feed]:
     ]
 
 
-def together(passes: Sequence[Iterator[Any]], count: int | None = None) -> list[list[int]]:
+def merge_rows(passes: Sequence[Iterator[Any]], count: int | None = None) -> list[list[int]]:
     """Return the rows of each batch over all ranks, in order."""
     taken = [itertools.islice(each, count) for each in passes]
     return [
@@ -45,7 +45,7 @@ def begin(feeds: Sequence[Feed], epoch: int) -> list[Iterator[Any]]:
     return [feed.batches(epoch) for feed in feeds]
 
 
-def go_on(states: Sequence[Any], feeds: Sequence[Feed]) -> None:
+def resume(states: Sequence[Any], feeds: Sequence[Feed]) -> None:
     for rank, feed in enumerate(feeds):
         feed.load_state_dict(feed.reshard(states, rank=rank))
 
@@ -89,19 +89,19 @@ def require_every_row_once(
         return make_loader(rows, sampler, world_size=world_size, drop_last=drop_last)
 
     whole = feeds_of(1, make)
-    expected = [together(begin(whole, epoch)) for epoch in range(3)]
+    expected = [merge_rows(begin(whole, epoch)) for epoch in range(3)]
     feeds = feeds_of(worlds[0], make)
-    assert together(begin(feeds, 0)) == expected[0]
+    assert merge_rows(begin(feeds, 0)) == expected[0]
     found: list[list[int]] = []
     passes = begin(feeds, 1)
     for world_size, count in zip(worlds[1:], taken, strict=False):
-        found += together(passes, count)
+        found += merge_rows(passes, count)
         states = states_of(feeds)
         feeds = feeds_of(world_size, make, seed=7)  # the seed of the run stays in effect
-        go_on(states, feeds)
+        resume(states, feeds)
         passes = begin(feeds, 1)
-    assert found + together(passes) == expected[1]
-    assert together(begin(feeds, 2)) == expected[2]
+    assert found + merge_rows(passes) == expected[1]
+    assert merge_rows(begin(feeds, 2)) == expected[2]
 
 
 @pytest.mark.slow
@@ -112,18 +112,18 @@ def test_workers_do_not_change_resharded_rows(persistent: bool) -> None:
             40, "shuffled", world_size=world_size, num_workers=2, persistent_workers=persistent
         )
 
-    expected = together(begin(feeds_of(1, make), 0))
+    expected = merge_rows(begin(feeds_of(1, make), 0))
     feeds = feeds_of(3, make)
-    found = together(begin(feeds, 0), 2)
+    found = merge_rows(begin(feeds, 0), 2)
     fewer = feeds_of(2, make)
-    go_on(states_of(feeds), fewer)
-    assert found + together(begin(fewer, 0)) == expected
+    resume(states_of(feeds), fewer)
+    assert found + merge_rows(begin(fewer, 0)) == expected
 
 
 def refusal(was: Sequence[Feed], now: Sequence[Feed]) -> str:
-    together(begin(was, 0), 1)
+    merge_rows(begin(was, 0), 1)
     with pytest.raises(CheckpointError) as caught:
-        go_on(states_of(was), now)
+        resume(states_of(was), now)
     return str(caught.value)
 
 
@@ -145,12 +145,12 @@ def test_changed_data_or_order_is_refused() -> None:
 def test_order_that_differs_between_ranks_is_refused() -> None:
     make = lambda size: make_loader(40, "sampler with a generator", world_size=size)  # noqa: E731
     was = feeds_of(2, make)
-    together(begin(was, 0), 1)
+    merge_rows(begin(was, 0), 1)
     states = states_of(was)
     [(place, stood)] = states[1]["passes"][-1]["start"]["generators"].items()
     states[1]["passes"][-1]["start"]["generators"] = {place: torch.zeros_like(stood)}
     with pytest.raises(CheckpointError, match="whose state differed between ranks"):
-        go_on(states, feeds_of(3, make))
+        resume(states, feeds_of(3, make))
 
 
 def test_order_that_ranks_do_not_share_is_refused() -> None:
@@ -161,7 +161,7 @@ def test_order_that_ranks_do_not_share_is_refused() -> None:
     listed = [Feed([1, 2, 3], "train_dataloader")]
     next(listed[0].batches(0))
     with pytest.raises(CheckpointError, match=r"train_dataloader \(list\) has no order that ranks"):
-        go_on(states_of(listed), [Feed([1, 2, 3], "train_dataloader")])
+        resume(states_of(listed), [Feed([1, 2, 3], "train_dataloader")])
 
 
 class Stateful(DataLoader[Any]):
@@ -209,7 +209,7 @@ def planned(world_size: int, *, accumulate: int = 1, seed: int = 5, **options: A
 
 def steps_of(passes: Sequence[Iterator[Any]], accumulate: int, count: int | None = None) -> Any:
     """Return the rows of optimization batches over all ranks."""
-    rounds = together(passes, None if count is None else count * accumulate)
+    rounds = merge_rows(passes, None if count is None else count * accumulate)
     groups = [rounds[place : place + accumulate] for place in range(0, len(rounds), accumulate)]
     return [sorted(itertools.chain(*group)) for group in groups]
 
@@ -245,7 +245,7 @@ def test_optimization_batches_by_length_keep_their_rows(
             for feed, state in zip(feeds, states, strict=True):
                 feed.load_state_dict(state)
         else:
-            go_on(states, feeds)
+            resume(states, feeds)
         [number] = numbers(feeds, 1)
         passes = begin(feeds, 1)
     done = len(found)
@@ -281,17 +281,17 @@ def test_pass_over_length_batches_resumes_in_middle(num_workers: int) -> None:
         return Feed(DataLoader(data, batch_sampler=sampler, **workers), "train_dataloader")  # type: ignore[arg-type]
 
     feed = make()
-    expected = [together([feed.batches(epoch)]) for epoch in range(3)]
+    expected = [merge_rows([feed.batches(epoch)]) for epoch in range(3)]
     assert len(set(map(len, expected))) > 1  # the number of batches varies between epochs
     assert [feed.num_batches(epoch) for epoch in range(3)] == list(map(len, expected))
     feed = make()
-    assert together([feed.batches(0)]) == expected[0]
-    found = together([feed.batches(1)], 4)
+    assert merge_rows([feed.batches(0)]) == expected[0]
+    found = merge_rows([feed.batches(1)], 4)
     later = make()
     later.load_state_dict(feed.state_dict())
     assert later.num_batches(1) == len(expected[1])
-    assert found + together([later.batches(1)]) == expected[1]
-    assert together([later.batches(2)]) == expected[2]
+    assert found + merge_rows([later.batches(1)]) == expected[1]
+    assert merge_rows([later.batches(2)]) == expected[2]
     fresh = Feed([1], "train_dataloader")
     next(fresh.batches(0))
     with pytest.raises(CheckpointError, match="those of the checkpoint did not"):

@@ -97,7 +97,7 @@ class Viewed(Wrapped):
         self.register_buffer("view", self.linear.weight.data[:2])
 
 
-class Held:
+class HoldsGenerator:
     """An object with a generator."""
 
     def __init__(self) -> None:
@@ -112,7 +112,7 @@ class NoisyElsewhere(Wrapped):
 
     def __init__(self) -> None:
         super().__init__()
-        self.held, self.listed, hooked = Held(), [random.Random(4)], Held()
+        self.held, self.listed, hooked = HoldsGenerator(), [random.Random(4)], HoldsGenerator()
         self.old = np.random.RandomState(5)
         self.linear.register_forward_hook(lambda module, given, output: hooked(output))
 
@@ -125,7 +125,7 @@ class NoisyLoss(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.noise = Held()
+        self.noise = HoldsGenerator()
 
     def forward(self, outputs: Tensor, targets: Tensor) -> Tensor:
         return nn.functional.cross_entropy(self.noise(outputs), targets)
@@ -197,7 +197,7 @@ class CountsPasses(Sampler[int]):
         return ROWS
 
 
-class Around(Sampler[int]):
+class WrapsSampler(Sampler[int]):
     """Takes its order from another sampler, and counts in an object, a dict and a queue."""
 
     def __init__(self) -> None:
@@ -231,7 +231,7 @@ class Shuffling(CountsPasses):
         return iter([int(each) for each in self.order])
 
 
-class Made(CountsPasses):
+class CreatesOrder(CountsPasses):
     """Creates its order in the first pass."""
 
     def __init__(self) -> None:
@@ -289,15 +289,15 @@ class Loader:
         return ROWS // BATCH_SIZE
 
 
-def by(sampler: Sampler[int]) -> DataLoader[Any]:
+def loader_with(sampler: Sampler[int]) -> DataLoader[Any]:
     return DataLoader(rows(), BATCH_SIZE, sampler=sampler)
 
 
 LOADERS: dict[str, Callable[[], Any]] = {
-    "wrapped counter": lambda: by(Around()),
-    "list": lambda: by(Shuffling([*range(ROWS)])),
-    "array": lambda: by(Shuffling(np.arange(ROWS))),
-    "created in a pass": lambda: by(Made()),
+    "wrapped counter": lambda: loader_with(WrapsSampler()),
+    "list": lambda: loader_with(Shuffling([*range(ROWS)])),
+    "array": lambda: loader_with(Shuffling(np.arange(ROWS))),
+    "created in a pass": lambda: loader_with(CreatesOrder()),
     "batches": lambda: DataLoader(rows(), batch_sampler=Batches()),
     "in batch sampler": lambda: DataLoader(
         rows(), batch_sampler=BatchSampler(CountsPasses(), BATCH_SIZE, drop_last=False)
@@ -342,7 +342,7 @@ def test_saved_state_is_restored(loader: str, make: Any, metrics: str, tmp_path:
     check_resumes(make, tmp_path, options=options)
 
 
-class Late(Wrapped):
+class CreatesGenerator(Wrapped):
     """Creates its generator in the first forward."""
 
     def __init__(self) -> None:
@@ -350,14 +350,14 @@ class Late(Wrapped):
         self.noise: Any = None
 
     def forward(self, inputs: Tensor) -> Tensor:
-        self.noise = self.noise or Held()
+        self.noise = self.noise or HoldsGenerator()
         return super().forward(self.noise(inputs))
 
 
 def test_generator_missing_at_resume_is_named(tmp_path: Path) -> None:
-    trainer(Late(), tmp_path, max_duration="3ba").fit()
+    trainer(CreatesGenerator(), tmp_path, max_duration="3ba").fit()
     with pytest.warns(CheckpointWarning, match=r"\(noise\.generator\).*Make them before training"):
-        trainer(Late(), tmp_path, max_duration="4ba").fit()
+        trainer(CreatesGenerator(), tmp_path, max_duration="4ba").fit()
 
 
 class Annealed(Wrapped):

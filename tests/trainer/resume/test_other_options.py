@@ -50,7 +50,7 @@ def step_lr(optimizer: torch.optim.Optimizer) -> Any:
     return lr_scheduler.StepLR(optimizer, 3)
 
 
-def of_steps(optimizer: torch.optim.Optimizer) -> Any:
+def sequential_step_lr(optimizer: torch.optim.Optimizer) -> Any:
     return lr_scheduler.SequentialLR(optimizer, [step_lr(optimizer)], [])
 
 
@@ -64,14 +64,14 @@ class Refusing(Callback):
         raise ValueError("not this one")
 
 
-class AddsAGroup(Callback):
+class AddsGroup(Callback):
     def batch_end(self, run: Run, result: Any) -> None:
         assert run.optimizer is not None
         if run.state.batch == 1:
             run.optimizer.add_param_group({"params": [run.model.bias], "lr": 0.5})
 
 
-def of_weights(parameters: Any) -> torch.optim.Optimizer:
+def sgd_of_weight(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD(list(parameters)[:1], lr=0.1)
 
 
@@ -116,8 +116,8 @@ REFUSED: dict[str, tuple[Callable[[], Options], Callable[[], Options], str]] = {
         r"groups of \[2\] parameters, but this one has \[1, 1\].*resume='never'",
     ),
     "group added during training": (
-        lambda: {"optimizer": of_weights, "callbacks": [AddsAGroup()]},
-        lambda: {"optimizer": of_weights, "callbacks": [AddsAGroup()]},
+        lambda: {"optimizer": sgd_of_weight, "callbacks": [AddsGroup()]},
+        lambda: {"optimizer": sgd_of_weight, "callbacks": [AddsGroup()]},
         r"has groups of \[1, 1\] parameters, but this one has \[1\].* Groups that a callback adds "
         r".*so give the optimizer all groups",
     ),
@@ -134,7 +134,7 @@ REFUSED: dict[str, tuple[Callable[[], Options], Callable[[], Options], str]] = {
     ),
     "different nested schedulers": (
         lambda: {"scheduler": sequential},
-        lambda: {"scheduler": of_steps},
+        lambda: {"scheduler": sequential_step_lr},
         r"SequentialLR\(LinearLR, CosineAnnealingLR\) \(here SequentialLR\(StepLR\)\)",
     ),
     "removed scheduler": (lambda: {"scheduler": step_lr}, dict, r"scheduler=StepLR \(here None\)"),

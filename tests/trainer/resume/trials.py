@@ -29,7 +29,7 @@ KINDS = (*DISK.values(), LOG_WRITE, STEP, *dict.fromkeys(EVENTS.values()))
 class Kill:
     """The cost of one kill."""
 
-    kind: str  # of the point
+    kind: str  # kind of the point
     done: int  # batches begun before the kill
     resumed_at: int  # the batch after which the next process resumed
     is_damaged: bool  # whether the newest checkpoint was cut short before the resume
