@@ -155,7 +155,7 @@ def test_mismatched_model_error_lists_differences(
     assert all(not tensor.any() for tensor in current.values())
 
 
-def test_missing_checkpoints_raise_an_error(store: CheckpointStore) -> None:
+def test_missing_checkpoints_raise_error(store: CheckpointStore) -> None:
     assert store.newest() is None
     assert store.best() is None
     with pytest.raises(CheckpointError, match="does not exist"):

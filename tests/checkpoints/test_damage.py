@@ -113,7 +113,7 @@ def test_incomplete_and_temporary_folders_are_skipped(store: CheckpointStore) ->
         assert store.load().step == 2
 
 
-def test_temporary_folder_is_not_a_checkpoint(tmp_path: Path) -> None:
+def test_temporary_folder_is_no_checkpoint(tmp_path: Path) -> None:
     (tmp_path / ".tmp-host-1-abc").mkdir()
     assert CheckpointStore(tmp_path).newest() is None
 

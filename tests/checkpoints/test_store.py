@@ -106,7 +106,7 @@ def test_interval_without_unit_is_refused() -> None:
 
 
 @pytest.mark.parametrize("step", [-1, 1.0, True, "3"])
-def test_step_must_be_a_nonnegative_integer(store: CheckpointStore, step: int) -> None:
+def test_step_must_be_nonnegative_integer(store: CheckpointStore, step: int) -> None:
     with pytest.raises(ValueError, match="is no number of batches"):
         store.save({}, step=step)
 

@@ -10,7 +10,7 @@ from unittest import mock
 
 import pytest
 import torch
-import torch._dynamo  # once for all worlds: the first optimizer of a process imports it
+import torch._dynamo  # imported once for all worlds: the first optimizer of a process needs it
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -121,7 +121,7 @@ step_lr = torch.optim.lr_scheduler.StepLR
 # Jobs for all ranks of a world.
 
 
-def go_on(
+def resume_run(
     kind: str, folder: Path, until: int, *, averages: bool = False, **options: Any
 ) -> dict[str, Any]:
     """Resume from the newest checkpoint, if one exists; return all state at the end."""
@@ -143,7 +143,7 @@ def go_on(
 
 
 def error_of(kind: str, folder: Path, until: int) -> str:
-    return ": ".join(raised(lambda: go_on(kind, folder, until)))
+    return ": ".join(raised(lambda: resume_run(kind, folder, until)))
 
 
 @contextmanager

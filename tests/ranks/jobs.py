@@ -72,7 +72,7 @@ def fail(kind: str, plan: Sequence[Fault], options: dict[str, Any]) -> dict[str,
     return {"kind": error, "text": text}
 
 
-def fail_beside_one(kind: str, plan: Sequence[Fault], options: dict[str, Any]) -> dict[str, Any]:
+def fail_after_loss(kind: str, plan: Sequence[Fault], options: dict[str, Any]) -> dict[str, Any]:
     """Do the same with a short wait: only the missing rank could sign in."""
     heartbeat.ROLL_CALL_SECONDS = 0.5
     return fail(kind, plan, options)
@@ -94,7 +94,7 @@ def compare_without(name: str, kind: str, plan: Sequence[Fault]) -> dict[str, An
         setattr(module[name], name, repair)
 
 
-def calls_of_own_collectives(plan: Sequence[Fault]) -> tuple[dict[str, int], int]:
+def count_custom_collectives(plan: Sequence[Fault]) -> tuple[dict[str, int], int]:
     """Return how often each custom collective ran on this rank, and how often faults fired."""
     stepper, _ = run_steps("fsdp", plan, {})
     found = {}
@@ -181,7 +181,7 @@ def guard_model(kind: str, options: dict[str, Any]) -> None:
     coordinate([model])
 
 
-def sums_over_replicas(plan: Sequence[Fault]) -> tuple[set[str], int]:
+def replica_reductions(plan: Sequence[Fault]) -> tuple[set[str], int]:
     """Return the all-reduce operations of a replicated and sharded model, and the fault count.
 
     The operation can determine the algorithm of a communicator, so all ranks must use the same one.

@@ -69,7 +69,7 @@ class SimulatedWorld:
         ranks, width = list(range(world_size)), local_world_size or world_size
         self._levels = plan_levels([ranks[at : at + width] for at in ranks[::width]])
         self._timeout_seconds = timeout_seconds
-        # Keyed by members, so that all threads of a group find the same meeting.
+        # Keyed by members, so all threads of a group find the same meeting.
         self._meetings: dict[tuple[int, ...], _Meeting] = {}
         self._groups: dict[int, list[_SimulatedGroup]] = {}
         self._lock = threading.Lock()

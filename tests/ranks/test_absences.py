@@ -23,7 +23,7 @@ from automicro.features import Carry
 from automicro.policy.auto import Halving
 from automicro.ranks.guards import guard
 from tests.ranks.faulty_models import Fault
-from tests.ranks.jobs import fail, fail_beside_one, run_steps
+from tests.ranks.jobs import fail, fail_after_loss, run_steps
 from tests.ranks.world import PROGRESS_SECONDS, World, on_ranks, world_of
 from tests.ranks.wrapping import furthest, raised, require_told, whole_gradients, wrapped
 from tests.sweeps import mostly_in_sweeps
@@ -41,12 +41,12 @@ class UnreadableError(RuntimeError):
 
 # Errors, and the text that other ranks get.
 ERRORS: dict[str, tuple[Exception, str]] = {
-    "a lone surrogate": (
+    "lone surrogate": (
         ValueError("cannot decode caf\udce9.jpg"),
         r"rank 1: ValueError: cannot decode caf\udce9.jpg",
     ),
     "text that raises": (UnreadableError(), "rank 1: UnreadableError: <its text cannot be read>"),
-    "a long one": (ValueError("é" * 5000), "rank 1: ValueError: éééé"),
+    "long text": (ValueError("é" * 5000), "rank 1: ValueError: éééé"),
 }
 
 
@@ -96,13 +96,13 @@ def failing_on_rank_1(error: Exception, **options: Any) -> Callable[[], object]:
     return lambda: found.backward(batch())
 
 
-@pytest.mark.parametrize("where", ["a fit", "a forward"])
+@pytest.mark.parametrize("where", ["fit", "forward"])
 @pytest.mark.parametrize("name", ERRORS)
 @on_ranks()
 def test_error_with_unusual_text_reaches_other_ranks(name: str, where: str) -> None:
     forget_peers()
     error, told = ERRORS[name]
-    is_fit = where == "a fit"
+    is_fit = where == "fit"
     work = trainer(Broken(copy.copy(error))).fit if is_fit else failing_on_rank_1(error)
     require_told(work, type(error).__name__, told=told)
 
@@ -379,7 +379,7 @@ def test_other_ranks_stop_and_name_killed_rank(kind: str, step: int, victim: int
 def test_killed_peer_is_named() -> None:
     plan = [Fault(1, "forward", step=1, layer=1, error=SystemExit)]
     with world_of(2) as world:
-        world.start(fail_beside_one, "fsdp", plan, {})
+        world.start(fail_after_loss, "fsdp", plan, {})
         survivor, killed = world.results()
         assert world.processes[1].exitcode in (None, -signal.SIGKILL)
     assert isinstance(killed, EOFError)

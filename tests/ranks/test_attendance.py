@@ -38,7 +38,7 @@ def evenly(seconds: float) -> list[float]:
 
 @settings(max_examples=30)
 @given(data=st.data(), world_size=st.integers(2, 1000))
-def test_exactly_the_lost_ranks_are_found_in_time(data: st.DataObject, world_size: int) -> None:
+def test_only_lost_ranks_are_found_in_time(data: st.DataObject, world_size: int) -> None:
     first = data.draw(st.integers(1, world_size - 1), label="first lost")
     lost = range(first, data.draw(st.integers(first + 1, world_size), label="behind the last lost"))
     gone_at = data.draw(st.floats(0.0, 100.0), label="gone at")

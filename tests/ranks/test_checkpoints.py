@@ -19,9 +19,9 @@ from tests.ranks.checkpoint_runs import (
     error_of,
     fail_together,
     fill_disk,
-    go_on,
     newest,
     raise_in_gather,
+    resume_run,
 )
 from tests.ranks.world import World, world_of
 
@@ -39,7 +39,7 @@ def assert_same(one: dict[str, Tensor], other: dict[str, Tensor]) -> None:
 def alone(folder: Path, until: int, **options: Any) -> dict[str, Any]:
     state = torch.get_rng_state()
     try:
-        return go_on("plain", folder, until, **options)
+        return resume_run("plain", folder, until, **options)
     finally:
         torch.set_rng_state(state)
 
@@ -47,9 +47,9 @@ def alone(folder: Path, until: int, **options: Any) -> dict[str, Any]:
 @pytest.mark.parametrize("kind", KINDS)
 def test_same_world_resumes_bit_for_bit(world2: World, tmp_path: Path, kind: str) -> None:
     options = {"noisy": True, "averages": kind == "ddp"}
-    expected = world2.run(go_on, kind, tmp_path / "whole", 7, **options)
-    world2.run(go_on, kind, tmp_path / "cut", 4, **options)
-    resumed = world2.run(go_on, kind, tmp_path / "cut", 7, **options)
+    expected = world2.run(resume_run, kind, tmp_path / "whole", 7, **options)
+    world2.run(resume_run, kind, tmp_path / "cut", 4, **options)
+    resumed = world2.run(resume_run, kind, tmp_path / "cut", 7, **options)
     for here, there in zip(resumed, expected, strict=True):
         assert here["resumed_at"] == 4
         assert here["warnings"] == []
@@ -64,7 +64,7 @@ def test_same_world_resumes_bit_for_bit(world2: World, tmp_path: Path, kind: str
 def test_ranks_divide_writing_between_them(world2: World, tmp_path: Path) -> None:
     written: dict[str, dict[str, list[str]]] = {}
     for kind in KINDS:
-        world2.run(go_on, kind, tmp_path / kind, 1)
+        world2.run(resume_run, kind, tmp_path / kind, 1)
         [path] = (tmp_path / kind).iterdir()
         tables = {"manifest.json", "tensors.pt", ".metadata", "state.pt", "state-of-rank-1.pt"}
         data = {"__0_0.distcp", "__1_0.distcp"}
@@ -90,7 +90,7 @@ def check_chain(worlds: list[tuple[str, World | None]], folder: Path) -> None:
     for index, (kind, world) in enumerate(worlds):
         run = alone if world is None else world.run
         arguments: Any = (folder / "chain", 3 * (index + 1))
-        arguments = arguments if world is None else (go_on, kind, *arguments)
+        arguments = arguments if world is None else (resume_run, kind, *arguments)
         results: Any = run(*arguments, averages=True)
         results = [results] if world is None else results
         for each in results:
@@ -126,8 +126,8 @@ def test_four_ranks_resume_on_one_and_three_ranks(
 def test_larger_world_draws_distinct_random_numbers_per_rank(
     world2: World, world3: World, tmp_path: Path
 ) -> None:
-    world2.run(go_on, "ddp", tmp_path, 3)
-    states = [each["own"]["rng"] for each in world3.run(go_on, "ddp", tmp_path, 6)]
+    world2.run(resume_run, "ddp", tmp_path, 3)
+    states = [each["own"]["rng"] for each in world3.run(resume_run, "ddp", tmp_path, 6)]
     assert len({bytes(state.tolist()) for state in states}) == 3
 
 
@@ -136,7 +136,7 @@ def test_damaged_file_makes_all_ranks_load_previous_checkpoint(
 ) -> None:
     for kind in KINDS:
         folder = tmp_path / kind
-        world2.run(go_on, kind, folder, 3)
+        world2.run(resume_run, kind, folder, 3)
         for file in sorted(max(folder.iterdir()).iterdir()):
             whole = file.read_bytes()
             content = bytearray(whole)
@@ -151,7 +151,7 @@ def test_damaged_file_makes_all_ranks_load_previous_checkpoint(
 
 
 def test_all_ranks_raise_without_intact_checkpoint(world2: World, tmp_path: Path) -> None:
-    world2.run(go_on, "ddp", tmp_path, 1)
+    world2.run(resume_run, "ddp", tmp_path, 1)
     (next(tmp_path.iterdir()) / "state-of-rank-1.pt").unlink()
     for error in world2.run(error_of, "ddp", tmp_path, 2):
         assert "all 1 checkpoints" in error
@@ -159,7 +159,7 @@ def test_all_ranks_raise_without_intact_checkpoint(world2: World, tmp_path: Path
 
 
 def test_one_process_reads_weights_of_all_ranks(world2: World, tmp_path: Path) -> None:
-    end = world2.run(go_on, "fsdp", tmp_path, 2)[0]["end"]
+    end = world2.run(resume_run, "fsdp", tmp_path, 2)[0]["end"]
     weights = load_checkpoint(tmp_path).state["modules"][0]
     assert_same(dict(weights), {name: end[name] for name in weights})
 
@@ -242,7 +242,7 @@ def check_death(folder: Path, kind: str, rank: int, at: int, expected: list[dict
     assert results[1 - rank]["was"] == "PeerLostError", results[1 - rank]
     with world_of(2) as world:
         [found] = {step for step, _ in world.run(newest, folder)}
-        resumed = world.run(go_on, kind, folder, 4, **NOISY)
+        resumed = world.run(resume_run, kind, folder, 4, **NOISY)
     assert not list(folder.glob(".tmp*"))
     for here, there in zip(resumed, expected, strict=True):
         assert here["resumed_at"] == found
@@ -258,7 +258,7 @@ def check_death(folder: Path, kind: str, rank: int, at: int, expected: list[dict
 def test_rank_killed_in_save_loses_only_that_save(
     world2: World, tmp_path: Path, kind: str, rank: int, at: int
 ) -> None:
-    expected = world2.run(go_on, kind, tmp_path / "whole", 4, **NOISY)
+    expected = world2.run(resume_run, kind, tmp_path / "whole", 4, **NOISY)
     assert check_death(tmp_path / "killed", kind, rank, at, expected) == 2
 
 
@@ -268,7 +268,7 @@ def test_rank_killed_in_save_loses_only_that_save(
 def test_rank_killed_at_any_point_loses_only_that_save(
     world2: World, tmp_path: Path, kind: str
 ) -> None:
-    expected = world2.run(go_on, kind, tmp_path / "whole", 4, **NOISY)
+    expected = world2.run(resume_run, kind, tmp_path / "whole", 4, **NOISY)
     counts = world2.run(count_points, tmp_path / "counted", kind, **NOISY)
     points = [(rank, at) for rank, count in enumerate(counts) for at in range(count)]
     found = [

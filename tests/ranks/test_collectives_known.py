@@ -39,7 +39,7 @@ def test_every_operation_of_distributed_namespaces_is_known() -> None:
     assert unknown == LOCAL
 
 
-def test_no_other_namespace_takes_a_process_group() -> None:
+def test_no_other_namespace_takes_process_group() -> None:
     others = {
         name
         for name, op in operations().items()

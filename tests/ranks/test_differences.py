@@ -29,7 +29,7 @@ from tests.ranks.wrapping import raised, require_alike, require_told
 
 
 class Halver(Callback):
-    """Trains on other batches."""
+    """Trains on half of each batch."""
 
     def transform(self, run: Any, batch: Any) -> Any:
         return tuple(part[::2] for part in batch)
@@ -230,7 +230,7 @@ def with_batchnorm() -> nn.Module:
 
 @pytest.mark.parametrize("rows", [10, 11, 13])
 @on_ranks()
-def test_no_rank_gets_a_single_row_for_batchnorm(rows: int) -> None:
+def test_no_rank_gets_single_row_for_batchnorm(rows: int) -> None:
     """The last batch has 2, 3 or 5 rows for two ranks."""
     loader = DataLoader(make_data(rows), batch_size=4)
     options: dict[str, Any] = {"eval_dataloader": None, "max_duration": "1ep"}
@@ -241,7 +241,7 @@ def test_no_rank_gets_a_single_row_for_batchnorm(rows: int) -> None:
 
 
 @on_ranks()
-def test_single_row_on_a_rank_is_explained_with_remedy() -> None:
+def test_single_row_on_rank_is_explained_with_remedy() -> None:
     microbatcher = Microbatcher(
         DistributedDataParallel(with_batchnorm()), loss_fn=nn.CrossEntropyLoss(), probe=False
     )

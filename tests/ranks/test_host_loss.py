@@ -50,15 +50,15 @@ def step_until_failure(rank: int, port: int, seconds: str, kind: str, pipe: Conn
         microbatcher.backward(batch)
     pipe.send("steps")
 
-    def go_on() -> None:
+    def train_until_failure() -> None:
         while True:
             microbatcher.backward(batch)
 
-    pipe.send(raised(go_on))
+    pipe.send(raised(train_until_failure))
     os._exit(0)
 
 
-def wait_for_a_lost_peer(rank: int, port: int, seconds: str, kind: str, pipe: Connection) -> None:
+def wait_for_lost_peer(rank: int, port: int, seconds: str, kind: str, pipe: Connection) -> None:
     """Watch the peers, then block in a loop that no error interrupts."""
     join(rank, port, seconds)
     watch_peers(open_exchange())
@@ -167,7 +167,7 @@ def test_stopped_rank_is_named_and_cannot_continue_alone(kind: str) -> None:
 
 @pytest.mark.slow
 def test_blocked_process_ends_with_its_own_exit_code() -> None:
-    with running_ranks(wait_for_a_lost_peer, "ddp") as (processes, pipes):
+    with running_ranks(wait_for_lost_peer, "ddp") as (processes, pipes):
         assert [receive(pipe) for pipe in pipes] == ["waits"] * RANKS
         stop(processes[0])
         for process in processes[1:]:
@@ -223,7 +223,7 @@ class Hosts:
         self.agents.append(agent)
         return agent
 
-    def wait_for_the_stop(self, *, within_seconds: float = 120.0) -> None:
+    def wait_for_stop(self, *, within_seconds: float = 120.0) -> None:
         end = time.monotonic() + within_seconds
         while not (self._folder / "stopped").exists():
             assert time.monotonic() < end, "the second host was not stopped"
@@ -256,7 +256,7 @@ def output_of(agent: subprocess.Popen[str], *, within_seconds: float = 180.0) ->
     return agent.communicate(timeout=within_seconds)[0]
 
 
-def require_as_undisturbed(folder: Path) -> None:
+def require_undisturbed_result(folder: Path) -> None:
     with two_hosts(folder / "undisturbed") as hosts:
         agents = [hosts.start(node) for node in (0, 1)]
         for agent in agents:
@@ -276,7 +276,7 @@ PLACES = ["data 500", "backward 9", "save 5"]
 def test_first_host_ends_after_second_stops_and_restart_resumes(tmp_path: Path, place: str) -> None:
     with two_hosts(tmp_path / "stopped", AUTOMICRO_PEER_TIMEOUT="8") as hosts:
         first, second = hosts.start(0), hosts.start(1, STOP=place)
-        hosts.wait_for_the_stop()
+        hosts.wait_for_stop()
         began = time.monotonic()
         said = output_of(first)
         assert first.returncode == 1, said
@@ -292,7 +292,7 @@ def test_first_host_ends_after_second_stops_and_restart_resumes(tmp_path: Path, 
         assert agents[0].returncode == 0, resumed
         assert "resumed from runs/one" in resumed
         output_of(agents[1])
-    require_as_undisturbed(tmp_path)
+    require_undisturbed_result(tmp_path)
 
 
 @pytest.mark.slow
@@ -305,7 +305,7 @@ def test_torchrun_restarts_with_replacement_for_stopped_host(
     env = {"AUTOMICRO_PEER_TIMEOUT": "8", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
     with two_hosts(tmp_path / "stopped", options=options, **env) as hosts:
         first, second = hosts.start(0), hosts.start(1, STOP="data 500")
-        hosts.wait_for_the_stop()
+        hosts.wait_for_stop()
         time.sleep(30.0)  # torchrun drops an agent after 15 s
         kill_host(second)
         replacement = hosts.start(1)
@@ -314,4 +314,4 @@ def test_torchrun_restarts_with_replacement_for_stopped_host(
         assert "is lost: no sign of life" in said
         assert "resumed from runs/one" in said
         output_of(replacement)
-    require_as_undisturbed(tmp_path)
+    require_undisturbed_result(tmp_path)

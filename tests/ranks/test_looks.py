@@ -20,7 +20,7 @@ def net() -> nn.Module:
 
 
 def loss_of(kind: str, outputs: Tensor, targets: Tensor) -> Tensor:
-    loss = F.mse_loss(outputs, targets, reduction="sum" if kind == "a sum" else "mean")
+    loss = F.mse_loss(outputs, targets, reduction="sum" if kind == "sum" else "mean")
     if kind == "gathered":
         dist.all_reduce(loss.detach().clone())
     return loss
@@ -29,10 +29,10 @@ def loss_of(kind: str, outputs: Tensor, targets: Tensor) -> Tensor:
 @pytest.mark.parametrize(
     ("wrapper", "kind", "found", "says"),
     [
-        ("ddp", "a mean", "checked", []),
-        ("ddp", "a sum", "wrong", ["splitting changes this batch"]),
+        ("ddp", "mean", "checked", []),
+        ("ddp", "sum", "wrong", ["splitting changes this batch"]),
         ("ddp", "gathered", "unchecked", ["communicates with other ranks", "automicro.verify"]),
-        ("fsdp", "a mean", "unchecked", ["sharded parameters"]),
+        ("fsdp", "mean", "unchecked", ["sharded parameters"]),
     ],
 )
 @on_ranks()
@@ -55,10 +55,10 @@ def test_first_rank_checks_for_all_or_warns_once(
     assert len(messages) == bool(says and rank == 0)
     assert all(words in message for message in messages for words in says)
     assert rank == 1 or result.loss_average_is == found
-    if kind == "a mean" and wrapper == "ddp":
+    if kind == "mean" and wrapper == "ddp":
         assert rank == 0 or result.loss_average_is == "unchecked"
     F.mse_loss(alone(inputs), targets).backward()
-    assert kind == "a sum" or gap(model, alone) < 1e-12
+    assert kind == "sum" or gap(model, alone) < 1e-12
 
 
 @on_ranks()

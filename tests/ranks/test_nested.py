@@ -52,7 +52,7 @@ def _wrapped(model: Any, how: str) -> Any:
     if how.startswith("ddp"):
         options = {"find_unused_parameters": "unused" in how}
         return wrapped("ddp", model, gradient_as_bucket_view="view" in how, **options)
-    parts = {"part of its own": [model.part], "inside the part": [model.part.layers[0]]}
+    parts = {"sharded part": [model.part], "inside the part": [model.part.layers[0]]}
     return wrapped("fsdp", model, *parts.get(how, []))
 
 
@@ -70,7 +70,7 @@ def _forward(model: nn.Module, batch: dict[str, Tensor]) -> Any:
     return model(batch["x"], batch["targets"])["loss"]
 
 
-WAYS = ("ddp", "ddp, unused", "ddp, view", "ddp, unused, view", "root", "part of its own")
+WAYS = ("ddp", "ddp, unused", "ddp, view", "ddp, unused, view", "root", "sharded part")
 
 
 def part_of(model: nn.Module) -> Any:
@@ -121,7 +121,7 @@ def test_part_with_sharded_modules_inside_is_refused() -> None:
         model(torch.randn(4, 6), torch.randint(5, (4,)))
 
 
-@pytest.mark.parametrize("how", ["ddp", "root", "part of its own"])
+@pytest.mark.parametrize("how", ["ddp", "root", "sharded part"])
 @on_ranks()
 def test_all_ranks_repeat_same_size_after_one_part_shrinks(how: str) -> None:
     """One rank fails while it recomputes slices, and cannot cut slices that drew random numbers."""

@@ -8,13 +8,13 @@ import pytest
 
 from tests.ranks.faulty_models import Fault, allocations, points, random_plan
 from tests.ranks.jobs import (
-    calls_of_own_collectives,
     compare,
     compare_without,
+    count_custom_collectives,
     expected_gradients,
     gradients,
     guard_model,
-    sums_over_replicas,
+    replica_reductions,
 )
 from tests.ranks.world import World
 from tests.ranks.wrapping import furthest
@@ -101,7 +101,7 @@ def test_every_wrapper_recovers_in_every_world(
 
 @pytest.mark.slow
 def test_failed_rank_reduces_with_operation_of_its_peers(world4: World) -> None:
-    found = world4.run(sums_over_replicas, points(4)["successive batches"])
+    found = world4.run(replica_reductions, points(4)["successive batches"])
     assert [operations for operations, _ in found] == [{"AVG"}] * 4
     assert sum(fired for _, fired in found) == 2
 
@@ -110,7 +110,7 @@ def test_failed_rank_repeats_custom_collectives_of_its_peers(
     world2: World,
 ) -> None:
     plan = [Fault(1, "backward", step=2, microbatch=1, layer=1)]
-    (one, _), (other, fired) = world2.run(calls_of_own_collectives, plan)
+    (one, _), (other, fired) = world2.run(count_custom_collectives, plan)
     assert fired == 1
     assert one == other
     assert min(one.values()) > 0
@@ -189,7 +189,7 @@ def test_compiled_code_with_collectives_is_refused(world2: World) -> None:
         ("ddp", {"hook": "bare"}, "VotingHook"),
         ("fsdp", {"symmetric": True}, "leave out set_symm_mem_for_comm"),
     ],
-    ids=["static graph", "a hook", "symmetric memory"],
+    ids=["static graph", "hook", "symmetric memory"],
 )
 def test_unguardable_option_is_refused_with_remedy(
     world2: World, kind: str, options: dict[str, Any], remedy: str

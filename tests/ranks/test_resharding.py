@@ -165,7 +165,7 @@ def train(
     }
 
 
-def train_on(folder: Path | None, until: str, rows: int, sampler: str, **options: Any) -> Any:
+def train_from(folder: Path | None, until: str, rows: int, sampler: str, **options: Any) -> Any:
     drop_last = options.pop("drop_last", False)
     per_batch = options.pop("per_batch", PER_BATCH)
     loader = make_loader(rows, sampler, drop_last=drop_last, per_batch=per_batch)
@@ -211,7 +211,7 @@ class Unsendable:
         raise TypeError("stays here")
 
 
-def step_on(
+def take_steps(
     kind: str, rows: list[int], *, sendable: bool = True, limit: str | None = None
 ) -> tuple[list[int], list[Tensor]]:
     """Take two steps on so many rows of each rank; return their votes, and the gradients."""
@@ -257,12 +257,12 @@ def merged(results: list[dict[str, Any]]) -> dict[int, list[int]]:
 def check_chain(worlds: list[World], folder: Path, sampler: str, **options: Any) -> None:
     """Each world trains on one batch, and the last world until the end."""
     rows = options.pop("rows", ROWS)
-    expected = worlds[0].run(train_on, None, "2ep", rows, sampler, **options)
+    expected = worlds[0].run(train_from, None, "2ep", rows, sampler, **options)
     seen: dict[int, list[int]] = {}
     losses: dict[int, float] = {}
     for number, world in enumerate(worlds, start=1):
         until = "2ep" if number == len(worlds) else f"{number}ba"
-        results = world.run(train_on, folder, until, rows, sampler, **options)
+        results = world.run(train_from, folder, until, rows, sampler, **options)
         assert not seen.keys() & merged(results).keys()
         seen |= merged(results)
         losses |= results[0]["losses"]
@@ -306,7 +306,7 @@ def test_runs_resume_between_one_and_four_ranks(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
-def test_accumulated_batches_stay_the_same_after_resharding(
+def test_accumulated_batches_keep_rows_after_resharding(
     world2: World, world3: World, tmp_path: Path, kind: str
 ) -> None:
     options = {"rows": 7 * PER_BATCH + 1, "accumulate_batches": 2, "parallel": kind}
@@ -316,7 +316,7 @@ def test_accumulated_batches_stay_the_same_after_resharding(
 @pytest.mark.parametrize(
     ("kind", "mode"), [("ddp", "duration"), ("fsdp", "fixed"), ("ddp", "1D-bucketing-dyn")]
 )
-def test_batches_by_length_stay_the_same_after_resharding(
+def test_batches_by_length_keep_rows_after_resharding(
     world1: World, world2: World, tmp_path: Path, kind: str, mode: str
 ) -> None:
     # Buckets are dealt to the number of ranks that began the epoch.
@@ -352,26 +352,26 @@ def test_changed_global_batch_is_refused_without_changes(
     world2: World, world3: World, tmp_path: Path
 ) -> None:
     options: Any = {"parallel": "ddp"}
-    world2.run(train_on, tmp_path, "1ba", ROWS, "shuffled", **options)
-    arguments = (train_on, tmp_path, "2ep", ROWS, "shuffled")
+    world2.run(train_from, tmp_path, "1ba", ROWS, "shuffled", **options)
+    arguments = (train_from, tmp_path, "2ep", ROWS, "shuffled")
     for kind, error in world3.ends(*arguments, per_batch=18, **options):
         assert kind == "CheckpointError"
         assert error.startswith("2 ranks saved it after 1 batches")
         assert "entries_per_step=12 (here 18). Pass the same data" in error
         assert "resume with 2 ranks, or from a checkpoint of the end of an epoch" in error
-    results = world3.run(train_on, tmp_path, "2ep", ROWS, "shuffled", **options)
+    results = world3.run(train_from, tmp_path, "2ep", ROWS, "shuffled", **options)
     assert results[0]["state"] == (8, 2, 2 * ROWS)
 
 
 def test_single_process_with_unshared_order_is_refused(world2: World, tmp_path: Path) -> None:
     state = torch.get_rng_state()
     here = {"parallel": None, "seed": None}
-    world2.run(train_on, tmp_path / "two", "1ba", ROWS, "shuffled")
+    world2.run(train_from, tmp_path / "two", "1ba", ROWS, "shuffled")
     with pytest.raises(CheckpointError, match="pass parallel='ddp' also in one process"):
-        train_on(tmp_path / "two", "2ep", ROWS, "shuffled", **here)
-    train_on(tmp_path / "one", "1ba", ROWS, "shuffled", **here)
+        train_from(tmp_path / "two", "2ep", ROWS, "shuffled", **here)
+    train_from(tmp_path / "one", "1ba", ROWS, "shuffled", **here)
     torch.set_rng_state(state)
-    for _, error in world2.ends(train_on, tmp_path / "one", "2ep", ROWS, "shuffled"):
+    for _, error in world2.ends(train_from, tmp_path / "one", "2ep", ROWS, "shuffled"):
         assert "pass parallel='ddp' also in one process" in error
 
 
@@ -387,12 +387,12 @@ def test_batches_from_batch_sampler_are_refused(
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_two_ranks_train_on_a_single_row(world2: World, kind: str) -> None:
+def test_two_ranks_train_on_single_row(world2: World, kind: str) -> None:
     metrics = ("accuracy", "logits")
     arguments: Any = (None, "2ep", 1, "in order")
-    first, second = world2.run(train_on, *arguments, parallel=kind, metrics=metrics)
+    first, second = world2.run(train_from, *arguments, parallel=kind, metrics=metrics)
     assert (first["rows"], second["rows"]) == ({0: [0], 1: [0]}, {})
-    alone = train_on(*arguments, parallel=None, seed=None, metrics=metrics)
+    alone = train_from(*arguments, parallel=None, seed=None, metrics=metrics)
     for result in (first, second):
         assert result["losses"] == pytest.approx(alone["losses"], abs=1e-9)
         assert result["metrics"] == pytest.approx(alone["metrics"], abs=1e-6)
@@ -401,7 +401,7 @@ def test_two_ranks_train_on_a_single_row(world2: World, kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_two_ranks_evaluate_a_single_row(world2: World, kind: str) -> None:
+def test_two_ranks_evaluate_single_row(world2: World, kind: str) -> None:
     first, second = world2.run(evaluate_few, 1, kind)
     assert first == second
     assert first["loss"] > 0
@@ -412,9 +412,9 @@ def test_two_ranks_evaluate_a_single_row(world2: World, kind: str) -> None:
 def test_rows_are_lent_once_without_cost_in_settled_steps(
     world2: World, kind: str, rows: list[int]
 ) -> None:
-    results = world2.run(step_on, kind, rows, limit="64MiB")
-    [_, settled] = world2.run(step_on, kind, [3, 2], limit="64MiB")[0][0]
-    _, expected = step_on("plain", [5])
+    results = world2.run(take_steps, kind, rows, limit="64MiB")
+    [_, settled] = world2.run(take_steps, kind, [3, 2], limit="64MiB")[0][0]
+    _, expected = take_steps("plain", [5])
     for votes, gradients in results:
         assert votes[1] == settled
         assert furthest(gradients, expected) < 1e-9
@@ -422,7 +422,7 @@ def test_rows_are_lent_once_without_cost_in_settled_steps(
 
 def test_unsendable_rows_end_all_ranks_with_reason() -> None:
     with world_of(2) as world:
-        world.start(step_on, "ddp", [0, 5], sendable=False)
+        world.start(take_steps, "ddp", [0, 5], sendable=False)
         other, owner = world.results()
     assert isinstance(other, RaisedError)
     assert isinstance(owner, RaisedError)

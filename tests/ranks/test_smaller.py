@@ -82,7 +82,7 @@ def run_cut(
     """Run steps with faults or with given cuts; return the cuts and the final state."""
     faults = Faults(plan)
     model = build(kind, [faults], {**options, "norm": False})
-    parts = {  # declared, so that no fault hits a check
+    parts = {  # declared, so no fault occurs in a check
         name: {"microbatch_size": part(size), "loss_average": "samples"}
         for name, size in options.get("nested", {}).items()
     }

@@ -28,7 +28,7 @@ from tests.sweeps import mostly_in_sweeps
 
 pytestmark = pytest.mark.sweep
 
-FAILS = 1  # the rank
+FAILS = 1  # the rank that fails
 WRAPPERS_OWN = {"module_is_added", "hook_of_a_parameter"}  # outside of captured state
 
 

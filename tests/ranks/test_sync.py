@@ -151,13 +151,13 @@ def test_microbatches_with_different_parameters_reduce_separately(
     assert not looks or found["all-reduce"] > 1 + len(sharded), "with each microbatch"
 
 
-@pytest.mark.parametrize(("option", "count"), [("", 1), ("coarse sums", 2), ("a hook", 2)])
+@pytest.mark.parametrize(("option", "count"), [("", 1), ("coarse sums", 2), ("hook", 2)])
 @on_ranks(4)
-def test_replicas_reduce_each_microbatch_where_order_is_visible(option: str, count: int) -> None:
+def test_replicas_reduce_each_microbatch_when_order_matters(option: str, count: int) -> None:
     """Count in a second step with two microbatches of a model with one wrapped module."""
     policy = MixedPrecisionPolicy(reduce_dtype=torch.bfloat16 if option == "coarse sums" else None)
     model = wrapped("hsdp", nn.Linear(4, 2), mp_policy=policy)
-    if option == "a hook":
+    if option == "hook":
         model.set_all_reduce_hook(lambda gradient: None)
     step = another(model, microbatch_size=2)
     for _ in range(2):

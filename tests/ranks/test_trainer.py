@@ -39,7 +39,7 @@ def differ(results: list[dict[str, Any]], alone: dict[str, Any]) -> float:
     )
 
 
-def require_the_same(results: list[dict[str, Any]], alone: dict[str, Any]) -> None:
+def require_same(results: list[dict[str, Any]], alone: dict[str, Any]) -> None:
     assert differ(results, alone) < 1e-9
     for result in results:
         assert result["train_loss"] == pytest.approx(alone["train_loss"], abs=1e-9)
@@ -51,7 +51,7 @@ def require_the_same(results: list[dict[str, Any]], alone: dict[str, Any]) -> No
 def test_two_ranks_match_one_process_with_same_global_batch(world2: World, parallel: str) -> None:
     # 25 rows in batches of 12 leave one rank without a row in the last batch; 11 rows to evaluate.
     results = world2.run(jobs.train, parallel=parallel)
-    require_the_same(results, jobs.train())
+    require_same(results, jobs.train())
     assert [result["num_devices"] for result in results] == [2, 2]
     assert {result["samples"] for result in results} == {50}
     assert {result["sharded"] for result in results} == {3 if parallel == "fsdp" else 0}
@@ -103,7 +103,7 @@ def test_weight_average_evaluates_as_in_one_process(world2: World, parallel: str
     results = world2.run(
         jobs.train, parallel=parallel, callbacks=[ExponentialMovingAverage(decay=0.5)]
     )
-    require_the_same(results, jobs.train(callbacks=[ExponentialMovingAverage(decay=0.5)]))
+    require_same(results, jobs.train(callbacks=[ExponentialMovingAverage(decay=0.5)]))
 
 
 @on_ranks()

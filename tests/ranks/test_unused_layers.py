@@ -201,7 +201,7 @@ def test_forward_that_bypasses_wrapper_is_refused_in_first_step() -> None:
     assert all(parameter.grad is None for parameter in model.parameters()), "rolled back"
 
 
-def leave_a_shard_out(ranks: Sequence[int]) -> tuple[tuple[str, str], list[StepResult]]:
+def skip_shard(ranks: Sequence[int]) -> tuple[tuple[str, str], list[StepResult]]:
     """Take steps with a sharded layer; from the third on, given ranks skip it in one microbatch."""
     net = Choosing()
     wrapped("fsdp", net, net.rare)
@@ -220,7 +220,7 @@ def leave_a_shard_out(ranks: Sequence[int]) -> tuple[tuple[str, str], list[StepR
 
 @on_ranks()
 def test_shard_unused_by_all_ranks_keeps_microbatch_size() -> None:
-    error, results = leave_a_shard_out([0, 1])
+    error, results = skip_shard([0, 1])
     assert error == ("", "")
     found = [(each.attempts, each.failed_sizes, each.microbatch_size) for each in results]
     assert found == [(1, (), 6)] * 4
@@ -323,7 +323,7 @@ def test_one_rank_that_used_all_settles_in_one_vote() -> None:
 
 @on_ranks()
 def test_shard_unused_by_one_rank_is_named_without_waiting() -> None:
-    (kind, text), results = leave_a_shard_out([1])
+    (kind, text), results = skip_shard([1])
     assert kind == "DesyncError"
     assert "all-gather of 'rare'" in text
     assert "set_reduce_scatter_unused_params" in text

@@ -91,7 +91,7 @@ _groups: dict[Any, list[dist.ProcessGroup]] = {}
 
 
 def _subgroup() -> dist.ProcessGroup:
-    """Return one of two kinds of groups, made before training: the first two ranks, or others."""
+    """Return the group of this rank, made before training: ranks 0 and 1, or only itself."""
     found = _groups[_world()]
     return found[0] if dist.get_rank() < 2 else found[1]
 

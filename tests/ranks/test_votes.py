@@ -85,7 +85,7 @@ def test_highest_level_and_any_stop_request_win() -> None:
     assert run(3, work) == [[(0, 2), (1, 4), (2, 4), (2, 4), (1, 8)]] * 3
 
 
-def test_losses_may_exceed_size_of_a_ballot() -> None:
+def test_losses_may_exceed_ballot_size() -> None:
     names = [f"loss {index}" for index in range(19)]
 
     def work(ranks: CoordinatedRanks) -> dict[str, float]:

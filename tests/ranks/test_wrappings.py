@@ -158,13 +158,13 @@ def prefetching(model: Transformer) -> Any:
 HALF = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 WRAPPINGS: dict[str, Wrap] = {
     "blocks and root": lambda model: sharded(model, *model.layers),
-    "root alone": sharded,
+    "only root": sharded,
     "all in children": all_in_children,
     "groups of modules": grouped,
     "no root": lambda model: sharded(model, *model.layers, *ends(model), root=False),
     "some blocks": lambda model: sharded(model, model.layers[1]),
     "nested": nested,
-    "nested, nothing of their own": nested_empty,
+    "nested, no own parameters": nested_empty,
     "every layer": every_layer,
     "pairs": pairs,
     "kept after forward": lambda model: all_in_children(model, reshard_after_forward=False),
@@ -184,7 +184,7 @@ WRAPPINGS: dict[str, Wrap] = {
     "prefetching": prefetching,
     "ddp": DistributedDataParallel,
     "ddp in small buckets": lambda model: DistributedDataParallel(model, bucket_cap_mb=0.001),
-    "ddp looking for unused": lambda model: DistributedDataParallel(
+    "ddp with unused parameters": lambda model: DistributedDataParallel(
         model, find_unused_parameters=True
     ),
 }
@@ -298,7 +298,7 @@ def compare_in_sequence(names: Sequence[str]) -> list[list[Any]]:
     return [compare(name, [(1, last, 60)])["differing"] for name in names]
 
 
-SMOKE = ("all in children", "nested, nothing of their own", "pairs", "no root", "tied in children")
+SMOKE = ("all in children", "nested, no own parameters", "pairs", "no root", "tied in children")
 
 
 def require_equal(world: World, name: str, operations: range) -> int:
@@ -321,7 +321,7 @@ def test_wrapped_model_trains_exactly(world2: World, name: str) -> None:
 
 
 def test_models_train_in_sequence(world2: World) -> None:
-    names = ["all in children", "ddp", "nested, nothing of their own"]
+    names = ["all in children", "ddp", "nested, no own parameters"]
     assert world2.run(compare_in_sequence, names) == [[[]] * 3] * 2
 
 

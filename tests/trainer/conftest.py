@@ -1,4 +1,4 @@
-"""What every test of a trainer starts from."""
+"""Fixtures for all tests of the trainer."""
 
 import os
 
@@ -6,13 +6,13 @@ import pytest
 
 
 @pytest.fixture(autouse=True)
-def files_are_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let the system write checkpoints when it likes: no test here takes the power away.
+def skip_fsync(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Skip the fsync of checkpoints, because no test here simulates a power failure.
 
-    What must be on the disk, and when, is asked by the tests of checkpoints and of run folders.
+    The tests of checkpoints and of run folders check when data must be on disk.
     """
 
     def sync(descriptor: int) -> None:
-        os.fstat(descriptor)  # an error for what is not open, as fsync has it
+        os.fstat(descriptor)  # fails for closed files, as fsync does
 
     monkeypatch.setattr(os, "fsync", sync)

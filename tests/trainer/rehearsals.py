@@ -29,7 +29,7 @@ class Texts(Dataset[Tensor]):
 
 
 class Model(nn.Module):
-    """Next to no parameters beside what rows need."""
+    """Needs much more memory for rows than for parameters."""
 
     def __init__(self, *, dropout: float = 0.0, attends: bool = False) -> None:
         super().__init__()
@@ -54,7 +54,7 @@ def padded(rows: list[Tensor]) -> tuple[Tensor, Tensor]:
 
 
 def log_normal(seed: int, rows: int, *, most: int = 96) -> list[int]:
-    """Lengths as those of texts are."""
+    """Return lengths distributed like those of texts."""
     source = random.Random(seed)
     centre, spread = source.uniform(2.0, 3.5), source.uniform(0.3, 1.0)
     return [max(2, min(most, round(source.lognormvariate(centre, spread)))) for _ in range(rows)]
@@ -78,9 +78,9 @@ def make_trainer(model: nn.Module, loader: Any, **options: Any) -> Trainer:
 
 
 def count_ooms(seed: int, *, rehearse: str | None) -> tuple[int, int]:
-    """OOMs in a run over texts whose lengths, model and device the seed decides, and microbatches.
+    """Return the OOMs and the microbatches of a run; the seed selects texts, model and device.
 
-    A third of the runs has its longest batch last, another third has batches of varying rows.
+    In a third of the runs the longest batch comes last; in another third batches differ in rows.
     """
     source = random.Random(seed)
     rows = source.choice((6, 8, 12))
@@ -120,7 +120,7 @@ def _elements(batch: tuple[int, int]) -> int:
 
 
 def _peak(rows: int, length: int, attends: bool, *, microbatch_size: int | None = None) -> int:
-    """Bytes that a batch takes, whole unless said otherwise, with the optimizer's first state."""
+    """Return the bytes that a batch needs, including the first state of the optimizer."""
     model = Model(attends=attends)
     optimizer = torch.optim.AdamW(model.parameters())
     microbatcher = Microbatcher(

@@ -1,4 +1,4 @@
-"""A small model, its data, a trainer for both, and the loop that everybody writes."""
+"""A small model with data and a trainer, and a standard training loop."""
 
 import functools
 from collections.abc import Callable
@@ -30,7 +30,7 @@ def make_model(*, dropout: float = 0.0) -> nn.Sequential:
 
 
 class Rows(TensorDataset):
-    """Rows that are cut once: cutting them for each batch takes longer than training on it."""
+    """Splits rows only once, because splitting for each batch takes longer than training."""
 
     def __init__(self, *tensors: Tensor) -> None:
         super().__init__(*tensors)
@@ -70,7 +70,7 @@ def train_by_hand(
     clip: float | None = None,
     schedule: Callable[[Any], Any] | None = None,
 ) -> list[float]:
-    """The loop that everybody writes."""
+    """Train with a standard loop."""
     optimizer = adam(model.parameters())
     scheduler = schedule(optimizer) if schedule else None
     loss_fn = nn.CrossEntropyLoss()
@@ -90,7 +90,7 @@ def train_by_hand(
 
 
 def losses_of(trainer: Trainer) -> list[float]:
-    """Every batch's loss, filled in while the trainer runs."""
+    """Return a list that collects the loss of every batch while the trainer runs."""
     losses: list[float] = []
 
     def note(*_: Any) -> None:
@@ -110,7 +110,7 @@ def assert_same(one: nn.Module, other: nn.Module) -> None:
 
 
 class Scripted(nn.Module):
-    """A linear model that a test can make fail, or give NaN, at some forward."""
+    """A linear model that can fail or return NaN at a given forward."""
 
     calls = Unreached()
 

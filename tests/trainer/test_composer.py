@@ -21,7 +21,7 @@ PAGE = Path(__file__).resolve().parents[2] / "docs" / "integrations" / "composer
 
 
 class Classifier(nn.Module):
-    """As a ComposerClassifier is, with metrics that a test chooses."""
+    """Like a ComposerClassifier, with metrics that a test provides."""
 
     def __init__(self, metrics: Any = None) -> None:
         super().__init__()
@@ -60,7 +60,7 @@ def train_on(model: nn.Module, **options: Any) -> Trainer:
     return Trainer(model, make_loader(), **{**settings, **options})
 
 
-def test_a_model_of_composers_trains_as_one_with_a_loss_function() -> None:
+def test_composer_model_trains_like_loss_function() -> None:
     model = Classifier()
     train_on(model, max_duration="2ep").fit()
     other = Classifier()
@@ -68,7 +68,7 @@ def test_a_model_of_composers_trains_as_one_with_a_loss_function() -> None:
     assert_same(model, other)
 
 
-def test_it_survives_running_out_of_memory() -> None:
+def test_composer_model_recovers_from_out_of_memory() -> None:
     model = Classifier()
     summary = train_on(model, memory_limit="32KiB").fit()
     assert summary.train_ooms > 0
@@ -78,7 +78,7 @@ def test_it_survives_running_out_of_memory() -> None:
 
 
 class Losing(Classifier):
-    """Several losses, in the form that a test asks for."""
+    """Returns several losses in the form that a test provides."""
 
     def __init__(self, form: Any) -> None:
         super().__init__()
@@ -90,20 +90,20 @@ class Losing(Classifier):
 
 
 FORMS: dict[str, tuple[Any, Any]] = {
-    # What loss() returns of the losses of the rows and of another one, and what Composer trains on.
-    "total alone": (
+    # The result of loss(), made from a loss per row and another loss, and Composer's training loss.
+    "only total": (
         lambda rows, size: {"total": rows.mean() + 3 * size, "fit": rows.mean(), "size": size},
         lambda fit, size: fit + 3 * size,
     ),
-    "by name, added up": (
+    "named, summed": (
         lambda rows, size: {"fit": rows.mean(), "size": size},
         lambda fit, size: fit + size,
     ),
-    "a tuple, added up": (lambda rows, size: (rows.mean(), size), lambda fit, size: fit + size),
-    "a list of one": (lambda rows, size: [rows.mean()], lambda fit, size: fit),
-    "of shape [1]": (lambda rows, size: rows.mean()[None], lambda fit, size: fit),
-    "one for each row": (lambda rows, size: rows, lambda fit, size: fit),
-    "some for each row": (
+    "tuple, summed": (lambda rows, size: (rows.mean(), size), lambda fit, size: fit + size),
+    "list of one": (lambda rows, size: [rows.mean()], lambda fit, size: fit),
+    "shape [1]": (lambda rows, size: rows.mean()[None], lambda fit, size: fit),
+    "one per row": (lambda rows, size: rows, lambda fit, size: fit),
+    "some per row": (
         lambda rows, size: {"fit": rows, "size": size},
         lambda fit, size: fit + size,
     ),
@@ -112,7 +112,7 @@ FORMS: dict[str, tuple[Any, Any]] = {
 
 @pytest.mark.parametrize("size", mostly_in_sweeps([None, 5], quick=[5]))
 @pytest.mark.parametrize("form", FORMS)
-def test_losses_are_read_as_composer_reads_them(form: str, size: int | None) -> None:
+def test_losses_are_read_as_in_composer(form: str, size: int | None) -> None:
     given, meant = FORMS[form]
     model = Losing(given)
     train_on(model, microbatch_size=size).fit()
@@ -123,9 +123,9 @@ def test_losses_are_read_as_composer_reads_them(form: str, size: int | None) -> 
 
 @pytest.mark.parametrize(
     ("form", "names"),
-    [("total alone", {"fit", "size"}), ("a tuple, added up", {"loss0", "loss1"})],
+    [("only total", {"fit", "size"}), ("tuple, summed", {"loss0", "loss1"})],
 )
-def test_parts_of_the_loss_are_reported(form: str, names: set[str]) -> None:
+def test_loss_parts_are_reported(form: str, names: set[str]) -> None:
     batch = next(iter(make_loader()))
     given, meant = FORMS[form]
     result = Microbatcher(Losing(given), microbatch_size=10).backward(batch)
@@ -144,13 +144,13 @@ def test_parts_of_the_loss_are_reported(form: str, names: set[str]) -> None:
         (lambda rows, size: [], r"Losing.loss returned a list of length 0"),
     ],
 )
-def test_losses_that_mean_two_things_are_refused(form: Any, message: str) -> None:
+def test_ambiguous_losses_are_refused(form: Any, message: str) -> None:
     with pytest.raises(LossError, match=message):
         Microbatcher(Losing(form)).backward(next(iter(make_loader())))
 
 
 class Popping(Classifier):
-    """Takes the targets out of the batch, in the forward and for the metrics."""
+    """Removes the targets from the batch in the forward and for the metrics."""
 
     def __init__(self) -> None:
         super().__init__({"accuracy": accuracy()})
@@ -164,7 +164,7 @@ class Popping(Classifier):
         return outputs
 
     def loss(self, outputs: Tensor, batch: Any) -> Tensor:
-        assert "labels" not in batch  # of the same batch as the forward
+        assert "labels" not in batch  # the same batch object as in the forward
         return F.cross_entropy(outputs, self.fitted)
 
     def eval_forward(self, batch: Any, outputs: Any = None) -> Any:
@@ -181,7 +181,7 @@ class Popping(Classifier):
 
 
 class Shifting(Classifier):
-    """Shifts the targets in place for the metrics, as models of language do."""
+    """Shifts the targets in place for the metrics, as language models do."""
 
     def eval_forward(self, batch: Any, outputs: Any = None) -> Any:
         outputs = super().eval_forward(batch, outputs)
@@ -190,7 +190,7 @@ class Shifting(Classifier):
 
 
 @pytest.mark.parametrize("size", [None, 5])
-def test_what_eval_forward_writes_into_is_not_the_batch_of_the_loader(size: int | None) -> None:
+def test_eval_forward_cannot_modify_loader_batches(size: int | None) -> None:
     batches = list(make_loader())
     expected = [targets.clone() for _, targets in batches]
     model = Shifting({"accuracy": accuracy()})
@@ -209,7 +209,7 @@ def test_what_eval_forward_writes_into_is_not_the_batch_of_the_loader(size: int 
     assert all(map(torch.equal, expected, (targets for _, targets in batches)))
 
 
-def test_metrics_of_training_do_not_change_what_is_trained() -> None:
+def test_training_metrics_do_not_change_training() -> None:
     def train(metrics: Any) -> nn.Module:
         model = Popping()
         model._metrics = (metrics,)
@@ -232,7 +232,7 @@ def test_metrics_of_training_do_not_change_what_is_trained() -> None:
     ids=["mapping", "metric", "list", "collection", "modules"],
 )
 @pytest.mark.parametrize("is_train", [True, False])
-def test_the_metrics_of_a_model_are_found(metrics: Any, names: list[str], is_train: bool) -> None:
+def test_model_metrics_are_found(metrics: Any, names: list[str], is_train: bool) -> None:
     model = Classifier(metrics)
     found = model_metrics(model, is_train=is_train)
     assert found is not None
@@ -242,17 +242,17 @@ def test_the_metrics_of_a_model_are_found(metrics: Any, names: list[str], is_tra
 
 
 @pytest.mark.parametrize("metrics", [None, {}, [], MetricCollection({})])
-def test_a_model_without_metrics_has_none(metrics: Any) -> None:
+def test_model_without_metrics_has_none(metrics: Any) -> None:
     assert model_metrics(Classifier(metrics), is_train=True) is None
 
 
-def test_what_is_no_metric_is_refused() -> None:
+def test_invalid_metric_is_refused() -> None:
     with pytest.raises(TypeError, match=r"3 \(of type int\) is not a metric"):
         MetricSet(model_metrics(Classifier(3), is_train=True), torch.device("cpu"))
 
 
-def test_the_page_has_the_table_that_was_measured() -> None:
-    """Composer's own Trainer runs in an environment of its own: `benchmarks/beside_composer.py`."""
+def test_docs_page_matches_measured_results() -> None:
+    """Composer's own Trainer runs in a separate environment: `benchmarks/beside_composer.py`."""
     page = PAGE.read_text(encoding="utf-8")
     results = sorted((PAGE.parents[2] / "benchmarks" / "results").glob("*-beside-composer.json"))
     report = json.loads(results[-1].read_text(encoding="utf-8"))

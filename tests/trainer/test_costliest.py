@@ -1,4 +1,4 @@
-"""Which batches are the costliest, and that looking for them changes nothing."""
+"""The search for the costliest batches finds them and changes nothing."""
 
 import random
 from collections.abc import Iterator
@@ -14,8 +14,8 @@ from automicro.trainer.rehearsal import CLASSES, COSTLIEST, find_costliest, undi
 from tests.trainer.rehearsals import Texts, loader_of, log_normal, padded
 
 
-class Knowing(Sampler[list[int]]):
-    """Batches with costs that nobody has to load a row for."""
+class KnownCosts(Sampler[list[int]]):
+    """Batches with known costs, so no row has to be loaded."""
 
     def __init__(self, batches: list[list[int]], costs: list[float]) -> None:
         self.batches, self.costs = batches, costs
@@ -35,8 +35,8 @@ class Unreadable(Texts):
         raise AssertionError("nobody has to look at a row")
 
 
-def test_of_several_ranks_each_asks_for_its_own_batches() -> None:
-    sampler = Knowing([[0], [1, 2], [3, 4, 5], [6]], [1.0, 9.0, 2.0, 5.0])
+def test_each_rank_finds_costs_of_its_own_batches() -> None:
+    sampler = KnownCosts([[0], [1, 2], [3, 4, 5], [6]], [1.0, 9.0, 2.0, 5.0])
     loader = DataLoader(Unreadable([3] * 7), batch_sampler=sampler, collate_fn=padded)
     found = []
     for rank in range(2):
@@ -53,7 +53,7 @@ def test_of_several_ranks_each_asks_for_its_own_batches() -> None:
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_the_costliest_and_the_longest_are_among_what_is_found(seed: int) -> None:
+def test_costliest_and_longest_batches_are_found(seed: int) -> None:
     source = random.Random(seed)
     lengths = log_normal(seed, 200, most=400)
     order = [sorted(source.sample(range(200), source.randint(1, 9))) for _ in range(60)]
@@ -81,7 +81,7 @@ class Counting(IterableDataset[Any]):
         return (torch.full((self.passes + row,), 1) for row in range(6))
 
 
-def test_a_stream_that_counts_its_passes_gives_what_it_would_have_given() -> None:
+def test_search_does_not_advance_pass_counter_of_stream() -> None:
     loader = DataLoader(Counting(), batch_size=2, collate_fn=padded)
     with undisturbed(loader):
         scan = find_costliest(loader, "train_dataloader")
@@ -90,7 +90,7 @@ def test_a_stream_that_counts_its_passes_gives_what_it_would_have_given() -> Non
     assert scan.seen == scan.total == 3
 
 
-def test_an_endless_stream_ends_at_the_bound_and_says_so(mocker: Any) -> None:
+def test_infinite_loader_stops_at_limit_with_note(mocker: Any) -> None:
     mocker.patch("automicro.trainer.rehearsal.SCANNED_BATCHES", 4)
 
     class Endless(IterableDataset[Any]):
@@ -103,7 +103,7 @@ def test_an_endless_stream_ends_at_the_bound_and_says_so(mocker: Any) -> None:
     assert not scan.is_complete
 
 
-def test_of_an_evaluation_no_more_is_looked_at_than_it_takes() -> None:
+def test_search_covers_only_batches_that_evaluation_uses() -> None:
     loader = loader_of([3, 3, 90, 90], 2)
     scan = find_costliest(loader, "eval_dataloader", most_batches=1)
     assert [each.index for each in scan.batches] == [0]

@@ -1,4 +1,4 @@
-"""Deterministic runs: the same bits twice, and the process as before afterwards."""
+"""Deterministic runs give the same bits, and restore the settings of the process."""
 
 import os
 from collections.abc import Iterator
@@ -42,7 +42,7 @@ DETERMINISTIC = {
 
 @pytest.fixture
 def other_settings() -> Iterator[None]:
-    """What somebody may have set before, all of it unlike what a deterministic run needs."""
+    """Settings that all differ from those of a deterministic run."""
     cudnn = torch.backends.cudnn
     before = (cudnn.benchmark, cudnn.deterministic)
     torch.use_deterministic_algorithms(True, warn_only=True)
@@ -52,7 +52,7 @@ def other_settings() -> Iterator[None]:
     cudnn.benchmark, cudnn.deterministic = before
 
 
-def test_two_runs_give_the_same_bits() -> None:
+def test_two_runs_are_bit_identical() -> None:
     models = []
     for _ in range(2):
         with deterministic_algorithms(CPU):
@@ -64,7 +64,7 @@ def test_two_runs_give_the_same_bits() -> None:
     assert_same(*models)
 
 
-def test_settings_come_back_also_after_an_error(other_settings: None) -> None:
+def test_settings_are_restored_after_error(other_settings: None) -> None:
     def run() -> None:
         with deterministic_algorithms(CPU):
             assert settings() == DETERMINISTIC
@@ -76,7 +76,7 @@ def test_settings_come_back_also_after_an_error(other_settings: None) -> None:
     assert settings() == before
 
 
-def test_an_operation_that_cannot_is_torchs_own_error() -> None:
+def test_nondeterministic_operation_raises_torch_error() -> None:
     zeros, first = torch.zeros(4), torch.tensor([0])
     with (
         pytest.raises(RuntimeError, match="put_ does not have a deterministic"),
@@ -85,7 +85,7 @@ def test_an_operation_that_cannot_is_torchs_own_error() -> None:
         zeros.put_(first, torch.ones(1))
 
 
-def test_memory_that_was_never_written_is_the_same_in_every_run() -> None:
+def test_uninitialized_memory_is_filled() -> None:
     with deterministic_algorithms(CPU):
         assert torch.empty(5).isnan().all()
 
@@ -104,13 +104,13 @@ def untouched_cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         os.environ[CUBLAS_VARIABLE] = before
 
 
-def test_a_setting_that_is_not_deterministic_is_named(untouched_cuda: None) -> None:
+def test_nondeterministic_cublas_setting_is_named(untouched_cuda: None) -> None:
     os.environ[CUBLAS_VARIABLE] = ":0:0"
     with pytest.raises(ValueError, match=r"^CUBLAS_WORKSPACE_CONFIG=:0:0 is not det.*; set "):
         prepare_cublas(CUDA)
 
 
-def test_cuda_in_use_already_may_be_too_late(
+def test_cublas_setting_after_cuda_start_warns(
     untouched_cuda: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
@@ -123,7 +123,7 @@ def test_cuda_in_use_already_may_be_too_late(
     assert settings() == before
 
 
-def test_a_trainer_tells_cublas_before_it_asks_for_the_device(
+def test_trainer_sets_cublas_variable_before_using_device(
     untouched_cuda: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     told: list[bool] = []
@@ -143,7 +143,7 @@ def test_a_trainer_tells_cublas_before_it_asks_for_the_device(
 
 
 @pytest.mark.parametrize("there", [True, False])
-def test_auto_means_cuda_where_there_is_a_gpu(
+def test_auto_device_prepares_cublas_only_with_gpu(
     untouched_cuda: None, monkeypatch: pytest.MonkeyPatch, there: bool
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: there)

@@ -1,4 +1,4 @@
-"""Durations in every unit, batches that are accumulated, batches that are not finite."""
+"""Durations in every unit, accumulated batches, and batches with non-finite losses."""
 
 import math
 from collections import UserDict
@@ -29,12 +29,12 @@ from tests.trainer.runs import (
     train_by_hand,
 )
 
-# Four batches an epoch: 16, 16, 16 and 2 rows.
+# An epoch has four batches, with 16, 16, 16 and 2 rows.
 
 
 @pytest.mark.parametrize("size", [None, 3])
 @pytest.mark.parametrize("accumulate", [2, 3, 4, 9])
-def test_accumulated_batches_train_as_larger_ones_would(accumulate: int, size: int | None) -> None:
+def test_accumulated_batches_train_like_larger_batches(accumulate: int, size: int | None) -> None:
     ours, theirs = make_model().double(), make_model().double()
     loader = make_loader(dtype=torch.float64)
     options = {"scheduler": schedule, "grad_clip_norm": 0.5, "max_duration": "3ep"}
@@ -55,7 +55,7 @@ def test_accumulated_batches_train_as_larger_ones_would(accumulate: int, size: i
     assert summary.global_batch.accumulation == 4 / len(whole)
 
 
-def test_running_out_of_memory_while_accumulating_keeps_the_optimization_batch() -> None:
+def test_out_of_memory_in_accumulation_keeps_optimization_batch() -> None:
     ours, fixed = make_model(dropout=0.3), make_model(dropout=0.3)
     options: dict[str, Any] = {"accumulate_batches": 2, "max_duration": "2ep", "seed": 3}
     trainer = make_trainer(ours, make_loader(300, 128), memory_limit="200KiB", **options)
@@ -71,7 +71,7 @@ def scripted(at: int) -> Scripted:
     return Scripted(at, lambda outputs: outputs * math.nan)
 
 
-def test_a_batch_that_is_not_finite_can_be_ignored() -> None:
+def test_non_finite_batch_can_be_ignored() -> None:
     model = scripted(2)
     summary = make_trainer(model, microbatch_size=None, features=[NonFinite("ignore")]).fit()
     assert summary.steps == 4
@@ -79,7 +79,7 @@ def test_a_batch_that_is_not_finite_can_be_ignored() -> None:
     assert not torch.isfinite(model.linear.weight).any()
 
 
-def test_skipping_gives_up_where_nothing_is_finite_any_more() -> None:
+def test_run_stops_after_too_many_skipped_batches() -> None:
     class Broken(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -97,7 +97,7 @@ def test_skipping_gives_up_where_nothing_is_finite_any_more() -> None:
     assert trainer.state.skipped == 50
 
 
-def test_time_that_is_over_ends_training_after_one_batch_at_least() -> None:
+def test_max_time_ends_training_after_at_least_one_batch() -> None:
     trainer = make_trainer(make_model(), max_duration="9999ep")
     with pytest.raises(ValueError, match="is not a time"):
         trainer.fit(max_time="soon")
@@ -108,7 +108,7 @@ def test_time_that_is_over_ends_training_after_one_batch_at_least() -> None:
     assert trainer.fit(max_time=timedelta(microseconds=1)).steps == before + 1
 
 
-# Counting the tokens of a batch
+# Token counts of a batch
 
 IDS = torch.arange(12).reshape(3, 4)
 MASK = torch.tensor([[1, 1, 1, 1], [1, 1, 0, 0], [1, 0, 0, 0]])
@@ -137,24 +137,24 @@ MASK = torch.tensor([[1, 1, 1, 1], [1, 1, 0, 0], [1, 0, 0, 0]])
     ],
     ids=str,
 )
-def test_tokens_are_those_that_the_mask_keeps_or_all_ids(batch: Any, tokens: int | None) -> None:
+def test_tokens_are_counted_from_mask_or_ids(batch: Any, tokens: int | None) -> None:
     assert Counter(Unit.TOKENS).count_all([batch]) == tokens
 
 
 @pytest.mark.parametrize("given", [5, np.int64(5), torch.tensor(5), np.array(5)], ids=repr)
-def test_the_callers_own_count_goes_first(given: Any) -> None:
+def test_custom_token_count_takes_precedence(given: Any) -> None:
     count = Counter(Unit.TOKENS, lambda batch: given).count_all([{"input_ids": IDS}])
     assert (count, type(count)) == (5, int)
 
 
 @pytest.mark.parametrize("given", [1.5, None, True, "7", -3, torch.tensor([1, 2])], ids=repr)
-def test_a_count_that_is_no_whole_number_is_named(given: Any) -> None:
+def test_invalid_token_count_is_named(given: Any) -> None:
     message = r"count_tokens gave .* not a whole number from 0\. Return"
     with pytest.raises((TypeError, ValueError), match=message):
         Counter(Unit.TOKENS, lambda batch: given).count_all([IDS])
 
 
-def test_something_that_cannot_be_called_is_named() -> None:
+def test_token_counter_must_be_callable() -> None:
     with pytest.raises(TypeError, match=r"count_tokens='input_ids' cannot be called\. Pass"):
         Counter(Unit.TOKENS, "input_ids")  # type: ignore[arg-type]
 
@@ -169,7 +169,7 @@ def test_something_that_cannot_be_called_is_named() -> None:
         (IDS, "their number in a batch of type Tensor is unknown. Pass .*CountData"),
     ],
 )
-def test_a_duration_in_tokens_that_cannot_be_counted_is_explained(batch: Any, message: str) -> None:
+def test_uncountable_duration_in_tokens_is_explained(batch: Any, message: str) -> None:
     duration = Duration.parse("1e6tok")
     with pytest.raises(ValueError, match=rf"^max_duration='1000000tok' counts tokens.*{message}"):
         Counter(Unit.TOKENS, max_duration=duration).count_all([batch])

@@ -1,4 +1,4 @@
-"""What goes wrong, and what the user then reads."""
+"""Errors in runs and arguments, and their messages."""
 
 import copy
 import math
@@ -25,7 +25,7 @@ from tests.trainer.runs import (
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
-def test_a_loss_that_is_not_finite_ends_the_run_before_the_optimizer_steps(bad: float) -> None:
+def test_non_finite_loss_ends_run_before_optimizer_step(bad: float) -> None:
     model = Scripted(6, lambda outputs: outputs * bad)
     steps: list[Any] = []
     optimizer = adam(model.parameters())
@@ -42,7 +42,7 @@ def test_a_loss_that_is_not_finite_ends_the_run_before_the_optimizer_steps(bad: 
     assert torch.equal(steps[-1]["weight"], model.linear.weight)
 
 
-def test_a_gradient_that_is_not_finite_is_caught_where_gradients_are_clipped() -> None:
+def test_non_finite_gradient_is_caught_when_clipping() -> None:
     def root(outputs: Tensor) -> Tensor:
         return (outputs * 0).abs().sqrt() + outputs
 
@@ -53,7 +53,7 @@ def test_a_gradient_that_is_not_finite_is_caught_where_gradients_are_clipped() -
     assert_same(model.linear, before)
 
 
-def test_a_failure_in_evaluation_says_so() -> None:
+def test_error_in_evaluation_names_evaluation_batch() -> None:
     def fail(_: Tensor) -> Tensor:
         raise KeyError("mine")
 
@@ -63,7 +63,7 @@ def test_a_failure_in_evaluation_says_so() -> None:
     assert raised.value.__notes__[0] == "automicro: in evaluation, batch 2"
 
 
-def test_a_batch_of_another_structure_is_named_by_its_place() -> None:
+def test_batch_with_different_structure_is_named_by_position() -> None:
     inputs, targets = make_data()[:]
     batches = [(inputs, targets), (inputs, targets[:7])]
     with pytest.raises(BatchError) as raised:
@@ -82,7 +82,7 @@ def test_a_batch_of_another_structure_is_named_by_its_place() -> None:
     ],
     ids=["list", "drop_last"],
 )
-def test_an_empty_loader_is_an_error_with_its_reason(loader: Any, message: str) -> None:
+def test_empty_loader_error_gives_reason(loader: Any, message: str) -> None:
     with pytest.raises(DataLoaderError, match=message):
         make_trainer(make_model(), loader).fit()
     with pytest.raises(DataLoaderError, match=message.replace("train_", "")):
@@ -114,14 +114,14 @@ def test_an_empty_loader_is_an_error_with_its_reason(loader: Any, message: str) 
     ],
     ids=lambda value: re.sub(r" at 0x[0-9a-f]+", "", str(value))[:50],
 )
-def test_arguments_that_make_no_sense_are_refused(
+def test_invalid_arguments_are_refused(
     options: dict[str, Any], error: type[Exception], message: str
 ) -> None:
     with pytest.raises(error, match=message):
         make_trainer(make_model(), **options)
 
 
-def test_fit_without_data_and_eval_without_data_say_what_to_pass() -> None:
+def test_fit_and_eval_without_data_name_missing_arguments() -> None:
     trainer = Trainer(make_model(), loss_fn=nn.CrossEntropyLoss(), device="cpu", progress=False)
     with pytest.raises(ValueError, match=r"Pass train_dataloader=… and optimizer=…"):
         trainer.fit()
@@ -130,6 +130,6 @@ def test_fit_without_data_and_eval_without_data_say_what_to_pass() -> None:
     assert "loss" in trainer.eval(make_loader())
 
 
-def test_a_scheduler_without_an_optimizer_is_refused() -> None:
+def test_scheduler_without_optimizer_is_refused() -> None:
     with pytest.raises(ValueError, match="but no optimizer"):
         make_trainer(make_model(), scheduler=schedule, optimizer=None)

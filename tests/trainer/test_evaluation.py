@@ -1,4 +1,4 @@
-"""Evaluations and predictions, their metrics, and what `fit` and `eval` take."""
+"""Evaluations, predictions and their metrics, and the arguments of `fit` and `eval`."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -33,7 +33,7 @@ from tests.trainer.runs import (
     ("interval", "duration", "evaluations"),
     [("1ep", "3ep", 3), ("2ep", "3ep", 2), ("2ba", "1ep", 2), ("3ba", "1ep", 2), (None, "3ep", 0)],
 )
-def test_evaluations_come_at_their_interval_and_at_the_end(
+def test_evaluations_run_at_interval_and_at_end(
     interval: str | None, duration: str, evaluations: int
 ) -> None:
     passes = []
@@ -51,7 +51,7 @@ def test_evaluations_come_at_their_interval_and_at_the_end(
     assert ("loss" in summary.eval_metrics) == (evaluations > 0)
 
 
-def test_eval_gives_the_loss_and_metrics_of_the_whole_data() -> None:
+def test_eval_returns_loss_and_metrics_of_all_data() -> None:
     model = make_model(dropout=0.5)
     trainer = make_trainer(
         model,
@@ -74,10 +74,10 @@ def test_eval_gives_the_loss_and_metrics_of_the_whole_data() -> None:
     assert trainer.eval(make_loader(rows=10)) != values
 
 
-def test_the_loss_of_an_evaluation_does_not_depend_on_the_batch_size() -> None:
+def test_evaluation_loss_is_independent_of_batch_size() -> None:
     inputs, targets = make_data()[:]
     targets = targets.clone()
-    targets[: ROWS // 2] = -100  # whole batches in which nothing counts
+    targets[: ROWS // 2] = -100  # some batches have only ignored targets
     data = torch.utils.data.TensorDataset(inputs, targets)
     values = []
     for batch_size in (3, 7, ROWS):
@@ -87,7 +87,7 @@ def test_the_loss_of_an_evaluation_does_not_depend_on_the_batch_size() -> None:
     assert values[1] == pytest.approx(values[2], rel=1e-6)
 
 
-def test_the_parts_of_a_loss_are_reported_by_name() -> None:
+def test_loss_parts_are_reported_by_name() -> None:
     def forward(model: nn.Module, batch: Any) -> dict[str, Tensor]:
         outputs = model(batch[0])
         return {
@@ -101,7 +101,7 @@ def test_the_parts_of_a_loss_are_reported_by_name() -> None:
     assert values["loss"] == pytest.approx(values["loss/fit"] + values["loss/size"])
 
 
-def test_evaluating_a_model_that_gives_no_loss_reports_the_metrics() -> None:
+def test_evaluation_without_loss_reports_metrics() -> None:
     class Composed(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -126,7 +126,7 @@ def test_evaluating_a_model_that_gives_no_loss_reports_the_metrics() -> None:
     assert list(trainer.eval(make_loader())) == ["MulticlassAccuracy"]
 
 
-def test_a_loader_without_a_batch_is_refused_before_training() -> None:
+def test_empty_eval_loader_is_refused_before_training() -> None:
     empty = DataLoader(make_data(5), batch_size=16, drop_last=True)
     trainer = make_trainer(make_model(), eval_dataloader={"seen": make_loader(), "new": empty})
     with pytest.raises(DataLoaderError, match=r"eval_dataloader\['new'\].* no batch from 5 rows"):
@@ -136,7 +136,7 @@ def test_a_loader_without_a_batch_is_refused_before_training() -> None:
     assert make_trainer(make_model(), eval_dataloader=never).fit().steps == 4
 
 
-def test_a_layer_without_weights_that_is_added_later_is_refused_each_time() -> None:
+def test_uninitialized_layer_added_later_is_always_refused() -> None:
     model = nn.Sequential(nn.Linear(FEATURES, CLASSES))
     trainer = make_trainer(model, eval_dataloader=make_loader())
     model.append(nn.LazyLinear(CLASSES))
@@ -145,7 +145,7 @@ def test_a_layer_without_weights_that_is_added_later_is_refused_each_time() -> N
             call()
 
 
-def test_several_loaders_without_names_are_refused_at_once() -> None:
+def test_several_loaders_without_names_are_refused() -> None:
     loaders = (DataLoader(make_data()), DataLoader(make_data()))
     with pytest.raises(TypeError, match=r"dataloader is a list of loaders, .* in a mapping"):
         make_trainer(make_model()).eval(list(loaders))
@@ -161,23 +161,23 @@ def test_several_loaders_without_names_are_refused_at_once() -> None:
         (1, "has no unit: write '1ep'"),
     ],
 )
-def test_an_interval_that_counts_otherwise_is_answered(given: Any, hint: str) -> None:
+def test_invalid_eval_interval_error_gives_hint(given: Any, hint: str) -> None:
     with pytest.raises((TypeError, ValueError), match=f"eval_interval=.*{hint}"):
         make_trainer(make_model(), eval_interval=given)
 
 
-def test_the_first_fit_may_have_another_duration() -> None:
+def test_first_fit_accepts_duration() -> None:
     trainer = make_trainer(make_model(), max_duration="1ep")
     assert trainer.fit(duration="2ep").epochs == 2
 
 
-def test_a_saved_run_has_its_duration_from_the_start(tmp_path: Any) -> None:
+def test_run_with_checkpoints_refuses_duration_in_fit(tmp_path: Any) -> None:
     trainer = make_trainer(make_model(), checkpoint=CheckpointConfig(folder=tmp_path))
     with pytest.raises(ValueError, match=r"resumed from its .* Pass the whole max_duration"):
         trainer.fit(duration="1ep")
 
 
-def test_what_is_no_duration_is_answered() -> None:
+def test_invalid_fit_duration_is_refused() -> None:
     trainer = make_trainer(make_model())
     with pytest.raises(TypeError, match="duration=2 has no unit: write '2ep'"):
         trainer.fit(2)  # type: ignore[arg-type]
@@ -185,7 +185,7 @@ def test_what_is_no_duration_is_answered() -> None:
         trainer.fit("0.5dur")
 
 
-def test_eval_may_see_fewer_batches() -> None:
+def test_eval_can_limit_batches() -> None:
     metrics = {"accuracy": MulticlassAccuracy(CLASSES)}
     trainer = make_trainer(make_model(), eval_dataloader=make_loader(), metrics=metrics)
     few = Evaluator(dataloader=make_loader(), max_batches=2)
@@ -204,7 +204,7 @@ def outputs_of(model: nn.Module, inputs: Tensor) -> Tensor:
     return outputs
 
 
-def test_predicting_survives_running_out_of_memory() -> None:
+def test_prediction_recovers_from_out_of_memory() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 4))
     batch = torch.randn(512, 64)
@@ -218,14 +218,14 @@ def test_predicting_survives_running_out_of_memory() -> None:
     torch.testing.assert_close(outputs, expected)
 
 
-def test_a_loader_that_shuffles_is_refused() -> None:
+def test_prediction_with_shuffling_loader_is_refused() -> None:
     trainer = make_trainer(make_model())
     for options in ({"shuffle": True}, {"sampler": torch.utils.data.SubsetRandomSampler([1, 2])}):
         with pytest.raises(ValueError, match=r"in an unknown order. Pass a loader with shuf"):
             trainer.predict(DataLoader(make_data(), batch_size=4, **options))
 
 
-def test_an_empty_loader_and_a_forward_without_outputs_are_errors() -> None:
+def test_prediction_needs_batches_and_outputs() -> None:
     with pytest.raises(DataLoaderError, match="gave no batch"):
         make_trainer(make_model()).predict([])
     only_loss = make_trainer(

@@ -1,4 +1,4 @@
-"""Exploring sizes in a run: it changes nothing but time, and says how far it is."""
+"""Exploring sizes during a run changes only its speed, and reports its progress."""
 
 from typing import Any
 
@@ -19,7 +19,7 @@ from tests.trainer.runs import make_loader, make_model, make_trainer
 
 
 class Noting(Explore):
-    """Explores, and keeps the sizes of all that fitted."""
+    """Explores, and records the sizes that fit."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
@@ -40,15 +40,15 @@ def train(model: nn.Module, policy: Policy, *, rows: int = 32, **options: Any) -
     return trainer
 
 
-def test_the_summary_tells_of_the_size_that_was_chosen_and_not_of_a_trial() -> None:
+def test_summary_reports_chosen_size_not_trial() -> None:
     policy = Explore(max_steps=12)
-    # Long enough for it to end, however often it goes from one size to another.
+    # Long enough for the exploration to end, however often it switches between sizes.
     trainer = train(make_model(), policy, max_duration="60ba")
     assert trainer.state.train.cut is not None
     assert trainer.state.train.cut.microbatch_size == policy.propose(32)
 
 
-def test_the_primitive_explores_and_tells_of_it() -> None:
+def test_microbatcher_explores_and_reports_progress() -> None:
     model = make_model()
     microbatcher = Microbatcher(
         model, loss_fn=nn.CrossEntropyLoss(), microbatch_size="explore", probe=False
@@ -78,7 +78,7 @@ class Normed(nn.Module):
         return outputs
 
 
-def test_layers_that_average_over_rows_are_not_explored_unless_that_is_accepted() -> None:
+def test_batchnorm_is_not_explored_unless_ignored() -> None:
     policy = Noting()
     train(Normed(), policy)
     assert set(policy.sizes) == {32}
@@ -87,7 +87,7 @@ def test_layers_that_average_over_rows_are_not_explored_unless_that_is_accepted(
     assert len(set(accepted.sizes)) > 1
 
 
-def test_a_seed_and_exploring_are_warned_of_and_deterministic_is_refused() -> None:
+def test_exploring_warns_with_seed_and_refuses_determinism() -> None:
     with pytest.warns(DeterminismWarning, match="by measured time, so two runs may"):
         make_trainer(make_model(), seed=1, microbatch_size="explore")
     with pytest.raises(ValueError, match=r"deterministic was given, .* pass the size that it"):

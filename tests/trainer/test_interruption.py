@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM: the first is noted, the second stops, and nothing stays behind."""
+"""Ctrl-C and SIGTERM: the first is recorded, the second stops, and handlers are restored."""
 
 import os
 import signal
@@ -24,7 +24,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture(autouse=True)
-def handlers_are_put_back() -> Iterator[None]:
+def check_handlers_are_restored() -> Iterator[None]:
     before = [signal.getsignal(number) for number in BOTH]
     yield
     after = [signal.getsignal(number) for number in BOTH]
@@ -44,7 +44,7 @@ def send(number: signal.Signals) -> None:
         (signal.SIGTERM, True, "SIGTERM: finishing this batch, then saving; a second one stops"),
     ],
 )
-def test_the_first_signal_is_noted_and_said(number: signal.Signals, saves: bool, said: str) -> None:
+def test_first_signal_is_noted_and_printed(number: signal.Signals, saves: bool, said: str) -> None:
     lines: list[str] = []
     with catching_signals(saves=saves, say=lines.append) as interruption:
         assert interruption.name is None
@@ -54,7 +54,7 @@ def test_the_first_signal_is_noted_and_said(number: signal.Signals, saves: bool,
 
 
 @pytest.mark.parametrize("number", BOTH)
-def test_the_second_signal_stops_at_once(number: signal.Signals) -> None:
+def test_second_signal_stops_at_once(number: signal.Signals) -> None:
     with catching_signals(say=lambda line: None):
         send(number)
         with pytest.raises(STOPS[number]) as caught:
@@ -64,7 +64,7 @@ def test_the_second_signal_stops_at_once(number: signal.Signals) -> None:
         assert caught.value.code == 143
 
 
-def test_ctrl_c_after_sigterm_is_a_first_one() -> None:
+def test_ctrl_c_after_sigterm_counts_as_first_one() -> None:
     lines: list[str] = []
     with catching_signals(say=lines.append) as interruption:
         send(signal.SIGTERM)
@@ -76,7 +76,7 @@ def test_ctrl_c_after_sigterm_is_a_first_one() -> None:
 
 
 @pytest.mark.parametrize("number", BOTH)
-def test_the_program_ends_as_by_the_signal_with_a_note_of_where(number: signal.Signals) -> None:
+def test_interruption_raises_error_of_signal_with_note(number: signal.Signals) -> None:
     interruption = Interruption()
     interruption.take_note(number)
     with pytest.raises(STOPS[number]) as caught:
@@ -87,7 +87,7 @@ def test_the_program_ends_as_by_the_signal_with_a_note_of_where(number: signal.S
     assert number == signal.SIGINT or getattr(caught.value, "code", None) == 143
 
 
-def test_handlers_are_put_back_after_an_exception() -> None:
+def test_handlers_are_restored_after_exception() -> None:
     before = signal.getsignal(signal.SIGINT)
 
     def fit() -> None:
@@ -100,7 +100,7 @@ def test_handlers_are_put_back_after_an_exception() -> None:
     assert signal.getsignal(signal.SIGINT) is before
 
 
-def test_a_handler_of_the_callers_own_is_called_as_well() -> None:
+def test_existing_signal_handler_is_also_called() -> None:
     seen: list[int] = []
 
     def own(number: int, frame: FrameType | None) -> None:
@@ -117,7 +117,7 @@ def test_a_handler_of_the_callers_own_is_called_as_well() -> None:
         signal.signal(signal.SIGTERM, before)
 
 
-def test_a_handler_from_outside_of_python_is_left_alone(mocker: Any) -> None:
+def test_handler_from_outside_python_is_kept(mocker: Any) -> None:
     mocker.patch("signal.getsignal", return_value=None)
     install = mocker.patch("signal.signal")
     with catching_signals():
@@ -125,7 +125,7 @@ def test_a_handler_from_outside_of_python_is_left_alone(mocker: Any) -> None:
     install.assert_not_called()
 
 
-def test_one_inside_of_another_tells_both() -> None:
+def test_nested_catching_signals_notify_both() -> None:
     lines: list[str] = []
     with catching_signals(say=lines.append) as outer:
         with catching_signals(say=lines.append) as inner:
@@ -135,7 +135,7 @@ def test_one_inside_of_another_tells_both() -> None:
 
 
 def run(program: str) -> subprocess.CompletedProcess[str]:
-    # A session of its own: what it sends to its group does not reach the tests.
+    # The new session keeps signals to its process group away from the tests.
     return subprocess.run(
         [sys.executable, "-c", textwrap.dedent(program)],
         capture_output=True,
@@ -147,7 +147,7 @@ def run(program: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-# The module alone: the whole package takes seconds to import.
+# Loads only this module, because an import of the whole package takes seconds.
 ALONE = """
         import multiprocessing, os, runpy, signal, time
         module = runpy.run_path("automicro/trainer/signals.py")
@@ -157,7 +157,7 @@ ALONE = """
 
 @pytest.mark.sweep
 @pytest.mark.parametrize(("number", "code"), [("SIGINT", -signal.SIGINT), ("SIGTERM", 143)])
-def test_a_process_ends_with_the_code_of_the_signal(number: str, code: int) -> None:
+def test_process_ends_with_code_of_signal(number: str, code: int) -> None:
     done = run(f"""{ALONE}
         with catching_signals(saves=True) as interruption:
             os.kill(os.getpid(), signal.{number})
@@ -192,7 +192,7 @@ def test_forked_workers_end_with_sigterm() -> None:
 
 
 @pytest.mark.sweep
-def test_forked_workers_outlive_ctrl_c_in_a_terminal_until_the_batch_is_finished() -> None:
+def test_forked_workers_survive_ctrl_c_until_batches_end() -> None:
     done = run(f"""{ALONE}
         from torch.utils.data import DataLoader
 

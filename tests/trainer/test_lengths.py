@@ -1,4 +1,4 @@
-"""Rows of varying length in a Trainer: batches by length, seconds of data, resuming."""
+"""Rows of varying length in a Trainer: batches by length, seconds of data, and resuming."""
 
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ TOTAL = sum(SECONDS)
 
 
 class Speech(Dataset[Any]):
-    """A signal for each row, of its own length."""
+    """Signals of different lengths, one per row."""
 
     def __len__(self) -> int:
         return len(SECONDS)
@@ -51,7 +51,7 @@ def make_trainer(**options: Any) -> Trainer:
     )
 
 
-def test_a_callable_counts_the_seconds_of_a_batch() -> None:
+def test_callable_counts_seconds_of_batch() -> None:
     trainer = make_trainer(
         sampling={"unit": None},
         max_duration="100sec",
@@ -62,7 +62,7 @@ def test_a_callable_counts_the_seconds_of_a_batch() -> None:
 
 
 @pytest.mark.parametrize("name", ["max_duration", "eval_interval"])
-def test_seconds_that_nobody_counts_are_refused_with_max_time_for_those_who_meant_it(
+def test_uncounted_seconds_are_refused_with_hint_at_max_time(
     name: str,
 ) -> None:
     with pytest.raises(ValueError, match=rf"^{name}='2h' counts seconds of data.*max_time='2h30m'"):
@@ -76,14 +76,14 @@ def test_seconds_that_nobody_counts_are_refused_with_max_time_for_those_who_mean
 
 
 @pytest.mark.parametrize("seconds", ["1", -1.0])
-def test_seconds_that_are_none_are_refused(seconds: Any) -> None:
+def test_invalid_seconds_are_refused(seconds: Any) -> None:
     with pytest.raises((TypeError, ValueError), match="count_seconds gave"):
         make_trainer(features=[CountData(seconds=lambda batch: seconds)]).fit()
     with pytest.raises(TypeError, match="count_seconds=5 cannot be called"):
         make_trainer(features=[CountData(seconds=5)])  # type: ignore[arg-type]
 
 
-def test_a_size_chooses_the_fewest_batches_that_reach_it() -> None:
+def test_size_selects_fewest_batches_that_reach_it() -> None:
     fixed = {"mode": "fixed", "batch_length": None, "batch_size": 4}
     summary = make_trainer(sampling=fixed, accumulate_batches="10sp").fit()
     assert summary.global_batch.most_rows == 12
@@ -99,7 +99,7 @@ def test_a_size_chooses_the_fewest_batches_that_reach_it() -> None:
     assert summary.steps == -(-len(sampler) // 4)
 
 
-def test_a_size_that_nobody_knows_or_that_is_none_is_refused() -> None:
+def test_unknown_or_invalid_batch_size_is_refused() -> None:
     with pytest.raises(ValueError, match="the number of tokens in a batch of train_dataloader"):
         make_trainer(accumulate_batches="1e6tok")
     with pytest.raises(
@@ -111,12 +111,12 @@ def test_a_size_that_nobody_knows_or_that_is_none_is_refused() -> None:
     assert make_trainer(accumulate_batches="3ba").fit().global_batch.accumulation > 2
 
 
-def test_exploring_is_refused_before_anything_is_said_of_it() -> None:
-    with pytest.raises(ValueError, match="slices of tokens are packed"):  # and no warning
+def test_exploring_with_token_unit_is_refused_without_warning() -> None:
+    with pytest.raises(ValueError, match="slices of tokens are packed"):  # and gives no warning
         make_trainer(seed=1, microbatch_unit="tokens", microbatch_size="explore")
 
 
-def test_the_first_line_and_the_summary_say_what_a_batch_holds_on_average(
+def test_first_line_and_summary_report_average_batch(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     sampling = {"second_lengths": [5] * 40, "second_unit": "tokens"}
@@ -133,13 +133,12 @@ def test_the_first_line_and_the_summary_say_what_a_batch_holds_on_average(
 
 
 class StopAfter(Callback):
-    """Ends a run as a killed process does, but for the checkpoint of that batch."""
+    """Ends a run like a kill would, except that the last batch is saved."""
 
     def __init__(self, batches: int) -> None:
         self._batches = batches
 
     def batch_end(self, run: Run, result: Any) -> None:
-        """Stop, once there are as many."""
         if run.state.batch == self._batches:
             run.stop("for the test")
 
@@ -153,9 +152,7 @@ class StopAfter(Callback):
         *(pytest.param("1D-bucketing-dyn", at, marks=pytest.mark.sweep) for at in (3, 8, 11)),
     ],
 )
-def test_a_run_that_is_taken_up_in_an_epoch_is_the_undisturbed_one_to_the_bit(
-    tmp_path: Path, batches: int, mode: str
-) -> None:
+def test_run_resumed_in_epoch_is_bit_identical(tmp_path: Path, batches: int, mode: str) -> None:
     options: dict[str, Any] = {"max_duration": "3ep", "sampling": {"mode": mode}}
     whole = make_trainer(**options)
     expected = whole.fit()

@@ -1,4 +1,4 @@
-"""The loop over epochs, batches, evaluations and checkpoints, broken off and taken up again."""
+"""The loop over epochs, batches, evaluations and checkpoints, with interruptions and resumes."""
 
 import contextlib
 import signal
@@ -23,11 +23,11 @@ from tests.loggers.logged import read_json_lines
 from tests.sweeps import mostly_in_sweeps
 from tests.trainer.runs import assert_same, make_data, make_loader, make_model, make_trainer
 
-# Four batches an epoch: 16, 16, 16 and 2 rows.
+# An epoch has four batches, with 16, 16, 16 and 2 rows.
 
 
 class At(Callback):
-    """Does something once at an event, when so many batches are done; notes evaluations."""
+    """Runs an action once at an event after some batches, and records rows and evaluations."""
 
     def __init__(self, event: str = "", batch: int = 0, action: Callable[[], Any] = print) -> None:
         self.rows: list[list[float]] = []
@@ -68,7 +68,7 @@ def fail() -> None:
 
 
 class Unknown(IterableDataset):
-    """The same rows, and nobody knows how many."""
+    """The same rows, without a known length."""
 
     def __iter__(self) -> Iterator[Any]:
         data = make_data()
@@ -80,7 +80,9 @@ def steps_of(path: Path, name: str) -> list[int]:
 
 
 @pytest.mark.parametrize("callbacks", [[], [At()]])
-def test_the_best_checkpoint_stays_whoever_listens(tmp_path: Path, callbacks: list[At]) -> None:
+def test_best_checkpoint_is_kept_with_and_without_callbacks(
+    tmp_path: Path, callbacks: list[At]
+) -> None:
     config = CheckpointConfig(folder=tmp_path, interval=None, keep_last=1, keep_best=1)
     trainer = make_trainer(
         make_model(),
@@ -96,7 +98,7 @@ def test_the_best_checkpoint_stays_whoever_listens(tmp_path: Path, callbacks: li
     assert best.metrics == {"eval/loss": trainer.eval()["loss"]}
 
 
-def test_checkpoints_are_ranked_by_values_of_their_own_weights(tmp_path: Path) -> None:
+def test_checkpoints_are_ranked_by_evaluations_of_their_weights(tmp_path: Path) -> None:
     class Spoil(Callback):
         def batch_end(self, run: Run, result: Any) -> None:
             if run.state.batch == 5:
@@ -137,7 +139,7 @@ def test_checkpoints_are_ranked_by_values_of_their_own_weights(tmp_path: Path) -
     assert best.metrics["eval/full/loss"] == pytest.approx(again)
 
 
-def test_a_best_metric_saves_after_each_evaluation_that_has_it(tmp_path: Path) -> None:
+def test_best_metric_saves_after_each_of_its_evaluations(tmp_path: Path) -> None:
     config = CheckpointConfig(folder=tmp_path, interval=None, keep_last=None, keep_best=1)
     evaluate = {"eval_dataloader": make_loader(), "eval_interval": "3ba"}
     make_trainer(make_model(), checkpoint=config, max_duration="7ba", **evaluate).fit()
@@ -160,7 +162,7 @@ def test_a_best_metric_saves_after_each_evaluation_that_has_it(tmp_path: Path) -
         ),
     ],
 )
-def test_a_best_metric_that_nothing_gives_is_refused_before_training(
+def test_unavailable_best_metric_is_refused_before_training(
     tmp_path: Path, name: str, options: dict[str, Any], remedy: str
 ) -> None:
     config = CheckpointConfig(folder=tmp_path, keep_best=1, best_metric=name)
@@ -180,7 +182,7 @@ def test_a_best_metric_that_nothing_gives_is_refused_before_training(
         pytest.param("4ba", "3ba", "eval_batch_end", marks=pytest.mark.sweep),
     ],
 )
-def test_an_interrupted_run_evaluates_no_further_and_later_as_if_nothing_had_been(
+def test_interrupted_run_stops_evaluating_and_resumes_as_undisturbed(
     tmp_path: Path, event: str, duration: str, every: str
 ) -> None:
     def make(name: str, callback: At) -> Any:
@@ -221,7 +223,7 @@ def test_an_interrupted_run_evaluates_no_further_and_later_as_if_nothing_had_bee
 
 @pytest.mark.parametrize("batch", [0, 2, 3])
 @pytest.mark.parametrize("unknown", [False, True])
-def test_a_pass_goes_on_after_ctrl_c_where_it_was_left(batch: int, unknown: bool) -> None:
+def test_pass_continues_after_ctrl_c(batch: int, unknown: bool) -> None:
     loader = DataLoader(Unknown(), batch_size=16) if unknown else make_loader()
     noting = At("batch_start", batch, interrupt)
     trainer = make_trainer(make_model(), loader, callbacks=[noting], max_duration="2ep")
@@ -237,7 +239,7 @@ def test_a_pass_goes_on_after_ctrl_c_where_it_was_left(batch: int, unknown: bool
 AGAIN = r"epoch 1\. This epoch begins again, so 2 batches of it are repeated.* save checkpoints"
 
 
-def test_an_epoch_begins_again_after_an_error_which_is_said() -> None:
+def test_epoch_restarts_after_error_with_warning() -> None:
     noting = At("batch_end", 2, fail)
     trainer = make_trainer(make_model(), callbacks=[noting])
     with pytest.raises(RuntimeError, match="broken"):
@@ -248,7 +250,7 @@ def test_an_epoch_begins_again_after_an_error_which_is_said() -> None:
 
 
 @pytest.mark.parametrize("event", ["batch_start", "batch_end", "eval_end"])
-def test_fit_inside_of_a_callback_of_the_same_trainer_is_refused(event: str) -> None:
+def test_nested_fit_in_callback_is_refused(event: str) -> None:
     trainer = make_trainer(
         make_model(),
         eval_dataloader=make_loader(),
@@ -261,7 +263,7 @@ def test_fit_inside_of_a_callback_of_the_same_trainer_is_refused(event: str) -> 
 
 
 @pytest.mark.parametrize("every", mostly_in_sweeps(["1ba", "3ba", None], quick=["3ba"]))
-def test_training_is_the_same_however_often_it_evaluates(every: str | None) -> None:
+def test_training_is_independent_of_eval_interval(every: str | None) -> None:
     models = []
     for interval in (every, "1ep"):
         torch.manual_seed(3)
@@ -276,7 +278,7 @@ def test_training_is_the_same_however_often_it_evaluates(every: str | None) -> N
     assert_same(*models)
 
 
-def test_the_end_of_an_epoch_of_unknown_length_is_logged_once(tmp_path: Path) -> None:
+def test_end_of_epoch_of_unknown_length_is_logged_once(tmp_path: Path) -> None:
     path = tmp_path / "log.jsonl"
     for callback in (At("batch_start", 4, fail), At()):
         trainer = make_trainer(
@@ -302,9 +304,7 @@ def test_the_end_of_an_epoch_of_unknown_length_is_logged_once(tmp_path: Path) ->
 @pytest.mark.parametrize(
     ("duration", "rows", "label"), [("6ba", 50, "last epoch"), ("3ba", 48, "part of an epoch")]
 )
-def test_training_metrics_are_of_the_last_complete_epoch(
-    duration: str, rows: int, label: str
-) -> None:
+def test_training_metrics_cover_last_complete_epoch(duration: str, rows: int, label: str) -> None:
     summary = make_trainer(
         make_model(),
         metrics={"rows": SumMetric()},
@@ -315,7 +315,7 @@ def test_training_metrics_are_of_the_last_complete_epoch(
     assert f"train rows ({label})" in str(summary)
 
 
-def test_an_iterator_for_several_evaluations_is_refused_before_training() -> None:
+def test_iterator_for_several_evaluations_is_refused() -> None:
     with pytest.raises(ValueError, match=r"eval_dataloader is an iterator \(generator\).*DataLo"):
         make_trainer(
             make_model(), eval_dataloader=(each for each in make_loader()), max_duration="2ep"
@@ -325,7 +325,7 @@ def test_an_iterator_for_several_evaluations_is_refused_before_training() -> Non
 
 
 @pytest.mark.parametrize("at", [2, 4])
-def test_an_evaluation_that_failed_comes_again_before_training_goes_on(at: int) -> None:
+def test_failed_evaluation_is_repeated_before_training_continues(at: int) -> None:
     noting = At("eval_batch_end", at, fail)
     trainer = make_trainer(
         make_model(), eval_dataloader=make_loader(), eval_interval="2ba", callbacks=[noting]
@@ -339,7 +339,7 @@ def test_an_evaluation_that_failed_comes_again_before_training_goes_on(at: int) 
     assert len(seen) == at
 
 
-def test_a_state_that_cannot_be_saved_is_found_before_training(tmp_path: Path) -> None:
+def test_unsavable_state_is_found_before_training(tmp_path: Path) -> None:
     class Odd(Callback):
         def state_dict(self) -> dict[str, Any]:
             return {"model": nn.Linear(1, 1)}

@@ -1,4 +1,4 @@
-"""Training that runs out of memory and goes on."""
+"""Training that runs out of memory and continues."""
 
 import gc
 import weakref
@@ -45,7 +45,7 @@ def under_limit(limit: str | None, **options: Any) -> tuple[Trainer, nn.Module, 
     return trainer, model, losses_of(trainer)
 
 
-def test_a_run_survives_running_out_of_memory_in_train_and_eval() -> None:
+def test_run_recovers_from_out_of_memory_in_train_and_eval() -> None:
     small, model, losses = under_limit("256KiB")
     summary = small.fit()
     assert summary.train_ooms >= 2
@@ -55,7 +55,7 @@ def test_a_run_survives_running_out_of_memory_in_train_and_eval() -> None:
     assert summary.microbatch_size < summary.eval_microbatch_size < 600
     assert summary.peak_memory_bytes is not None
     assert summary.peak_memory_bytes <= 256 * 1024
-    # The same without a limit, at the sizes that were found: not a bit differs.
+    # Without a limit, a run at the same sizes must be bit-identical.
     large, expected, expected_losses = under_limit(
         None,
         microbatch_size=summary.microbatch_size,
@@ -69,7 +69,7 @@ def test_a_run_survives_running_out_of_memory_in_train_and_eval() -> None:
     assert (unlimited.train_ooms, unlimited.eval_ooms) == (0, 0)
 
 
-def test_one_limit_holds_for_the_optimizer_step_too() -> None:
+def test_memory_limit_includes_optimizer_step() -> None:
     class Hungry(torch.optim.SGD):
         def step(self, closure: Any = None) -> Any:
             torch.zeros(2**16)
@@ -82,14 +82,14 @@ def test_one_limit_holds_for_the_optimizer_step_too() -> None:
     assert "in training, epoch 1, batch 1 of the epoch" in raised.value.__notes__[-1]
 
 
-def test_a_budget_that_is_entered_already_is_used() -> None:
+def test_active_memory_budget_is_used() -> None:
     with MemoryBudget("200KiB") as budget:
         loader = make_loader(rows=512, batch_size=512)
-        summary = make_trainer(make_model(), loader, probe=False).fit()  # looks run out, too
+        summary = make_trainer(make_model(), loader, probe=False).fit()  # checks run out, too
     assert summary.train_ooms == budget.num_ooms > 0
 
 
-def test_a_model_larger_than_the_limit_is_named_as_the_reason() -> None:
+def test_model_larger_than_limit_is_named_as_reason() -> None:
     with pytest.raises(torch.OutOfMemoryError) as raised:
         make_trainer(make_model(), memory_limit="4KiB").fit()
     assert "the model and the optimizer's state alone exceed" in raised.value.__notes__[0]
@@ -111,10 +111,10 @@ RELEASED: dict[str, dict[str, Any]] = {
         for name in RELEASED
     ],
 )
-def test_memory_of_a_trainer_is_free_once_nobody_has_it(
+def test_trainer_memory_is_freed_when_unreferenced(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """At once: the next trainer of a search cannot wait for Python's collector."""
+    """Memory must be free at once: the next trainer of a search cannot wait for the collector."""
     monkeypatch.chdir(tmp_path)
 
     def run() -> tuple[weakref.ref[nn.Module], int]:
@@ -125,12 +125,12 @@ def test_memory_of_a_trainer_is_free_once_nobody_has_it(
             eval_dataloader=make_loader(rows=600, batch_size=600),
             metrics={"accuracy": MulticlassAccuracy(CLASSES)},
             memory_limit="192KiB",
-            features=[RememberSizes(False)],  # memory runs out in the second run, too
+            features=[RememberSizes(False)],  # so the second run also fails
             **deepcopy(RELEASED[name]),
         )
         return weakref.ref(model), trainer.fit().train_ooms
 
-    run()  # what torch imports when it is needed keeps the frames that it was imported in
+    run()  # lazy imports in torch keep references to the frames of the first run
     gc.collect()
     gc.disable()
     try:

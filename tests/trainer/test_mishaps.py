@@ -1,4 +1,4 @@
-"""Steps of the Trainer that go wrong: what they leave behind, and who is told what."""
+"""Failing steps of the Trainer: the state they leave, and the messages they raise."""
 
 import copy
 from functools import partial
@@ -22,7 +22,7 @@ from automicro.features import NonFinite
 from tests.trainer.runs import make_data, make_loader, make_model, make_trainer
 
 
-def test_a_batch_that_is_skipped_leaves_no_trace_in_the_model_and_the_metrics() -> None:
+def test_skipped_batch_leaves_model_and_metrics_unchanged() -> None:
     torch.manual_seed(0)
     batches = [(torch.randn(4, 6), torch.randint(3, (4,))) for _ in range(5)]
     bad = [*batches[:2], (torch.full((4, 6), torch.nan), batches[2][1]), *batches[2:]]
@@ -50,7 +50,7 @@ def test_a_batch_that_is_skipped_leaves_no_trace_in_the_model_and_the_metrics() 
     assert summary.train_metrics == expected.train_metrics
 
 
-def test_a_batch_that_stops_the_run_leaves_no_trace_in_the_model() -> None:
+def test_batch_that_stops_run_leaves_model_unchanged() -> None:
     model = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 3))
     before = copy.deepcopy(model.state_dict())
     batch = torch.full((4, 6), torch.nan), torch.zeros(4, dtype=torch.long)
@@ -60,7 +60,7 @@ def test_a_batch_that_stops_the_run_leaves_no_trace_in_the_model() -> None:
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
 
 
-def test_a_scheduler_that_fails_does_so_after_the_batch_is_counted() -> None:
+def test_batch_is_counted_before_scheduler_fails() -> None:
     def schedule(optimizer: Any) -> Any:
         return torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=3)
 
@@ -73,7 +73,7 @@ def test_a_scheduler_that_fails_does_so_after_the_batch_is_counted() -> None:
     assert steps == {trainer.state.batch} == {4}
 
 
-def test_a_loss_with_parameters_is_trained_with_the_model_or_named() -> None:
+def test_loss_parameters_missing_from_optimizer_are_named() -> None:
     class Centred(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -87,7 +87,7 @@ def test_a_loss_with_parameters_is_trained_with_the_model_or_named() -> None:
     assert len(trainer._run.modules) == 2
 
 
-def test_early_stopping_waits_for_the_evaluation_that_it_names() -> None:
+def test_early_stopping_waits_for_its_evaluation() -> None:
     evaluators = {
         "quick": Evaluator(dataloader=make_loader(), interval="1ba"),
         "full": Evaluator(dataloader=make_loader(), interval="3ba"),
@@ -107,14 +107,14 @@ def test_early_stopping_waits_for_the_evaluation_that_it_names() -> None:
         train("eval/full/los")
 
 
-def test_intervals_in_tokens_that_nobody_can_count_are_refused() -> None:
+def test_uncountable_interval_in_tokens_is_refused() -> None:
     evaluator = Evaluator(dataloader=make_loader(), interval="10tok")
     trainer = make_trainer(make_model(), eval_dataloader=evaluator)
     with pytest.raises(ValueError, match=r"Pass .*CountData"):
         trainer.fit()
 
 
-def test_gradients_of_a_callbacks_own_pass_are_not_scaled() -> None:
+def test_gradients_of_backward_in_callback_are_not_scaled() -> None:
     def grads(model: nn.Module) -> list[Tensor]:
         return [p.grad.clone() for p in model.parameters() if p.grad is not None]
 
@@ -132,11 +132,11 @@ def test_gradients_of_a_callbacks_own_pass_are_not_scaled() -> None:
     make_trainer(
         make_model(), [batch], precision="fp16", microbatch_size=None, callbacks=[twice]
     ).fit()
-    assert max(twice.ratio) < 2  # the scale begins at 65,536
+    assert max(twice.ratio) < 2  # the initial scale is 65,536
 
 
 @pytest.mark.parametrize("wrong", [EarlyStopping(), 3])
-def test_callbacks_that_are_no_list_are_named(wrong: Any) -> None:
+def test_callbacks_must_be_list(wrong: Any) -> None:
     with pytest.raises(TypeError, match="not a list; pass a list of callbacks"):
         make_trainer(make_model(), callbacks=wrong)
 
@@ -149,20 +149,20 @@ def test_callbacks_that_are_no_list_are_named(wrong: Any) -> None:
         ("on_fit_start", "fit_start"),
     ],
 )
-def test_events_by_the_names_of_other_trainers_are_refused(name: str, event: str) -> None:
+def test_event_names_of_other_trainers_are_refused(name: str, event: str) -> None:
     foreign = type("Foreign", (Callback,), {name: lambda self, *_: None})
     message = rf"Foreign\.{name} would never be called: the event is called {event}. Rename"
     with pytest.raises(ValueError, match=message):
         make_trainer(make_model(), callbacks=[foreign()])
 
 
-def test_a_misspelt_event_is_refused() -> None:
+def test_misspelled_event_is_refused() -> None:
     misspelt = type("Misspelt", (Callback,), {"batch_ended": lambda self, *_: None})
     with pytest.raises(ValueError, match=r"Misspelt.batch_ended would never be called: the events"):
         make_trainer(make_model(), callbacks=[misspelt()])
 
 
-def test_a_class_in_place_of_an_instance_is_named() -> None:
+def test_class_instead_of_instance_is_named() -> None:
     with pytest.raises(TypeError, match=r"loss_fn is the class CrossEntropyLoss; make an instance"):
         make_trainer(make_model(), loss_fn=nn.CrossEntropyLoss)
     with pytest.raises(TypeError, match=r"model is the class Linear; make an instance"):

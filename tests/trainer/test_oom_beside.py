@@ -1,4 +1,4 @@
-"""Memory that runs out beside the model: in callbacks, metrics, checkpoints, loggers, reports."""
+"""Out of memory outside the model: in callbacks, metrics, checkpoints, loggers and reports."""
 
 import logging
 from collections.abc import Callable
@@ -46,7 +46,7 @@ def trainer(*callbacks: Callback, **options: Any) -> Trainer:
 
 
 class Greedy(Callback):
-    """Needs more than there is at one event."""
+    """Runs out of memory at one event."""
 
     def __init__(self, event: str, fail: Callable[[], None] = oom, *, times: int = 10**9) -> None:
         self.left = times
@@ -61,9 +61,7 @@ class Greedy(Callback):
 
 @pytest.mark.parametrize("event", STEP)
 @pytest.mark.parametrize("microbatch_size", mostly_in_sweeps(["auto", 4], quick=["auto"]))
-def test_a_callback_inside_a_step_is_named_and_not_the_rows(
-    event: str, microbatch_size: Any
-) -> None:
+def test_callback_inside_step_is_named_instead_of_rows(event: str, microbatch_size: Any) -> None:
     with pytest.raises(torch.OutOfMemoryError) as caught:
         trainer(Greedy(event), microbatch_size=microbatch_size).fit()
     text = "\n".join([str(caught.value), *caught.value.__notes__])
@@ -73,7 +71,7 @@ def test_a_callback_inside_a_step_is_named_and_not_the_rows(
     assert "do not fit" not in text
 
 
-def test_a_callback_that_fits_with_fewer_rows_is_retried() -> None:
+def test_callback_that_fits_with_fewer_rows_is_retried() -> None:
     callback = Greedy("forward_end", times=1)
     one, two = trainer(callback).fit(), trainer().fit()
     assert callback.left == 0
@@ -81,7 +79,7 @@ def test_a_callback_that_fits_with_fewer_rows_is_retried() -> None:
     assert one.train_loss == pytest.approx(two.train_loss, rel=1e-6)
 
 
-def test_an_observer_is_named_too() -> None:
+def test_observer_out_of_memory_is_named() -> None:
     def watch(event: str, subject: Any) -> None:
         if event == "forward_end":
             oom()
@@ -93,7 +91,7 @@ def test_an_observer_is_named_too() -> None:
         microbatcher.backward((torch.randn(8, 4), torch.randint(3, (8,))))
 
 
-class Hoards(nn.Module):
+class HoardingMetric(nn.Module):
     """A metric that runs out of memory in one of its methods."""
 
     def __init__(self, fails_at: str) -> None:
@@ -118,15 +116,15 @@ class Hoards(nn.Module):
         ("compute", "automicro: while computing the metric 'hoard'"),
     ],
 )
-def test_a_metric_is_named_and_not_the_rows(fails_at: str, said: str) -> None:
+def test_metric_is_named_instead_of_rows(fails_at: str, said: str) -> None:
     with pytest.raises(torch.OutOfMemoryError) as caught:
-        trainer(metrics={"hoard": Hoards(fails_at)}).fit()
+        trainer(metrics={"hoard": HoardingMetric(fails_at)}).fit()
     assert said in "\n".join([str(caught.value), *caught.value.__notes__])
 
 
 @pytest.mark.parametrize("event", OUTSIDE)
-def test_a_callback_outside_of_a_step_is_called_once_more_and_then_named(event: str) -> None:
-    is_called_again = event != "gradients_ready"  # a half changed gradient would change twice
+def test_callback_outside_step_is_retried_once_and_then_named(event: str) -> None:
+    is_called_again = event != "gradients_ready"  # a retry could change gradients twice
     if is_called_again:
         one, two = trainer(Greedy(event, times=1)).fit(), trainer().fit()
         assert (one.train_loss, one.train_ooms) == (two.train_loss, 0)
@@ -139,16 +137,16 @@ def test_a_callback_outside_of_a_step_is_called_once_more_and_then_named(event: 
     assert "run.microbatcher()" in notes
 
 
-def test_other_errors_of_callbacks_are_told_nothing_of_memory() -> None:
+def test_other_callback_errors_do_not_mention_memory() -> None:
     def fail() -> None:
         raise KeyError("x")
 
-    with pytest.raises(KeyError) as caught:  # at the first call: it is not called once more
+    with pytest.raises(KeyError) as caught:  # raised by the first call, without a retry
         trainer(Greedy("batch_end", fail, times=1)).fit()
     assert "microbatcher" not in "\n".join(caught.value.__notes__)
 
 
-def test_a_transform_that_runs_out_is_named() -> None:
+def test_transform_out_of_memory_is_named() -> None:
     class Doubles(Callback):
         def transform(self, run: Any, batch: Any) -> Any:
             oom()
@@ -158,7 +156,7 @@ def test_a_transform_that_runs_out_is_named() -> None:
     assert "in the callback Doubles, transform" in "\n".join(caught.value.__notes__)
 
 
-def test_once_more_gives_back_what_the_first_try_held() -> None:
+def test_once_more_frees_memory_of_first_try() -> None:
     calls: list[int] = []
     with MemoryBudget("40KiB") as budget:
         others: list[Tensor] = []
@@ -184,7 +182,7 @@ class MuteShortageError(torch.OutOfMemoryError):
         raise AttributeError("gone")
 
 
-def test_a_report_survives_errors_with_odd_texts(tmp_path: Path) -> None:
+def test_report_survives_errors_without_text(tmp_path: Path) -> None:
     def fail() -> None:
         raise MuteShortageError
 
@@ -193,9 +191,7 @@ def test_a_report_survives_errors_with_odd_texts(tmp_path: Path) -> None:
     assert len(list(tmp_path.iterdir())) == 1
 
 
-def test_a_report_that_cannot_be_made_costs_no_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_failed_report_does_not_end_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: Any) -> None:
         raise MuteShortageError
 
@@ -206,7 +202,7 @@ def test_a_report_that_cannot_be_made_costs_no_run(
     assert not list(tmp_path.iterdir())
 
 
-def test_an_error_that_cannot_be_told_ends_the_run_as_itself(
+def test_error_without_text_propagates_unchanged(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     class MuteError(RuntimeError):
@@ -248,7 +244,7 @@ def run_shared(limit: str, table: int) -> str:
     return str(caught.value)
 
 
-def test_a_shared_part_that_fills_the_device_is_named_and_no_smaller_samples_advised() -> None:
+def test_shared_part_that_fills_device_is_named() -> None:
     text = run_shared("64KiB", 20_000)
     assert "shared parts of the batch 78.50 KiB" in text
     assert "no size can" in text
@@ -256,7 +252,7 @@ def test_a_shared_part_that_fills_the_device_is_named_and_no_smaller_samples_adv
     assert "samples" not in text
 
 
-def test_nothing_shared_is_told_of_where_all_has_rows() -> None:
+def test_batches_without_shared_parts_report_none() -> None:
     from automicro.batch.layout import BatchLayout
 
     rows = [{"x": torch.randn(2), "w": torch.randn(3)} for _ in range(4)]

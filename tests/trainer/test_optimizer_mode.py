@@ -1,4 +1,4 @@
-"""Optimizers with train() and eval(): trained at some weights, evaluated and saved at others."""
+"""Optimizers with train() and eval(), which train some weights and evaluate and save others."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -15,7 +15,7 @@ from tests.trainer.runs import assert_same, make_data, make_loader, make_model, 
 
 
 class ScheduleFree(torch.optim.Optimizer):
-    """Steps at other weights than the model is to be used with, as schedule-free SGD does."""
+    """Trains other weights than it evaluates, like schedule-free SGD."""
 
     def __init__(self, parameters: Any, lr: float = 0.5, beta: float = 0.5) -> None:
         super().__init__(parameters, {"lr": lr, "beta": beta, "k": 0, "is_training": False})
@@ -69,7 +69,7 @@ def make_schedule_free(model: nn.Module, **options: Any) -> Trainer:
     return make_trainer(model, loader, optimizer=ScheduleFree, **settings)
 
 
-def test_an_optimizer_with_train_and_eval_evaluates_and_ends_as_the_loop_by_hand() -> None:
+def test_optimizer_with_train_and_eval_matches_manual_loop() -> None:
     by_hand, model = make_model().double(), make_model().double()
     optimizer, expected = ScheduleFree(by_hand.parameters()), []
     for _ in range(3):
@@ -88,7 +88,7 @@ def test_an_optimizer_with_train_and_eval_evaluates_and_ends_as_the_loop_by_hand
     assert trainer.eval()["loss"] == pytest.approx(expected[-1], rel=1e-12)
 
 
-def test_an_evaluation_and_a_prediction_inside_of_fit_see_the_weights_to_be_used() -> None:
+def test_evaluation_and_prediction_inside_fit_use_eval_weights() -> None:
     class Looks(Callback):
         seen: list[float]
 
@@ -107,7 +107,7 @@ def test_an_evaluation_and_a_prediction_inside_of_fit_see_the_weights_to_be_used
 
 
 @pytest.mark.sweep
-def test_a_checkpoint_has_the_weights_to_be_used_and_goes_on_to_the_bit(tmp_path: Path) -> None:
+def test_checkpoint_has_eval_weights_and_resumes_bit_for_bit(tmp_path: Path) -> None:
     class Fails(Callback):
         def batch_start(self, run: Run, batch: Any) -> None:
             if run.state.batch == 7:

@@ -1,4 +1,4 @@
-"""Options of the Trainer that are handed to mechanisms with tests of their own."""
+"""Options that the Trainer passes on; the tests of each mechanism cover its details."""
 
 from typing import Any
 
@@ -19,7 +19,7 @@ from tests.trainer.runs import (
 
 
 def sentences(*lengths: int) -> list[dict[str, Tensor]]:
-    """One batch of one row for each length, padded to ten."""
+    """Return a batch of one row, padded to ten, for each length."""
     batches = []
     for length in lengths:
         mask = (torch.arange(10) < length).long()[None]
@@ -46,19 +46,19 @@ def language_trainer(**options: Any) -> Trainer:
 @pytest.mark.parametrize(
     ("duration", "steps"), [("1tok", 1), ("4tok", 1), ("5tok", 2), ("1e2tok", 18)]
 )
-def test_tokens_end_training_after_the_batch_that_reaches_them(duration: str, steps: int) -> None:
+def test_training_ends_after_batch_that_reaches_token_count(duration: str, steps: int) -> None:
     summary = language_trainer(max_duration=duration).fit()
     assert summary.steps == steps
 
 
-def test_tokens_are_those_that_the_mask_counts() -> None:
+def test_tokens_are_counted_by_mask() -> None:
     summary = language_trainer(max_duration="2ep", accumulate_batches=3).fit()
     assert summary.tokens == 2 * (4 + 9 + 2 + 7)
     assert summary.tokens_per_second is not None
     assert summary.tokens_per_second * 8 == pytest.approx(summary.samples_per_second * 44)
 
 
-def test_parameter_groups_get_their_options() -> None:
+def test_parameter_groups_receive_their_options() -> None:
     seen: list[torch.optim.Optimizer] = []
 
     def optimizer(groups: Any) -> torch.optim.Optimizer:
@@ -88,17 +88,17 @@ def grouped(group: dict[str, Any]) -> ParameterGroups:
     ],
     ids=str,
 )
-def test_options_that_cannot_hold_are_refused(options: dict[str, Any], message: str) -> None:
+def test_invalid_options_are_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         make_trainer(make_model(), **options)
 
 
-def test_groups_are_for_an_optimizer_that_is_still_to_be_built() -> None:
+def test_parameter_groups_refuse_built_optimizer() -> None:
     with pytest.raises(ValueError, match="Pass optimizer= as a callable"):
         ParameterGroups(torch.optim.SGD([nn.Parameter(torch.ones(1))]), [{"params": "*.bias"}])
 
 
-def test_flags_are_true_or_false() -> None:
+def test_flags_must_be_booleans() -> None:
     with pytest.raises(TypeError, match="deterministic is 1; pass True or False"):
         make_trainer(make_model(), deterministic=1)
 
@@ -111,7 +111,7 @@ def test_flags_are_true_or_false() -> None:
         ("parameter_groups", r"give optimizer=automicro.ParameterGroups"),
     ],
 )
-def test_options_of_another_place_are_answered_with_it(option: str, instead: str) -> None:
+def test_misplaced_option_error_names_right_place(option: str, instead: str) -> None:
     given: dict[str, Any] = {option: 1}
     with pytest.raises(TypeError, match=instead):
         Trainer(make_model(), **given)
@@ -121,7 +121,7 @@ class Clipping(Optimization):
     pass
 
 
-def test_a_word_stands_for_its_feature() -> None:
+def test_keyword_is_equivalent_to_feature() -> None:
     words = {"scheduler": schedule, "scheduler_interval": "batch", "grad_clip_norm": 0.5}
     weights = []
     kinds = Optimization, Clipping
@@ -136,7 +136,7 @@ def test_a_word_stands_for_its_feature() -> None:
     assert not torch.equal(weights[0], weights[3])
 
 
-def test_features_are_a_list_beside_words_too() -> None:
+def test_features_must_be_list_even_with_keywords() -> None:
     options: Any = {"features": NonFinite("skip"), "grad_clip_norm": 1.0}
     with pytest.raises(TypeError, match="features is a NonFinite and not a list"):
         Trainer(make_model(), make_loader(), optimizer=adam, **options)
@@ -149,12 +149,12 @@ def test_several_features_of_one_kind_are_refused(kind: type[Optimization]) -> N
         Trainer(make_model(), make_loader(), optimizer=adam, features=features)
 
 
-def test_features_of_the_loop_are_refused_where_the_loop_is_the_callers() -> None:
+def test_trainer_features_are_refused_in_microbatcher() -> None:
     with pytest.raises(TypeError, match="NonFinite is a feature of the Trainer's loop"):
         Microbatcher(make_model(), loss_fn=nn.MSELoss(), features=[NonFinite("skip")])
 
 
-def test_deterministic_holds_for_the_run_and_no_longer() -> None:
+def test_deterministic_applies_only_during_calls() -> None:
     seen = []
 
     class Noting(nn.Sequential):

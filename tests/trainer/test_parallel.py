@@ -1,4 +1,4 @@
-"""What several processes need before they meet: places, blocks, samplers, refusals."""
+"""Preparation of processes before they connect: devices, blocks, samplers and errors."""
 
 from collections import Counter
 from collections.abc import Callable
@@ -50,7 +50,7 @@ def rows_of(loader: Any) -> list[list[int]]:
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 @pytest.mark.parametrize("epoch", mostly_in_sweeps([0, 1], quick=[1]))
-def test_ranks_together_get_the_batches_of_one_process(world_size: int, epoch: int) -> None:
+def test_ranks_together_get_batches_of_one_process(world_size: int, epoch: int) -> None:
     def loader(batch_size: int) -> DataLoader[Any]:
         return DataLoader(ROWS, batch_size=batch_size, shuffle=True)
 
@@ -69,7 +69,7 @@ def test_ranks_together_get_the_batches_of_one_process(world_size: int, epoch: i
 
 
 def build_for_cuda(monkeypatch: pytest.MonkeyPatch, *, count: int) -> None:
-    """Let torch answer as a build for CUDA does on a machine with so many GPUs."""
+    """Make torch respond like a CUDA build on a machine with so many GPUs."""
     answers = {
         "torch._C._accelerator_getAccelerator": torch.device("cuda"),
         "torch.cuda.is_available": count > 0,
@@ -80,9 +80,7 @@ def build_for_cuda(monkeypatch: pytest.MonkeyPatch, *, count: int) -> None:
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_build_for_cuda_trains_on_the_cpu_where_there_is_no_gpu(
-    rank: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_cuda_build_without_gpu_trains_on_cpu(rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
     build_for_cuda(monkeypatch, count=0)
     assert torch.accelerator.current_accelerator() == torch.device("cuda")
     place = Process(rank=rank, world_size=2, local_rank=rank)
@@ -92,7 +90,7 @@ def test_a_build_for_cuda_trains_on_the_cpu_where_there_is_no_gpu(
         choose_device(own_device("cuda", place))
 
 
-def test_each_process_has_a_gpu_of_its_own_or_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_process_has_its_own_gpu_or_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     build_for_cuda(monkeypatch, count=2)
     places = [Process(rank=rank, world_size=3, local_rank=rank) for rank in range(3)]
     for device in ("auto", "cuda"):
@@ -102,26 +100,26 @@ def test_each_process_has_a_gpu_of_its_own_or_is_refused(monkeypatch: pytest.Mon
     assert own_device("cuda:0", places[2]) == "cuda:0"
 
 
-def test_a_process_that_sees_one_gpu_alone_takes_that(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_process_that_sees_one_gpu_uses_it(monkeypatch: pytest.MonkeyPatch) -> None:
     build_for_cuda(monkeypatch, count=1)
     place = Process(rank=3, world_size=4, local_rank=3)
     assert [str(own_device(each, place)) for each in ("auto", "cuda")] == ["cuda:0", "cuda:0"]
 
 
 def in_threads(world_size: int, work: Callable[[int], Any]) -> list[Any]:
-    """What each rank gives, or its error."""
+    """Return the result or the error of each rank."""
     with ThreadPoolExecutor(world_size) as pool:
         futures = [pool.submit(work, rank) for rank in range(world_size)]
         return [each.exception(timeout=30) or each.result() for each in futures]
 
 
-def test_each_start_has_a_name_of_its_own_whatever_earlier_ones_left_in_the_store() -> None:
+def test_each_start_has_unique_name_despite_leftovers_in_store() -> None:
     store = HashStore()
 
     def begin(rank: int) -> str:
         return name_of_start(store, Process(rank=rank, world_size=3))
 
-    # Two of a start that was killed say hello, to which nothing is answered.
+    # Two ranks of a killed start left unanswered messages.
     store.set("automicro/meeting/hello/1", "killed")
     store.set("automicro/meeting/hello/2", "killed as well")
     starts = [in_threads(3, begin) for _ in range(3)]
@@ -129,7 +127,7 @@ def test_each_start_has_a_name_of_its_own_whatever_earlier_ones_left_in_the_stor
     assert len({names[0] for names in starts}) == 3
 
 
-def test_orders_differ_from_epoch_to_epoch() -> None:
+def test_order_differs_between_epochs() -> None:
     loader = share(DataLoader(ROWS, batch_size=11, shuffle=True), 0, 1)
     first = rows_of(loader)
     loader.batch_sampler.set_epoch(1)
@@ -155,7 +153,7 @@ def test_every_row_comes_exactly_once(options: dict[str, Any], world_size: int) 
     assert seen == dict.fromkeys(range(11), 1)
 
 
-def test_sharing_draws_no_random_number_of_the_process() -> None:
+def test_sharing_draws_no_global_random_numbers() -> None:
     loader = share(DataLoader(ROWS, sampler=WeightedRandomSampler([1.0] * 11, 11)), 0, 2)
     here = torch.get_rng_state()
     list(loader.batch_sampler)
@@ -168,18 +166,18 @@ class Stream(IterableDataset[Any]):
 
 
 @pytest.mark.parametrize("loader", [[1, 2], DataLoader(Stream())])
-def test_what_gives_all_rows_to_every_rank_is_refused(loader: Any) -> None:
+def test_loader_that_gives_all_rows_to_each_rank_is_refused(loader: Any) -> None:
     with pytest.raises(ValueError, match="each of 2 ranks would get all of its rows"):
         share(loader, 0, 2)
 
 
-def test_what_says_that_it_shares_its_rows_itself_is_taken_as_it_is() -> None:
+def test_loader_marked_as_sharded_is_kept() -> None:
     loader = DataLoader(Stream())
     loader.is_sharded = True
     assert share(loader, 0, 2) is loader
 
 
-def test_a_distributed_sampler_that_repeats_rows_is_told_of_and_refused_in_evaluation() -> None:
+def test_distributed_sampler_with_repeated_rows_warns_or_fails() -> None:
     sampler: DistributedSampler[Any] = DistributedSampler(ROWS, num_replicas=2, rank=0)
     loader = DataLoader(ROWS, batch_size=2, sampler=sampler)
     with pytest.warns(UserWarning, match="1 of its 11 rows are repeated in every epoch"):
@@ -188,7 +186,7 @@ def test_a_distributed_sampler_that_repeats_rows_is_told_of_and_refused_in_evalu
         share(loader, 0, 2, is_evaluated=True)
 
 
-def test_a_sampler_without_a_length_is_refused() -> None:
+def test_sampler_without_length_is_refused() -> None:
     class Endless(SequentialSampler):
         def __len__(self) -> int:
             raise TypeError
@@ -203,7 +201,7 @@ class Layer(nn.Module):
         self.inner = nn.Linear(2, 2)
 
 
-def test_blocks_are_found_in_lists_and_inside_of_other_modules() -> None:
+def test_blocks_are_found_in_lists_and_nested_modules() -> None:
     layers = [Layer() for _ in range(3)]
     model = nn.ModuleDict(
         {"embed": nn.Linear(2, 2), "body": nn.Sequential(nn.Linear(2, 2), nn.ModuleList(layers))}
@@ -211,7 +209,7 @@ def test_blocks_are_found_in_lists_and_inside_of_other_modules() -> None:
     assert find_blocks(model) == layers
 
 
-def test_a_model_without_repeated_layers_has_no_blocks() -> None:
+def test_model_without_repeated_layers_has_no_blocks() -> None:
     assert find_blocks(nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 2), Layer())) == []
 
 
@@ -223,7 +221,7 @@ def test_a_model_without_repeated_layers_has_no_blocks() -> None:
         ({"WORLD_SIZE": "2", "RANK": "2"}, "RANK=2 is not below WORLD_SIZE=2"),
     ],
 )
-def test_an_environment_that_makes_no_sense_is_refused(
+def test_invalid_environment_is_refused(
     environment: dict[str, str], message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name, value in environment.items():
@@ -241,7 +239,7 @@ def test_an_environment_that_makes_no_sense_is_refused(
         ({"parallel": "ddp", "more": [nn.Linear(2, 2)]}, "Make it a part of the model"),
     ],
 )
-def test_what_ranks_cannot_train_together_is_refused_with_a_remedy(
+def test_unsupported_parallel_setup_is_refused_with_remedy(
     options: dict[str, Any], message: str
 ) -> None:
     model = options.pop("model", None) or nn.Linear(2, 2)
@@ -250,19 +248,19 @@ def test_what_ranks_cannot_train_together_is_refused_with_a_remedy(
         check_parallel(options.pop("parallel"), [model, *more], TWO, **options)
 
 
-def test_an_optimizer_from_before_is_refused_with_fsdp() -> None:
+def test_prebuilt_optimizer_is_refused_with_fsdp() -> None:
     model = nn.Linear(2, 2)
     optimizer = torch.optim.SGD(model.parameters())
     with pytest.raises(ValueError, match="Pass a callable, such as"):
         check_parallel("fsdp", [model], TWO, optimizer=optimizer)
 
 
-def test_an_unknown_way_to_be_parallel_is_refused() -> None:
+def test_unknown_parallel_option_is_refused() -> None:
     with pytest.raises(ValueError, match="did you mean 'ddp'"):
         Trainer(nn.Linear(2, 2), parallel="dpp")
 
 
-def test_the_global_batch_is_divided_by_processes() -> None:
+def test_global_batch_is_divided_by_number_of_processes() -> None:
     config = load_config("configs/digits.yaml", num_devices=4)
     assert config.train_dataloader["args"]["batch_size"] == 128
     with pytest.raises(ConfigError, match="512 cannot be divided into 3 × 1"):

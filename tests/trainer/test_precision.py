@@ -1,4 +1,4 @@
-"""Training in half precision: the loss is scaled, and what overflows is left out."""
+"""Training in half precision: loss scaling, and steps skipped after overflows."""
 
 import pytest
 import torch
@@ -18,7 +18,7 @@ from tests.trainer.runs import (
 
 
 def train_by_hand(model: nn.Module, *, clip: float | None = None) -> torch.amp.GradScaler:
-    """The loop of torch's documentation."""
+    """Train with the loop of torch's documentation."""
     optimizer = adam(model.parameters())
     scheduler = schedule(optimizer)
     scaler = torch.amp.GradScaler("cpu")
@@ -39,7 +39,7 @@ def train_by_hand(model: nn.Module, *, clip: float | None = None) -> torch.amp.G
 
 
 class Overflows(nn.Module):
-    """A linear model whose gradient, and not its loss, is infinite at some forwards in training."""
+    """A linear model with a finite loss whose gradient is infinite at some training forwards."""
 
     calls = Unreached()
 
@@ -59,7 +59,7 @@ class Overflows(nn.Module):
 
 
 @pytest.mark.parametrize("clip", [None, 0.1])
-def test_half_precision_trains_as_the_loop_of_the_documentation(clip: float | None) -> None:
+def test_fp16_trains_like_loop_of_torch_documentation(clip: float | None) -> None:
     ours, theirs = make_model(), make_model()
     trainer = make_trainer(
         ours, precision="fp16", grad_clip_norm=clip, microbatch_size=None, scheduler=schedule
@@ -70,7 +70,7 @@ def test_half_precision_trains_as_the_loop_of_the_documentation(clip: float | No
 
 
 @pytest.mark.parametrize("clip", [None, 0.1])
-def test_gradients_that_overflow_are_left_out_as_in_that_loop(
+def test_overflowing_gradients_are_skipped_like_in_torch_loop(
     clip: float | None, capfd: pytest.CaptureFixture[str]
 ) -> None:
     ours, theirs = Overflows(2, 3), Overflows(2, 3)
@@ -94,7 +94,7 @@ def test_gradients_that_overflow_are_left_out_as_in_that_loop(
     )
 
 
-def test_gradients_that_always_overflow_end_the_run() -> None:
+def test_gradients_that_always_overflow_end_run() -> None:
     trainer = make_trainer(
         Overflows(*range(100)), precision="fp16", microbatch_size=None, max_duration="99ba"
     )

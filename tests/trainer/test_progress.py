@@ -1,4 +1,4 @@
-"""What a run shows: live in a terminal, lines elsewhere, nothing if asked."""
+"""Progress of a run: a live line in a terminal, plain lines elsewhere, and no output if off."""
 
 import io
 from typing import Any
@@ -19,7 +19,7 @@ from automicro.trainer.progress import (
 
 
 class Clock:
-    """Time that passes only when told."""
+    """A clock that advances only on request."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -57,10 +57,10 @@ def make_run(
     )
 
 
-def test_a_run_tells_its_story_in_plain_lines(capfd: pytest.CaptureFixture[str]) -> None:
+def test_run_reports_progress_in_plain_lines(capfd: pytest.CaptureFixture[str]) -> None:
     summary = make_run().fit()
     shown = capfd.readouterr()
-    assert shown.err == ""  # no second word from logging
+    assert shown.err == ""  # no duplicate output from logging
     lines = shown.out.splitlines()
     assert lines[0] == (
         "training on a simulated 256.00 KiB device on the CPU · precision fp32 · microbatch size "
@@ -83,7 +83,7 @@ def test_a_run_tells_its_story_in_plain_lines(capfd: pytest.CaptureFixture[str])
     assert shown.out.endswith("\n\n" + str(summary) + "\n")
 
 
-def test_the_summary_aligns_what_it_reports() -> None:
+def test_summary_aligns_its_values() -> None:
     summary = FitSummary(
         seconds=12.34,
         samples_per_second=1234.5,
@@ -129,7 +129,7 @@ def test_the_summary_aligns_what_it_reports() -> None:
     ]
 
 
-def test_speed_is_that_of_the_last_seconds_and_not_an_average_since_the_start() -> None:
+def test_speed_covers_recent_seconds_only() -> None:
     speed, state = RecentSpeed(), LoopState()
     seen = []
     for seconds, samples in [(5.0, 5000), (10.0, 5500), (15.0, 6000), (15.0, 6000)]:
@@ -138,7 +138,7 @@ def test_speed_is_that_of_the_last_seconds_and_not_an_average_since_the_start() 
     assert seen == [1000.0, 100.0, 100.0, 100.0]
 
 
-def test_a_live_line_is_written_over_and_lines_stay() -> None:
+def test_live_line_is_overwritten_and_other_lines_stay() -> None:
     console, file = make_console(terminal=True)
     trainer = make_run(eval_dataloader=None)
     trainer._session.console = console
@@ -147,7 +147,7 @@ def test_a_live_line_is_written_over_and_lines_stay() -> None:
     assert "\x1b[2K" in shown  # erases a line
     said = (
         "training on a simulated",
-        # What takes long before the first bar is named.
+        # Slow phases before the first progress line are named.
         "waiting for the first batch of data …",
         "the first batch: checking a few rows, then finding a size …",
         "out of memory at microbatch size 256: retrying with 128 (2 microbatches of 128 rows) …",
@@ -160,7 +160,7 @@ def test_a_live_line_is_written_over_and_lines_stay() -> None:
 
 
 @pytest.mark.parametrize("terminal", [False, True])
-def test_a_status_is_not_even_described_too_often(terminal: bool) -> None:
+def test_status_text_is_computed_rarely(terminal: bool) -> None:
     console, _ = make_console(terminal=terminal)
     clock, described = Clock(), []
 
@@ -175,7 +175,7 @@ def test_a_status_is_not_even_described_too_often(terminal: bool) -> None:
     assert 2 <= len(described) <= (101 if terminal else 2)
 
 
-def test_a_run_in_batches_and_without_known_length_says_what_it_knows(
+def test_run_without_epoch_length_reports_known_values(
     capfd: pytest.CaptureFixture[str],
 ) -> None:
     class Endless:

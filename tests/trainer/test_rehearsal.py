@@ -1,4 +1,4 @@
-"""The worst batch first: what it finds, and that nothing but sizes shows of it."""
+"""Rehearsal of the worst batches: its findings, and that it affects only sizes."""
 
 import copy
 import functools
@@ -30,14 +30,14 @@ from tests.trainer.rehearsals import (
 from tests.trainer.runs import assert_same, losses_of
 
 
-def reported(trainer: Any) -> RehearsalReport:
+def report_of(trainer: Any) -> RehearsalReport:
     assert trainer._fit.rehearsal.report is not None
     report: RehearsalReport = trainer._fit.rehearsal.report
     return report
 
 
 def limit_for(lengths: list[int], *, rows: int) -> int:
-    """Bytes in which so many of the longest rows fit, and one more may not."""
+    """Return the bytes in which so many of the longest rows fit, and one more may not."""
     model = Model()
     optimizer = torch.optim.AdamW(model.parameters())
     longest = torch.zeros(rows, max(lengths), dtype=torch.int64)
@@ -60,7 +60,7 @@ def limit_for(lengths: list[int], *, rows: int) -> int:
         ),
     ],
 )
-def test_a_run_with_a_rehearsal_is_the_run_without_bit_for_bit(kind: str) -> None:
+def test_rehearsal_leaves_run_bit_identical(kind: str) -> None:
     def train(rehearse: str | None) -> tuple[nn.Module, list[float], Any, list[float]]:
         order: dict[str, Any] = {} if kind == "plain" else {"shuffle": True}
         if kind == "generator":
@@ -89,10 +89,10 @@ def test_a_run_with_a_rehearsal_is_the_run_without_bit_for_bit(kind: str) -> Non
     assert_same(one, other)
     assert numbers == others
     train(None)
-    assert same_values(states, rng_state())  # as after the second
+    assert same_values(states, rng_state())  # the same state as after the second run
 
 
-def test_after_ooms_it_is_the_run_that_begins_with_the_sizes_that_were_found() -> None:
+def test_rehearsal_with_ooms_matches_run_with_found_sizes() -> None:
     lengths = log_normal(6, 96)
     limit = limit_for(lengths, rows=3)
 
@@ -110,21 +110,21 @@ def test_after_ooms_it_is_the_run_that_begins_with_the_sizes_that_were_found() -
     )
     keeping.sizes = rehearsed._microbatcher.state_dict
     summary = rehearsed.fit()
-    assert reported(rehearsed).ooms > 0
+    assert report_of(rehearsed).ooms > 0
     assert summary.ooms == 0
     other = Model(dropout=0.3)
     plain = make_trainer(other, loader_of(lengths, shuffle=True), memory_limit=limit, rehearse=None)
     plain._microbatcher.load_state_dict(keeping.found)
     assert plain.fit().train_loss == summary.train_loss
     assert_same(model, other)
-    # Without them, memory runs out in the run.
+    # Without these sizes, the run itself runs out of memory.
     late = make_trainer(
         Model(), loader_of(lengths, shuffle=True), memory_limit=limit, rehearse=None
     )
     assert late.fit().ooms > 0
 
 
-def test_a_run_whose_longest_batch_comes_last_and_never_fits_fails_before_the_first_step() -> None:
+def test_longest_batch_that_never_fits_fails_before_first_step() -> None:
     lengths = [6] * 72 + [5, 5, 5, 5, 5, 5, 5, 90]
     limit = limit_for([40], rows=1)
     steps: list[int] = []
@@ -142,7 +142,7 @@ def test_a_run_whose_longest_batch_comes_last_and_never_fits_fails_before_the_fi
 
 
 @pytest.mark.sweep
-def test_a_run_that_is_resumed_does_not_rehearse_again_and_has_the_same_bits(
+def test_resumed_run_skips_rehearsal_and_is_bit_identical(
     tmp_path: Path,
 ) -> None:
     lengths = log_normal(7, 48)
@@ -184,18 +184,18 @@ class Stream(IterableDataset[Tensor]):
         return (torch.full((length,), 3) for length in self.lengths)
 
 
-def test_what_has_no_indices_is_passed_over_without_workers() -> None:
+def test_stream_without_indices_is_scanned() -> None:
     loader = DataLoader(Stream([3, 9, 30, 4]), batch_size=2, collate_fn=padded)
     trainer = make_trainer(Model(), loader)
     trainer.fit()
-    worst = reported(trainer).batches[0]
+    worst = report_of(trainer).batches[0]
     assert worst.batch is not None
     assert (worst.batch.index, worst.batch.rows, worst.batch.cost) == (1, (), 2 * 2 * 30)
     assert trainer.state.batch == 2
 
 
 class Once(IterableDataset[Tensor]):
-    """Rows that come once."""
+    """Rows that can be iterated only once."""
 
     def __init__(self) -> None:
         self._rows = (torch.full((length,), 3) for length in (3, 5, 4, 7))
@@ -204,7 +204,7 @@ class Once(IterableDataset[Tensor]):
         return self._rows
 
 
-def test_data_that_come_only_once_are_refused_by_name_and_nothing_is_taken() -> None:
+def test_single_pass_data_is_refused_and_not_consumed() -> None:
     dataset = Once()
     loader = DataLoader(dataset, batch_size=2, collate_fn=padded)
     with pytest.raises(ValueError, match=r"train_dataloader \(Once\) can be iterated only once"):
@@ -219,14 +219,14 @@ def test_data_that_come_only_once_are_refused_by_name_and_nothing_is_taken() -> 
     assert "eval_dataloader was not checked: it can be" in (evaluated.fit().rehearsed or "")
 
 
-def test_a_batch_that_the_run_never_comes_to_does_not_end_it() -> None:
+def test_batch_beyond_duration_does_not_end_run() -> None:
     lengths = [6] * 72 + [5, 5, 5, 5, 5, 5, 5, 90]
     limit = limit_for([40], rows=1)
     trainer = make_trainer(
         Model(), loader_of(lengths), memory_limit=limit, max_duration="4ba", accumulate_batches=2
     )
     trainer.fit()
-    assert reported(trainer).looked_at == {"train_dataloader": "all 8 batches"}
+    assert report_of(trainer).looked_at == {"train_dataloader": "all 8 batches"}
     with pytest.raises(SampleTooLargeError):
         make_trainer(
             Model(),
@@ -237,7 +237,7 @@ def test_a_batch_that_the_run_never_comes_to_does_not_end_it() -> None:
         ).fit()
 
 
-def test_an_evaluation_that_runs_out_of_memory_is_found_beside_the_optimizers_state() -> None:
+def test_oom_of_evaluation_is_found_beside_optimizer_state() -> None:
     lengths = [6] * 32
     trainer = make_trainer(
         Model(),
@@ -246,12 +246,12 @@ def test_an_evaluation_that_runs_out_of_memory_is_found_beside_the_optimizers_st
         memory_limit=limit_for(lengths, rows=8) * 2,
     )
     summary = trainer.fit()
-    [evaluated] = [each for each in reported(trainer).batches if each.loader == "eval_dataloader"]
+    [evaluated] = [each for each in report_of(trainer).batches if each.loader == "eval_dataloader"]
     assert evaluated.ooms > 0
     assert summary.eval_ooms == 0
 
 
-def test_what_is_not_looked_at_is_said(mocker: Any) -> None:
+def test_unchecked_batches_are_reported(mocker: Any) -> None:
     mocker.patch("automicro.trainer.rehearsal.SCANNED_BATCHES", 3)
     trainer = make_trainer(Model(), loader_of(log_normal(8, 80)))
     summary = trainer.fit()
@@ -259,7 +259,7 @@ def test_what_is_not_looked_at_is_said(mocker: Any) -> None:
     assert "unchecked batches of train_dataloader may be costlier" in (summary.rehearsed or "")
 
 
-def test_a_callback_that_puts_other_batches_in_place_is_as_it_was() -> None:
+def test_callback_that_transforms_batches_is_unaffected() -> None:
     class Cutting(Callback):
         def __init__(self) -> None:
             self.calls, self.seen, self.random = 0, list[int](), random.Random(2)
@@ -281,8 +281,8 @@ def test_a_callback_that_puts_other_batches_in_place_is_as_it_was() -> None:
     assert callbacks[0].calls == callbacks[1].calls
 
 
-def test_batches_that_make_up_one_step_lie_beside_each_others_gradients() -> None:
-    """Two wide batches: without the gradients of the first, the second would fit."""
+def test_rehearsal_of_accumulated_batches_keeps_earlier_gradients() -> None:
+    """Without the gradients of the first wide batch, the second one would fit."""
     wide = nn.Sequential(nn.Linear(256, 512), nn.ReLU(), nn.Linear(512, 2))
     rows = torch.utils.data.TensorDataset(torch.randn(64, 256), torch.zeros(64, dtype=torch.int64))
     loader = DataLoader(rows, batch_size=32)
@@ -297,7 +297,7 @@ def test_batches_that_make_up_one_step_lie_beside_each_others_gradients() -> Non
             memory_limit="16MiB",
         )
         summary = trainer.fit()
-        worst = reported(trainer).batches[0]
+        worst = report_of(trainer).batches[0]
         assert str(worst.cut) == "1 × 32 of 32"
         assert worst.peak_bytes is not None
         assert summary.peak_memory_bytes is not None
@@ -310,14 +310,14 @@ steps_of_all = torch.zeros(())
 
 
 class Counted(torch.optim.Adam):
-    """Nobody can tell what its step takes without making it."""
+    """Has a step with memory needs that cannot be predicted."""
 
     def step(self, closure: Any = None) -> Any:
         steps_of_all.add_(1)
         return super().step(closure)
 
 
-def test_an_optimizer_whose_first_step_nobody_can_predict_is_named() -> None:
+def test_optimizer_with_unpredictable_first_step_is_named() -> None:
     trainer = make_trainer(Model(), loader_of([5] * 16), optimizer=Counted)
     rehearsed = trainer.fit().rehearsed or ""
     assert "the optimizer's first step needs unknown memory" in rehearsed
@@ -351,7 +351,7 @@ def named(rows: list[Tensor]) -> dict[str, Tensor]:
 
 
 @pytest.mark.sweep
-def test_slices_by_tokens_are_rehearsed_in_tokens_and_leave_no_trace() -> None:
+def test_token_slices_are_rehearsed_without_trace() -> None:
     lengths = [30, 28] * 44 + [60] * 8
     loader = DataLoader(Texts(lengths), batch_size=8, collate_fn=named)
     options: dict[str, Any] = {
@@ -363,9 +363,9 @@ def test_slices_by_tokens_are_rehearsed_in_tokens_and_leave_no_trace() -> None:
     limit = limit_for(lengths, rows=3)
     trainer = make_trainer(Named(), loader, memory_limit=limit, **options)
     summary = trainer.fit()
-    assert reported(trainer).ooms > 0
+    assert report_of(trainer).ooms > 0
     assert summary.ooms == 0
-    assert {each.cut.unit for each in reported(trainer).batches} == {"tokens"}
+    assert {each.cut.unit for each in report_of(trainer).batches} == {"tokens"}
     assert " tokens or more, after " in (summary.rehearsed or "")
     models = [Named(), Named()]
     for model, rehearse in zip(models, ("worst", None), strict=True):
@@ -373,8 +373,8 @@ def test_slices_by_tokens_are_rehearsed_in_tokens_and_leave_no_trace() -> None:
     assert_same(*models)
 
 
-def not_rehearsed(seeds: range) -> tuple[int, list[int]]:
-    """OOMs of runs without a rehearsal, and the seeds of those with one in which memory ran out."""
+def count_late_ooms(seeds: range) -> tuple[int, list[int]]:
+    """Return the OOMs of runs without a rehearsal, and the seeds that fail despite a rehearsal."""
     late = sum(count_ooms(seed, rehearse=None)[0] for seed in seeds[:3])
     return late, [seed for seed in seeds if count_ooms(seed, rehearse="worst")[0]]
 
@@ -387,7 +387,7 @@ def not_rehearsed(seeds: range) -> tuple[int, list[int]]:
     ],
     ids=len,
 )
-def test_memory_does_not_run_out_after_a_rehearsal(seeds: range) -> None:
-    late, after = not_rehearsed(seeds)
+def test_rehearsed_runs_do_not_run_out_of_memory(seeds: range) -> None:
+    late, after = count_late_ooms(seeds)
     assert late > 0
     assert after == []

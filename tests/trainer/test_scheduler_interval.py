@@ -1,4 +1,4 @@
-"""After what a scheduler is stepped."""
+"""The interval at which a scheduler is stepped: after batches or epochs."""
 
 from functools import partial
 from pathlib import Path
@@ -20,7 +20,7 @@ BATCHES = 4
 
 
 class Rates(Callback):
-    """The learning rate of every step."""
+    """Records the learning rate of every step."""
 
     def __init__(self) -> None:
         self.seen: list[float] = []
@@ -47,13 +47,13 @@ halving = partial(torch_schedules.StepLR, step_size=1, gamma=0.5)
 
 
 @pytest.mark.parametrize("kind", [halving, lambda optimizer: SimpleNamespace(step=print)])
-def test_a_scheduler_that_does_not_say_what_it_counts_is_refused_with_both_words(kind: Any) -> None:
+def test_scheduler_without_interval_error_names_both_options(kind: Any) -> None:
     message = r"Pass scheduler_interval='batch' to step it after each .* or 'epoch' to"
     with pytest.raises(ValueError, match=message):
         rates_of("1ep", scheduler=kind, scheduler_interval=None)
 
 
-def test_schedules_of_ours_say_what_they_count() -> None:
+def test_builtin_schedules_know_their_interval() -> None:
     ours = partial(cosine_with_warmup, warmup=2, total=4)
     assert rates_of("1ep", scheduler=ours, scheduler_interval=None)[:2] == [0.05, 0.1]
     with pytest.raises(ValueError, match=r"WarmupLR, which is stepped after every batch\. Leave"):
@@ -61,7 +61,7 @@ def test_schedules_of_ours_say_what_they_count() -> None:
 
 
 @pytest.mark.parametrize("saved", ["batch", "epoch"])
-def test_a_checkpoint_of_the_other_interval_is_refused(tmp_path: Path, saved: str) -> None:
+def test_checkpoint_with_different_interval_is_refused(tmp_path: Path, saved: str) -> None:
     other = {"batch": "epoch", "epoch": "batch"}[saved]
     trainer(linear(), tmp_path, scheduler=halving, scheduler_interval=saved).fit()
     with pytest.raises(CheckpointError, match="StepLR, stepped after every epoch"):

@@ -1,4 +1,4 @@
-"""A run with a seed gives the same numbers each time, whatever ran before and how long it took."""
+"""Runs with a seed repeat their numbers, regardless of earlier runs and of measured times."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -19,7 +19,7 @@ from automicro.trainer.same_on_all_ranks import outline_options
 from tests.trainer.runs import Rows
 
 LIMIT = "256KiB"
-SMALL = "170KiB"  # in which one peak does not tell how many rows fit
+SMALL = "170KiB"  # too small to tell from one peak how many rows fit
 NO_LOSS = torch.tensor(0.0)
 DIGITS = str(Path(__file__).resolve().parents[2] / "configs" / "digits.yaml")
 ROWS = 700
@@ -27,7 +27,7 @@ BATCH = 256  # and 188 at the end of each epoch
 
 
 class Notes(Callback):
-    """What each batch came to."""
+    """Records losses, results and attempts of batches."""
 
     def __init__(self) -> None:
         self.losses: list[float | None] = []
@@ -40,7 +40,7 @@ class Notes(Callback):
 
     def batch_end(self, run: Run, result: StepResult) -> None:
         self.losses.append(run.state.loss)
-        # Losses that are kept take memory, which would be another with every batch.
+        # Stored losses would use more memory with every batch.
         self.results.append(dataclasses.replace(result, loss=NO_LOSS))
 
     @property
@@ -51,7 +51,7 @@ class Notes(Callback):
 def script(
     *, averages: bool = True, frozen: bool = False, rows: int = ROWS, **options: Any
 ) -> tuple[Notes, FitSummary]:
-    """What a user's script does: everything is made anew, from the same numbers."""
+    """Run a user's script, which creates everything from the same random numbers."""
     torch.manual_seed(0)
     batchnorm = [nn.BatchNorm1d(64), nn.Dropout(0.3)] if averages else []
     if frozen:
@@ -79,15 +79,15 @@ def script(
 
 
 @pytest.mark.sweep
-def test_sizes_are_remembered_with_a_seed_where_that_is_asked_for() -> None:
+def test_sizes_are_remembered_with_seed_on_request() -> None:
     first, _ = script(features=[RememberSizes()], max_duration="3ep")
     again, _ = script(features=[RememberSizes()], max_duration="3ep")
     assert again.results[0].recalled_size == first.sizes[-2]
-    assert again.losses != first.losses  # what remembering costs, and why it is asked for
+    assert again.losses != first.losses  # remembered sizes change the numbers
 
 
 @pytest.mark.sweep
-def test_sizes_are_remembered_without_a_seed() -> None:
+def test_sizes_are_remembered_without_seed() -> None:
     script(seed=None, max_duration="3ep")
     assert len(SizeCache().entries()) == 1
     assert script(seed=None, max_duration="1ba")[0].results[0].recalled_size is not None
@@ -95,18 +95,18 @@ def test_sizes_are_remembered_without_a_seed() -> None:
     assert forgetful.results[0].recalled_size is None
 
 
-def test_remember_sizes_is_true_or_false() -> None:
+def test_remember_sizes_must_be_boolean() -> None:
     with pytest.raises(TypeError, match="remember_sizes is 'no'; pass True or False"):
         RememberSizes("no")  # type: ignore[arg-type]
 
 
-def test_frozen_statistics_average_over_nothing_and_may_be_measured() -> None:
+def test_frozen_batchnorm_allows_one_measurement() -> None:
     notes, _ = script(frozen=True, rows=3 * BATCH, memory_limit=SMALL, max_duration="4ep")
     assert sum(each.is_measuring for each in notes.results) == 1
 
 
-class Told(Halving):
-    """Keeps what it is told."""
+class Recording(Halving):
+    """Records the outcomes it receives."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -122,22 +122,20 @@ class Told(Halving):
     [({"seed": 7}, False), ({"seed": None}, True), ({"seed": None, "deterministic": True}, False)],
     ids=str,
 )
-def test_no_clock_decides_a_size_where_numbers_are_to_repeat(
-    options: dict[str, Any], is_timed: bool
-) -> None:
-    policy = Told()
+def test_repeatable_runs_do_not_measure_time(options: dict[str, Any], is_timed: bool) -> None:
+    policy = Recording()
     script(microbatch_size=policy, max_duration="1ep", **options)
     assert len(policy.outcomes) > 3
     assert {each.seconds is not None for each in policy.outcomes} == {is_timed}
 
 
-def test_ranks_may_have_seeds_of_their_own_but_all_or_none_has_one() -> None:
+def test_ranks_may_have_different_seeds_if_all_have_one() -> None:
     texts: Sequence[str] = [outline_options({"seed": seed})["seed"] for seed in (0, 3, None)]
     assert texts[0] == texts[1] != texts[2]
 
 
 @pytest.mark.sweep
-def test_the_demo_says_the_same_about_memory_each_time(capsys: pytest.CaptureFixture[str]) -> None:
+def test_demo_reports_same_memory_events_each_time(capsys: pytest.CaptureFixture[str]) -> None:
     said: list[list[str]] = []
     for _ in range(3):
         assert main(["train", DIGITS, "max_duration=2ep", "eval_interval=2ep"]) == 0

@@ -1,4 +1,4 @@
-"""The trainer: the same training as a loop written by hand."""
+"""The trainer trains like a loop written by hand."""
 
 import math
 from pathlib import Path
@@ -25,7 +25,7 @@ from tests.trainer.runs import (
 
 @pytest.mark.parametrize("clip", [None, 0.05])
 @pytest.mark.parametrize("scheduler", [None, schedule])
-def test_whole_batches_train_bit_for_bit_like_a_loop_by_hand(clip: Any, scheduler: Any) -> None:
+def test_whole_batches_match_manual_loop_bit_for_bit(clip: Any, scheduler: Any) -> None:
     by_hand, model = make_model(), make_model()
     expected = train_by_hand(by_hand, make_loader(), epochs=3, clip=clip, schedule=scheduler)
     trainer = make_trainer(model, max_duration="3ep", grad_clip_norm=clip, scheduler=scheduler)
@@ -36,7 +36,7 @@ def test_whole_batches_train_bit_for_bit_like_a_loop_by_hand(clip: Any, schedule
     assert (summary.steps, summary.epochs, summary.samples) == (12, 3, 150)
 
 
-def test_bf16_runs_the_forward_in_bf16_and_keeps_parameters_in_fp32() -> None:
+def test_bf16_runs_forward_in_bf16_and_keeps_fp32_parameters() -> None:
     seen = set()
 
     def forward(model: nn.Module, batch: Any) -> Tensor:
@@ -51,20 +51,20 @@ def test_bf16_runs_the_forward_in_bf16_and_keeps_parameters_in_fp32() -> None:
         forward=forward,
         loss_fn=None,
         eval_dataloader=make_loader(),
-        microbatch_size=None,  # the probe of what may be split runs outside of autocast
+        microbatch_size=None,  # the probe of splits runs outside autocast
     ).fit()
     assert seen == {torch.bfloat16}
     assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
     assert math.isfinite(summary.train_loss)
 
 
-def test_a_model_in_evaluation_mode_is_put_into_training_mode() -> None:
+def test_model_in_eval_mode_is_set_to_training_mode() -> None:
     model = make_model().eval()
     make_trainer(model).fit()
     assert all(module.training for module in model.modules())
 
 
-def test_model_optimizer_and_weights_are_there_afterwards(tmp_path: Path) -> None:
+def test_model_optimizer_and_weights_are_available_after_fit(tmp_path: Path) -> None:
     trainer = make_trainer(make_model())
     trainer.fit()
     assert trainer.optimizer is not None
@@ -74,13 +74,13 @@ def test_model_optimizer_and_weights_are_there_afterwards(tmp_path: Path) -> Non
     assert_same(again, trainer.model)
 
 
-def test_gradients_of_parameters_that_the_optimizer_lacks_do_not_pile_up() -> None:
+def test_gradients_of_unoptimized_parameters_do_not_accumulate() -> None:
     model = make_model()
     make_trainer(model, optimizer=adam(model[5].parameters())).fit()
     assert [parameter.grad for parameter in model.parameters()] == [None] * 6
 
 
-def test_a_seed_makes_runs_repeat() -> None:
+def test_seed_makes_runs_repeatable() -> None:
     def run(seed: int) -> list[float]:
         model = make_model(dropout=0.5)
         loader = DataLoader(make_data(), batch_size=16, shuffle=True)
@@ -96,7 +96,7 @@ def test_a_seed_makes_runs_repeat() -> None:
     assert run(5) != run(6)
 
 
-def test_class_weights_move_with_the_loss_and_stay_exact() -> None:
+def test_class_weights_move_with_loss_and_stay_exact() -> None:
     loss_fn = nn.CrossEntropyLoss(weight=torch.tensor([1.0, 5.0, 0.1]))
     whole, split = make_model(), make_model()
     make_trainer(whole, loss_fn=loss_fn).fit()
@@ -105,7 +105,7 @@ def test_class_weights_move_with_the_loss_and_stay_exact() -> None:
         torch.testing.assert_close(one, other, rtol=0, atol=1e-5)
 
 
-def test_samplers_are_told_the_epoch() -> None:
+def test_samplers_receive_epoch() -> None:
     told = []
 
     class Sampler(torch.utils.data.SequentialSampler):
@@ -118,7 +118,7 @@ def test_samplers_are_told_the_epoch() -> None:
     assert told == [0, 1, 2]
 
 
-def test_an_interrupted_fit_goes_on_with_clean_gradients() -> None:
+def test_interrupted_fit_continues_with_clean_gradients() -> None:
     def interrupt(_: Tensor) -> Tensor:
         raise KeyboardInterrupt
 
@@ -131,7 +131,7 @@ def test_an_interrupted_fit_goes_on_with_clean_gradients() -> None:
     assert (summary.epochs, summary.steps) == (2, 9)
 
 
-def test_gradients_left_by_an_interruption_before_the_step_are_not_used() -> None:
+def test_gradients_left_by_interruption_are_not_used() -> None:
     undisturbed, model = make_model(), make_model()
     make_trainer(undisturbed).fit()
     interruptions = [KeyboardInterrupt()]

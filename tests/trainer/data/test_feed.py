@@ -1,4 +1,4 @@
-"""A pass over a loader, left anywhere and taken up again: the rest is the undisturbed run's."""
+"""A pass over a loader can stop anywhere and resume with the same remaining batches."""
 
 import itertools
 import random
@@ -45,7 +45,7 @@ def augmented(row: int) -> Tensor:
 
 
 class Augmented(Dataset):
-    """Draws from the generators of the process and from one of its own."""
+    """Draws from the generators of the process and from its own generator."""
 
     def __init__(self) -> None:
         self.noise = torch.Generator().manual_seed(11)
@@ -63,7 +63,7 @@ class Streamed(IterableDataset):
 
 
 class PlainShuffle:
-    """A loader of one's own, with generators that are not torch's."""
+    """A custom loader with generators that are not torch's."""
 
     def __init__(self) -> None:
         self.order = random.Random(3)
@@ -76,8 +76,8 @@ class PlainShuffle:
             yield torch.tensor(rows[start : start + BATCH_SIZE]) + self.noise.random()
 
 
-class Around:
-    """A loader around another one."""
+class Wrapping:
+    """A loader that wraps another loader."""
 
     def __init__(self, loader: DataLoader) -> None:
         self.loader = loader
@@ -90,7 +90,7 @@ class Around:
 
 
 class Ordered(Sampler[int]):
-    """A sampler around another one."""
+    """A sampler that wraps another sampler."""
 
     def __init__(self) -> None:
         self.base = RandomSampler(Augmented(), generator=seeded_generator())
@@ -103,7 +103,7 @@ class Ordered(Sampler[int]):
 
 
 class Drawing:
-    """Draws from a generator of its own when it is called."""
+    """Draws from its own generator when called."""
 
     def __init__(self, generator: Any) -> None:
         self.generator = generator
@@ -113,7 +113,7 @@ class Drawing:
 
 
 class Transformed(Augmented):
-    """Draws from generators of transforms, of its class, and from a global one."""
+    """Draws from generators of its transforms, of its class and of its module."""
 
     mood = random.Random(0)
 
@@ -136,15 +136,15 @@ def collating() -> Callable[[list[Tensor]], Tensor]:
     return lambda rows: torch.as_tensor(noise(torch.stack(rows)))
 
 
-class KeepsItsPosition:
-    """As torchdata's StatefulDataLoader: a state in the middle of a pass, or of its end."""
+class SavesPosition:
+    """Has a state within a pass and after it, like StatefulDataLoader of torchdata."""
 
     def __init__(self) -> None:
         self.passes = self.position = 0
         self.loaded: dict[str, int] | None = None
 
     def __iter__(self) -> Iterator[Tensor]:
-        torch.rand(())  # DataLoader draws a seed whenever a pass begins
+        torch.rand(())  # DataLoader also draws a seed per pass
         loaded, self.loaded = self.loaded or {"position": 0}, None
         self.position = loaded["position"]
         return self._rest(loaded["position"])
@@ -163,8 +163,8 @@ class KeepsItsPosition:
         self.passes, self.loaded = state["passes"], state
 
 
-class Turned(Sampler[int]):
-    """Turns its order by one more row in each pass, with a number from an iterator."""
+class Rotating(Sampler[int]):
+    """Rotates its order by one more row in each pass, counted by an iterator."""
 
     def __init__(self) -> None:
         self.numbers = itertools.count(1)
@@ -177,8 +177,8 @@ class Turned(Sampler[int]):
         return ROWS
 
 
-class KnowsItsNumber(Turned):
-    """Keeps its iterator by itself."""
+class SavesIterator(Rotating):
+    """Saves its own iterator."""
 
     def state_dict(self) -> dict[str, int]:
         return {"next": int(repr(self.numbers).strip("count()"))}
@@ -193,7 +193,7 @@ def load(**options: Any) -> DataLoader:
 
 
 def random_batches() -> BatchSampler:
-    # With replacement the sampler draws from its generator all through the pass.
+    # With replacement, the sampler draws from its generator during the whole pass.
     sampler = RandomSampler(Augmented(), replacement=True, generator=seeded_generator())
     return BatchSampler(sampler, BATCH_SIZE, drop_last=True)
 
@@ -207,21 +207,21 @@ LOADERS: dict[str, Callable[[], Any]] = {
     "batch sampler": lambda: load(batch_sampler=random_batches()),
     "list": lambda: list(torch.arange(ROWS).split(BATCH_SIZE)),
     "iterable dataset": lambda: DataLoader(Streamed(), batch_size=BATCH_SIZE),
-    "no DataLoader": PlainShuffle,
-    "around another": lambda: Around(load(shuffle=True, generator=seeded_generator())),
+    "custom loader": PlainShuffle,
+    "wrapped loader": lambda: Wrapping(load(shuffle=True, generator=seeded_generator())),
     "sampler of samplers": lambda: load(sampler=Ordered(), collate_fn=collating()),
     "transforms of joined data": lambda: DataLoader(
         ConcatDataset([Transformed(), Transformed()]), 2 * BATCH_SIZE, drop_last=True
     ),
-    "keeps its position": KeepsItsPosition,
-    "keeps its iterator": lambda: load(sampler=KnowsItsNumber()),
+    "saves its position": SavesPosition,
+    "saves its iterator": lambda: load(sampler=SavesIterator()),
     "workers": lambda: load(shuffle=True, num_workers=2),
     "persistent workers": lambda: load(shuffle=True, num_workers=2, persistent_workers=True),
 }
 
 
 def train(feed: Feed, epoch: int, most: int = BATCHES + 1) -> list[Tensor]:
-    """Return the batches of a pass, up to a number, while a step draws random numbers."""
+    """Return the batches of a pass up to a number, with random draws as in training steps."""
     seen: list[Tensor] = []
     if most == 0:
         return seen
@@ -266,7 +266,7 @@ def check_rest(name: str, cuts: Iterable[tuple[int, int]]) -> None:
         assert_same(train(feed, epoch, given), passes[epoch][:given])
         structure, tensors = take_apart({"feed": feed.state_dict(), "rng": rng_state()})
 
-        seed(2)  # another process
+        seed(2)  # simulates another process
         state = put_together(structure, tensors)
         loader = make()
         feed = Feed(loader, "train_dataloader")
@@ -279,19 +279,19 @@ def check_rest(name: str, cuts: Iterable[tuple[int, int]]) -> None:
 
 
 @pytest.mark.parametrize("name", [name for name in LOADERS if name != "workers"])
-def test_the_rest_is_that_of_the_undisturbed_run(name: str) -> None:
+def test_remaining_batches_match_undisturbed_run(name: str) -> None:
     cuts = [(0, 1), (0, BATCHES), (1, 0), (1, 2)]
     check_rest(name, cuts[:1] if "workers" in name else cuts)
 
 
 @pytest.mark.sweep
 @pytest.mark.parametrize("name", LOADERS)
-def test_the_rest_after_any_batch_is_that_of_the_undisturbed_run(name: str) -> None:
+def test_remaining_batches_match_after_any_batch(name: str) -> None:
     check_rest(name, itertools.product(range(PASSES), [0, 1, 2, BATCHES]))
 
 
-@pytest.mark.parametrize("name", ["shuffle by the process", "keeps its position"])
-def test_a_pass_whose_end_nobody_waited_for_is_over_with_the_next_epoch(name: str) -> None:
+@pytest.mark.parametrize("name", ["shuffle by the process", "saves its position"])
+def test_complete_pass_without_seen_end_continues_with_next_epoch(name: str) -> None:
     make = LOADERS[name]
     passes, _ = undisturbed(make)
     seed(1)
@@ -304,7 +304,7 @@ def test_a_pass_whose_end_nobody_waited_for_is_over_with_the_next_epoch(name: st
     assert_same(train(feed, 1), passes[1])
 
 
-def test_the_same_loader_may_go_on_with_its_persistent_workers_still_there() -> None:
+def test_same_loader_resumes_with_running_persistent_workers() -> None:
     make = LOADERS["persistent workers"]
     passes, _ = undisturbed(make)
     seed(1)
@@ -320,7 +320,7 @@ def test_the_same_loader_may_go_on_with_its_persistent_workers_still_there() -> 
 
 
 @pytest.mark.parametrize("now", [2, 6])
-def test_a_shorter_loader_is_refused_and_a_longer_one_named_with_both_numbers(now: int) -> None:
+def test_shorter_loader_is_refused_and_longer_one_warns(now: int) -> None:
     feed = Feed([1, 2, 3, 4], "train_dataloader")
     train(feed, 0, 3)
     later = Feed(list(range(1, now + 1)), "train_dataloader")
@@ -335,43 +335,43 @@ def test_a_shorter_loader_is_refused_and_a_longer_one_named_with_both_numbers(no
 
 
 @pytest.mark.parametrize("epoch", [0, 1])
-def test_an_iterator_that_outlives_a_pass_is_named(epoch: int) -> None:
-    feed = Feed(load(sampler=Turned()), "train_dataloader")
+def test_iterator_that_outlives_pass_is_named(epoch: int) -> None:
+    feed = Feed(load(sampler=Rotating()), "train_dataloader")
     for earlier in range(epoch):
         train(feed, earlier)
     train(feed, epoch, 1)
-    later = Feed(load(sampler=Turned()), "train_dataloader")
+    later = Feed(load(sampler=Rotating()), "train_dataloader")
     later.load_state_dict(feed.state_dict())
-    if epoch == 0:  # the first pass begins at its first number
+    if epoch == 0:  # the first pass starts at the first number anyway
         assert len(train(later, epoch)) == BATCHES - 1
         return
     with pytest.warns(CheckpointWarning, match=r"restored at (batch_)?sampler\.numbers, so its"):
         train(later, epoch)
 
 
-def of_rows(number: int = ROWS, **options: Any) -> DataLoader:
+def loader_of(number: int = ROWS, **options: Any) -> DataLoader:
     return DataLoader(TensorDataset(torch.arange(number)), **{"batch_size": BATCH_SIZE, **options})
 
 
 OTHER_ROWS: dict[str, tuple[Callable[[], Any], Callable[[], Any], str]] = {
     "order": (
-        lambda: of_rows(shuffle=True),
-        of_rows,
+        lambda: loader_of(shuffle=True),
+        loader_of,
         r"sampler=RandomSampler \(here SequentialSampler\)",
     ),
-    "batch size, as many batches": (
-        lambda: of_rows(50, batch_size=16, shuffle=True),
-        lambda: of_rows(50, batch_size=13, shuffle=True),
+    "batch size, same number of batches": (
+        lambda: loader_of(50, batch_size=16, shuffle=True),
+        lambda: loader_of(50, batch_size=13, shuffle=True),
         r"batch_size=16 \(here 13\)",
     ),
     "data": (
-        lambda: of_rows(7, shuffle=True),
-        lambda: of_rows(8, shuffle=True),
+        lambda: loader_of(7, shuffle=True),
+        lambda: loader_of(8, shuffle=True),
         r"rows=7 \(here 8\)",
     ),
     "generator": (
-        lambda: of_rows(shuffle=True, generator=seeded_generator()),
-        lambda: of_rows(shuffle=True),
+        lambda: loader_of(shuffle=True, generator=seeded_generator()),
+        lambda: loader_of(shuffle=True),
         r"has_generator=True \(here False\)",
     ),
     "workers of a stream": (
@@ -383,13 +383,13 @@ OTHER_ROWS: dict[str, tuple[Callable[[], Any], Callable[[], Any], str]] = {
 
 
 @pytest.mark.parametrize("what", OTHER_ROWS)
-def test_as_many_batches_of_other_rows_are_named_with_both_values(what: str) -> None:
+def test_changed_rows_warn_with_both_values(what: str) -> None:
     make, make_other, message = OTHER_ROWS[what]
     feed = Feed(make(), "train_dataloader")
     train(feed, 0, 1)
     with pytest.warns(CheckpointWarning, match=f"1 batches into the epoch: {message}. Rows may be"):
         Feed(make_other(), "train_dataloader").load_state_dict(feed.state_dict())
-    # Between two passes they are of no concern.
+    # Between two passes, these changes do not matter.
     feed = Feed(make(), "train_dataloader")
     train(feed, 0)
     Feed(make_other(), "train_dataloader").load_state_dict(feed.state_dict())
@@ -408,7 +408,7 @@ class Short(Endless):
         return iter([0, 1])
 
 
-def test_a_loader_without_a_length_that_ends_too_early_is_refused_with_both_numbers() -> None:
+def test_loader_of_unknown_length_that_ends_early_is_refused() -> None:
     feed = Feed(Endless(), "train_dataloader")
     train(feed, 0, 3)
     later = Feed(Short(), "train_dataloader")
@@ -417,7 +417,7 @@ def test_a_loader_without_a_length_that_ends_too_early_is_refused_with_both_numb
         next(later.batches(0))
 
 
-def test_an_iterator_that_is_used_up_is_an_error() -> None:
+def test_exhausted_iterator_is_error() -> None:
     batches = iter([1, 2, 3])
     feed = Feed(batches, "train_dataloader")
     train(feed, 0, 2)
@@ -432,8 +432,8 @@ def test_an_iterator_that_is_used_up_is_an_error() -> None:
     assert not list(Feed(batches, "train_dataloader").batches(0))
 
 
-def test_another_kind_of_loader_is_refused() -> None:
-    feed = Feed(KeepsItsPosition(), "train_dataloader")
+def test_different_kind_of_loader_is_refused() -> None:
+    feed = Feed(SavesPosition(), "train_dataloader")
     train(feed, 0, 1)
     with pytest.raises(DataLoaderError, match="but this list has no load_state_dict"):
         Feed([1, 2], "train_dataloader").load_state_dict(feed.state_dict())
@@ -444,7 +444,7 @@ def test_another_kind_of_loader_is_refused() -> None:
         Feed(LOADERS["persistent workers"](), "train_dataloader").load_state_dict(feed.state_dict())
 
 
-def test_a_failed_taking_up_can_be_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_resume_can_be_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
     feed = Feed([1, 2, 3], "train_dataloader")
     train(feed, 0, 2)
     later = Feed([1, 2, 3], "train_dataloader")
@@ -461,10 +461,10 @@ def test_a_failed_taking_up_can_be_repeated(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.mark.parametrize(("persistent", "moves"), [(True, False), (False, True)])
-def test_an_evaluation_with_persistent_workers_leaves_random_numbers_where_they_are(
+def test_evaluation_with_persistent_workers_keeps_random_state(
     persistent: bool, moves: bool
 ) -> None:
-    """Or else the first evaluation of a run that is taken up would move them once more."""
+    """Otherwise, the first evaluation of a resumed run would draw once more."""
     loader = load(num_workers=2, persistent_workers=persistent)
     for _ in range(2):
         before = torch.get_rng_state()

@@ -1,4 +1,4 @@
-"""A pass over shared data goes on at another number of ranks, or says why it cannot."""
+"""A pass over shared data resumes on another number of ranks, or fails with a reason."""
 
 import itertools
 from collections.abc import Iterator, Sequence
@@ -20,7 +20,7 @@ from tests.ranks.test_resharding import PER_BATCH, SAMPLERS, make_loader
 
 
 def feeds_of(world_size: int, make: Any, *, seed: int = 0) -> list[Feed]:
-    """Of each rank."""
+    """Return the feed of each rank."""
     return [
         Feed(
             LoaderSharing(Process(rank=rank, world_size=world_size), seed=seed).share(
@@ -32,8 +32,8 @@ def feeds_of(world_size: int, make: Any, *, seed: int = 0) -> list[Feed]:
     ]
 
 
-def together(passes: Sequence[Iterator[Any]], count: int | None = None) -> list[list[int]]:
-    """The rows of each batch over all ranks, in their order in it."""
+def merge_rows(passes: Sequence[Iterator[Any]], count: int | None = None) -> list[list[int]]:
+    """Return the rows of each batch over all ranks, in order."""
     taken = [itertools.islice(each, count) for each in passes]
     return [
         [row for part in parts if part is not None for row in part["row"].tolist()]
@@ -45,7 +45,7 @@ def begin(feeds: Sequence[Feed], epoch: int) -> list[Iterator[Any]]:
     return [feed.batches(epoch) for feed in feeds]
 
 
-def go_on(states: Sequence[Any], feeds: Sequence[Feed]) -> None:
+def resume(states: Sequence[Any], feeds: Sequence[Feed]) -> None:
     for rank, feed in enumerate(feeds):
         feed.load_state_dict(feed.reshard(states, rank=rank))
 
@@ -68,14 +68,14 @@ RUNS: dict[str, Any] = {
 
 @given(**RUNS)
 @settings(max_examples=12, deadline=None)
-def test_every_row_of_the_epoch_comes_once_in_the_batch_where_it_would_have(**run: Any) -> None:
+def test_remaining_rows_stay_in_their_batches_after_resharding(**run: Any) -> None:
     require_every_row_once(**run)
 
 
 @pytest.mark.sweep
 @given(**RUNS)
 @settings(max_examples=60, deadline=None)
-def test_every_row_comes_once_in_more_runs(**run: Any) -> None:
+def test_remaining_rows_stay_in_their_batches_in_more_runs(**run: Any) -> None:
     require_every_row_once(**run)
 
 
@@ -89,41 +89,41 @@ def require_every_row_once(
         return make_loader(rows, sampler, world_size=world_size, drop_last=drop_last)
 
     whole = feeds_of(1, make)
-    expected = [together(begin(whole, epoch)) for epoch in range(3)]
+    expected = [merge_rows(begin(whole, epoch)) for epoch in range(3)]
     feeds = feeds_of(worlds[0], make)
-    assert together(begin(feeds, 0)) == expected[0]
+    assert merge_rows(begin(feeds, 0)) == expected[0]
     found: list[list[int]] = []
     passes = begin(feeds, 1)
     for world_size, count in zip(worlds[1:], taken, strict=False):
-        found += together(passes, count)
+        found += merge_rows(passes, count)
         states = states_of(feeds)
-        feeds = feeds_of(world_size, make, seed=7)  # that of the run goes on
-        go_on(states, feeds)
+        feeds = feeds_of(world_size, make, seed=7)  # the seed of the run stays in effect
+        resume(states, feeds)
         passes = begin(feeds, 1)
-    assert found + together(passes) == expected[1]
-    assert together(begin(feeds, 2)) == expected[2]
+    assert found + merge_rows(passes) == expected[1]
+    assert merge_rows(begin(feeds, 2)) == expected[2]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("persistent", [False, True])
-def test_workers_make_no_difference(persistent: bool) -> None:
+def test_workers_do_not_change_resharded_rows(persistent: bool) -> None:
     def make(world_size: int) -> DataLoader[Any]:
         return make_loader(
             40, "shuffled", world_size=world_size, num_workers=2, persistent_workers=persistent
         )
 
-    expected = together(begin(feeds_of(1, make), 0))
+    expected = merge_rows(begin(feeds_of(1, make), 0))
     feeds = feeds_of(3, make)
-    found = together(begin(feeds, 0), 2)
+    found = merge_rows(begin(feeds, 0), 2)
     fewer = feeds_of(2, make)
-    go_on(states_of(feeds), fewer)
-    assert found + together(begin(fewer, 0)) == expected
+    resume(states_of(feeds), fewer)
+    assert found + merge_rows(begin(fewer, 0)) == expected
 
 
 def refusal(was: Sequence[Feed], now: Sequence[Feed]) -> str:
-    together(begin(was, 0), 1)
+    merge_rows(begin(was, 0), 1)
     with pytest.raises(CheckpointError) as caught:
-        go_on(states_of(was), now)
+        resume(states_of(was), now)
     return str(caught.value)
 
 
@@ -133,7 +133,7 @@ def shuffled(rows: int = 40, per_batch: int = PER_BATCH, **options: Any) -> Any:
     )
 
 
-def test_other_data_or_another_order_is_refused() -> None:
+def test_changed_data_or_order_is_refused() -> None:
     assert "entries=40 (here 39). Pass the same data" in refusal(
         feeds_of(2, shuffled()), feeds_of(1, shuffled(39))
     )
@@ -142,18 +142,18 @@ def test_other_data_or_another_order_is_refused() -> None:
     assert "sampler=RandomSampler (here SequentialSampler)" in text
 
 
-def test_an_order_that_was_another_one_on_each_rank_is_refused() -> None:
+def test_order_that_differs_between_ranks_is_refused() -> None:
     make = lambda size: make_loader(40, "sampler with a generator", world_size=size)  # noqa: E731
     was = feeds_of(2, make)
-    together(begin(was, 0), 1)
+    merge_rows(begin(was, 0), 1)
     states = states_of(was)
     [(place, stood)] = states[1]["passes"][-1]["start"]["generators"].items()
     states[1]["passes"][-1]["start"]["generators"] = {place: torch.zeros_like(stood)}
     with pytest.raises(CheckpointError, match="whose state differed between ranks"):
-        go_on(states, feeds_of(3, make))
+        resume(states, feeds_of(3, make))
 
 
-def test_an_order_that_ranks_do_not_share_is_refused() -> None:
+def test_order_that_ranks_do_not_share_is_refused() -> None:
     alone = [Feed(make_loader(40, "shuffled", world_size=1), "train_dataloader")]
     assert "pass parallel='ddp' also in one process" in refusal(feeds_of(2, shuffled()), alone)
     text = refusal(alone, feeds_of(2, shuffled()))
@@ -161,11 +161,11 @@ def test_an_order_that_ranks_do_not_share_is_refused() -> None:
     listed = [Feed([1, 2, 3], "train_dataloader")]
     next(listed[0].batches(0))
     with pytest.raises(CheckpointError, match=r"train_dataloader \(list\) has no order that ranks"):
-        go_on(states_of(listed), [Feed([1, 2, 3], "train_dataloader")])
+        resume(states_of(listed), [Feed([1, 2, 3], "train_dataloader")])
 
 
 class Stateful(DataLoader[Any]):
-    """Keeps its position by itself."""
+    """A loader that saves its own position."""
 
     def state_dict(self) -> dict[str, Any]:
         return {}
@@ -173,7 +173,7 @@ class Stateful(DataLoader[Any]):
     def load_state_dict(self, state: Any) -> None: ...
 
 
-def test_a_loader_with_a_position_of_its_own_is_refused() -> None:
+def test_loader_that_saves_its_own_position_is_refused() -> None:
     def make(world_size: int) -> DataLoader[Any]:
         return Stateful([{"row": 0}] * 40, batch_size=12 // world_size)  # type: ignore[arg-type]
 
@@ -181,7 +181,7 @@ def test_a_loader_with_a_position_of_its_own_is_refused() -> None:
     assert "train_dataloader (Stateful) saves its position on each rank separately" in text
 
 
-def test_whole_batches_of_the_caller_are_refused() -> None:
+def test_batches_from_batch_sampler_are_refused() -> None:
     def make(world_size: int) -> DataLoader[Any]:
         data: Any = [{"row": row} for row in range(40)]
         return DataLoader(data, batch_sampler=WholeBatches(range(40), 4, drop_last=False))
@@ -195,7 +195,7 @@ LENGTHS = [3 + 7 * row % 11 for row in range(60)]
 
 
 def planned(world_size: int, *, accumulate: int = 1, seed: int = 5, **options: Any) -> list[Feed]:
-    """Of each rank, over batches of equal length in all."""
+    """Return the feed of each rank, over batches of equal total length."""
     given: dict[str, Any] = {"mode": "duration", "lengths": LENGTHS, "batch_length": 25.0}
     data = [{"row": row} for row in range(60)]
     feeds = []
@@ -208,22 +208,22 @@ def planned(world_size: int, *, accumulate: int = 1, seed: int = 5, **options: A
 
 
 def steps_of(passes: Sequence[Iterator[Any]], accumulate: int, count: int | None = None) -> Any:
-    """The rows of optimization batches over all ranks."""
-    rounds = together(passes, None if count is None else count * accumulate)
+    """Return the rows of optimization batches over all ranks."""
+    rounds = merge_rows(passes, None if count is None else count * accumulate)
     groups = [rounds[place : place + accumulate] for place in range(0, len(rounds), accumulate)]
     return [sorted(itertools.chain(*group)) for group in groups]
 
 
 @given(
-    # ranks × accumulate_batches is 4 throughout
+    # ranks × accumulate_batches is always 4
     worlds=st.lists(st.sampled_from([1, 2, 4]), min_size=2, max_size=4),
     taken=st.lists(st.integers(1, 2), min_size=3, max_size=3),
 )
-@example(worlds=[1, 1, 1, 2], taken=[2, 2, 2])  # all was given, and the end not seen
+@example(worlds=[1, 1, 1, 2], taken=[2, 2, 2])  # all rows were given, but the end was not seen
 @example(worlds=[1, 1, 1, 4], taken=[2, 2, 2])
 @example(worlds=[4, 4, 4, 1], taken=[2, 2, 2])
 @settings(max_examples=40, deadline=None)
-def test_optimization_batches_of_a_plan_have_the_rows_that_they_would_have_had(
+def test_optimization_batches_by_length_keep_their_rows(
     worlds: list[int], taken: list[int]
 ) -> None:
     def numbers(feeds: Sequence[Feed], epoch: int) -> set[int | None]:
@@ -240,17 +240,17 @@ def test_optimization_batches_of_a_plan_have_the_rows_that_they_would_have_had(
     for later, count in zip(worlds[1:], taken, strict=False):
         found += steps_of(passes, 4 // world_size, count)
         states, world_size = states_of(feeds), later
-        feeds = planned(world_size, accumulate=4 // world_size, seed=9)  # that of the run goes on
+        feeds = planned(world_size, accumulate=4 // world_size, seed=9)  # the old seed stays
         if world_size == len(states):
             for feed, state in zip(feeds, states, strict=True):
                 feed.load_state_dict(state)
         else:
-            go_on(states, feeds)
+            resume(states, feeds)
         [number] = numbers(feeds, 1)
         passes = begin(feeds, 1)
     done = len(found)
     found += steps_of(passes, 4 // world_size)
-    assert found[:-1] == expected[1][:-1]  # the rows of the last are levelled over other ranks
+    assert found[:-1] == expected[1][:-1]  # the last one is balanced over other ranks
     assert sorted(itertools.chain(*found)) == list(range(60))
     assert number is not None
     assert done <= len(found) == -(-number * world_size // 4)
@@ -259,7 +259,7 @@ def test_optimization_batches_of_a_plan_have_the_rows_that_they_would_have_had(
         assert steps_of(begin(feeds, 2), 4 // world_size) == expected[2]
 
 
-def test_other_optimization_batches_of_a_plan_are_refused_with_the_remedy() -> None:
+def test_changed_optimization_batches_are_refused_with_remedy() -> None:
     text = refusal(planned(4), planned(2))
     assert "made of 4 batches of train_dataloader" in text
     assert "here it would be made of 2 × 1. Pass accumulate_batches=2" in text
@@ -272,7 +272,7 @@ def test_other_optimization_batches_of_a_plan_are_refused_with_the_remedy() -> N
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
-def test_a_pass_over_a_plan_is_taken_up_in_its_middle(num_workers: int) -> None:
+def test_pass_over_length_batches_resumes_in_middle(num_workers: int) -> None:
     def make(**options: Any) -> Feed:
         data = [{"row": row} for row in range(60)]
         sampler = LengthBatchSampler(mode="duration", lengths=LENGTHS, batch_length=25.0)
@@ -281,17 +281,17 @@ def test_a_pass_over_a_plan_is_taken_up_in_its_middle(num_workers: int) -> None:
         return Feed(DataLoader(data, batch_sampler=sampler, **workers), "train_dataloader")  # type: ignore[arg-type]
 
     feed = make()
-    expected = [together([feed.batches(epoch)]) for epoch in range(3)]
-    assert len(set(map(len, expected))) > 1  # epochs have other numbers of batches
+    expected = [merge_rows([feed.batches(epoch)]) for epoch in range(3)]
+    assert len(set(map(len, expected))) > 1  # the number of batches varies between epochs
     assert [feed.num_batches(epoch) for epoch in range(3)] == list(map(len, expected))
     feed = make()
-    assert together([feed.batches(0)]) == expected[0]
-    found = together([feed.batches(1)], 4)
+    assert merge_rows([feed.batches(0)]) == expected[0]
+    found = merge_rows([feed.batches(1)], 4)
     later = make()
     later.load_state_dict(feed.state_dict())
     assert later.num_batches(1) == len(expected[1])
-    assert found + together([later.batches(1)]) == expected[1]
-    assert together([later.batches(2)]) == expected[2]
+    assert found + merge_rows([later.batches(1)]) == expected[1]
+    assert merge_rows([later.batches(2)]) == expected[2]
     fresh = Feed([1], "train_dataloader")
     next(fresh.batches(0))
     with pytest.raises(CheckpointError, match="those of the checkpoint did not"):

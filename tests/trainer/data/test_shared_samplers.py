@@ -1,4 +1,4 @@
-"""How ranks share the rows of a batch: all of them, each once, and none alone."""
+"""Ranks share the rows of a batch: each row exactly once, and no single rows if avoidable."""
 
 import pytest
 import torch
@@ -13,7 +13,7 @@ from automicro.trainer.data.sharing import SharedBatchSampler
 def parts_of(
     rows: int, batch_size: int, world_size: int, *, drop_last: bool
 ) -> list[list[list[int]]]:
-    """The batches of each rank."""
+    """Return the batches of each rank."""
     samplers = [
         SharedBatchSampler(
             range(rows), batch_size, drop_last=drop_last, rank=rank, world_size=world_size, seed=0
@@ -31,7 +31,7 @@ def parts_of(
     world_size=st.integers(1, 7),
     drop_last=st.booleans(),
 )
-def test_every_row_comes_once_in_its_batch_and_none_is_alone_beside_more(
+def test_each_row_comes_once_and_shares_are_balanced(
     rows: int, batch_size: int, world_size: int, drop_last: bool
 ) -> None:
     parts = parts_of(rows, batch_size, world_size, drop_last=drop_last)
@@ -46,13 +46,13 @@ def test_every_row_comes_once_in_its_batch_and_none_is_alone_beside_more(
         assert [row for share in shares for row in share] == batch
         sizes = [len(share) for share in shares]
         assert max(sizes) - min(sizes) <= 1
-        # Three rows for two ranks go to one of them, which is one more than its full batch of two.
+        # Of three rows, one rank gets all: one more than its full batch of two.
         assert max(sizes) <= max(batch_size, 3)
         if batch_size > 1 and len(batch) > 1:
             assert min(sizes) > 1
 
 
-def test_batchnorm_on_a_batch_of_one_row_is_explained_with_its_remedy() -> None:
+def test_batchnorm_on_single_row_is_explained_with_remedy() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
     microbatcher = Microbatcher(model, loss_fn=nn.MSELoss(), probe=False)
     with pytest.raises(ValueError, match="Expected more than 1 value") as caught:

@@ -1,1 +1,1 @@
-"""Kills, full disks and signals while a Trainer runs, and what a resume makes of it."""
+"""Kills, full disks and signals during training, and the resume after them."""

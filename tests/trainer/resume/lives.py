@@ -1,4 +1,4 @@
-"""One life of a run: a forked process that trains until it is killed or done, and its journal."""
+"""One life of a run: a forked process that trains until it ends or is killed, and its journal."""
 
 import copy
 import dataclasses
@@ -27,7 +27,7 @@ from tests.trainer.resume.subjects import Job, Subject
 
 @dataclass(kw_only=True)
 class Life:
-    """What a process did."""
+    """Records of one process."""
 
     exit_code: int
     begun: list[int] = field(default_factory=list)
@@ -39,7 +39,7 @@ class Life:
 
 
 class Journal(Callback):
-    """Writes down what happens at once, so that it outlasts the process."""
+    """Writes events to a file at once, so they survive the process."""
 
     def __init__(self, path: Path) -> None:
         self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
@@ -51,7 +51,7 @@ class Journal(Callback):
         self.note("resumed", run.state.batch)
 
     def batch_start(self, run: Run, batch: Any) -> None:
-        gc.collect()  # what fits does not depend on when it comes by for what checkpoints leave
+        gc.collect()  # free garbage of checkpoints, which affects what fits
         self.note("begun", run.state.batch + 1)
 
     def checkpoint_end(self, run: Run, path: Path) -> None:
@@ -66,7 +66,7 @@ def live(
     at: tuple[str, int] | None = None,
     may_warn: bool = False,
 ) -> Life:
-    """Let a process make a run and train until it is done, or killed at a point."""
+    """Run a process that trains until it ends, or is killed at a point."""
     journal, ending, log = (folder / f"{name}.{kind}" for kind in ("journal", "ending", "log"))
 
     def work() -> None:
@@ -95,7 +95,7 @@ def live(
         else:
             getattr(life, what).append(value)
     if code == 0:
-        written = torch.load(ending, weights_only=False)  # ours, of a moment ago
+        written = torch.load(ending, weights_only=False)  # this test wrote it
         life.passed, life.ending = written["passed"], written["ending"]
     elif code == 1:
         raise AssertionError(f"{subject}\nended with an error:\n{log.read_text()}")
@@ -103,7 +103,7 @@ def live(
 
 
 def ending_of(job: Job) -> dict[str, Any]:
-    """All that a run has come to, but how long it took."""
+    """Return the complete final state of a run, except for times."""
     fit = job.trainer._fit
     assert fit is not None
     assert fit.checkpointer is not None
@@ -128,13 +128,13 @@ def ending_of(job: Job) -> dict[str, Any]:
 
 
 def _without_measurements(sizes: dict[str, Any]) -> dict[str, Any]:
-    """What was found, without the bytes that a process held meanwhile, which are its own.
+    """Return found sizes without measured bytes, which differ between processes.
 
-    Sizes follow from these only where they are refined.
+    Sizes depend on these bytes only when they are refined.
     """
     kept = copy.deepcopy(sizes)
     for phase in kept.values():
-        learned = phase.get("policy", {}).get("learned")  # parts have sizes of their own
+        learned = phase.get("policy", {}).get("learned")  # nested parts have their own sizes
         if learned is not None:
             del learned["room"]
             for point in [*learned["fits"], *learned["failures"]]:
@@ -144,7 +144,7 @@ def _without_measurements(sizes: dict[str, Any]) -> dict[str, Any]:
 
 @functools.cache
 def warm_up() -> None:
-    """Import here, once, what each forked process would have to import for itself."""
+    """Import modules once here, so that forked processes do not import them again."""
     with tempfile.TemporaryDirectory() as folder:
         state = torch.get_rng_state()
         Subject(seed=0, precision="fp16", memory_limit="1MiB").make(Path(folder)).trainer.fit()

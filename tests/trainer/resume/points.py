@@ -1,4 +1,4 @@
-"""Program points of a run, counted by kind, at any of which the process can be killed."""
+"""Points in a run, counted by kind, at which the process can be killed."""
 
 from collections import Counter
 from collections.abc import Callable
@@ -24,7 +24,7 @@ LOG_WRITE, STEP = "line logged", "optimizer step"
 
 
 class Points:
-    """Counts the points that are passed, and kills the process at one of them."""
+    """Counts the points that a run passes, and kills the process at one of them."""
 
     def __init__(self, at: tuple[str, int] | None = None) -> None:
         self.passed: Counter[str] = Counter()
@@ -39,7 +39,7 @@ class Points:
             die()
 
     def install(self, optimizer: torch.optim.Optimizer) -> None:
-        """Watch the disk, the loggers and an optimizer, for the life of this process."""
+        """Watch the disk, the loggers and an optimizer until this process ends."""
         for name, kind in DISK.items():
             setattr(files, name, self._on_disk(name, kind, getattr(files, name)))
         append_file.FileIO = _watched(self)  # type: ignore[attr-defined]
@@ -81,7 +81,7 @@ EVENTS = {
 
 
 def points_of_events(points: Points) -> Callback:
-    """The points between those of the disk: the events of the run."""
+    """Return a callback that marks the events of a run as points between disk operations."""
 
     def passing(kind: str) -> Callable[..., None]:
         return lambda self, *given: points.at(kind)

@@ -1,4 +1,4 @@
-"""A run that is saved after each batch, and taken up again from every one of its checkpoints."""
+"""A run that saves after each batch, and resumes from each of its checkpoints."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -21,7 +21,7 @@ def linear() -> nn.Linear:
 
 
 class Wrapped(nn.Module):
-    """A linear model, for models that keep something besides."""
+    """A linear model, as a base for models with additional state."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -33,7 +33,7 @@ class Wrapped(nn.Module):
 
 
 def trainer(model: nn.Module, folder: Path, **options: Any) -> Trainer:
-    """A trainer of three batches of 16 rows an epoch, saved after each batch."""
+    """Return a trainer with three batches of 16 rows per epoch that saves after each batch."""
     checkpoint = CheckpointConfig(
         folder=folder, interval="1ba", keep_last=None, resume=options.pop("resume", "auto")
     )
@@ -49,7 +49,7 @@ def check_resumes(
     options: Callable[[], dict[str, Any]] = dict,
     read: Callable[[Trainer], Any] = lambda trainer: None,
 ) -> None:
-    """Taken up from each checkpoint, a run ends as the undisturbed one."""
+    """Resume from each checkpoint, and compare the end to the undisturbed run."""
     torch.manual_seed(7)
     whole = trainer(make(), folder / "whole", **options())
     summary = whole.fit()

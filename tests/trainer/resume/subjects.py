@@ -1,4 +1,4 @@
-"""Runs of all kinds, drawn by a seed: what is trained, from what data, saved and logged how."""
+"""Runs of many kinds drawn by a seed: models, data, checkpoints and loggers."""
 
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -25,12 +25,12 @@ from automicro.trainer.evaluators import Evaluator
 
 FEATURES, CLASSES, WIDTH = 12, 3, 64
 BATCH_SIZE = 16
-# Activations of a row take some 3 KiB, and what does not depend on the rows some 30 KiB.
+# Activations of a row need about 3 KiB, and row-independent memory about 30 KiB.
 DEVICES = {"growing": "110KiB", "other": "72KiB"}
 
 
 class Confidence(Metric):
-    """The mean confidence, from a list that grows with each batch."""
+    """The mean confidence, computed from a list that grows with each batch."""
 
     values: list[Tensor]
 
@@ -46,7 +46,7 @@ class Confidence(Metric):
 
 
 class Tally(Callback):
-    """Keeps a state, and draws random numbers that the rest of the run depends on."""
+    """Has a state, and draws random numbers that affect the rest of the run."""
 
     def __init__(self) -> None:
         self.total = torch.zeros(2)
@@ -62,7 +62,7 @@ class Tally(Callback):
 
 
 class Stream(IterableDataset):
-    """Rows without a length, with noise."""
+    """Noisy rows without a known length."""
 
     def __init__(self, rows: TensorDataset) -> None:
         self._rows = rows
@@ -80,12 +80,12 @@ def rows(count: int, seed: int = 2) -> TensorDataset:
 
 
 def cost_of(row: tuple[Tensor, Tensor]) -> float:
-    """So that rows are sorted, and take as much memory as they cost: all about the same."""
+    """Return almost equal costs, so rows are sorted but memory matches the costs."""
     return 8 + float(row[1]) / 1000
 
 
 def growing() -> list[tuple[Tensor, Tensor]]:
-    """Batches that grow, so that memory also runs out late in an epoch."""
+    """Return batches of increasing size, so memory also runs out late in an epoch."""
     inputs, targets = rows(120).tensors
     sizes = [8, 16, 32, 64]
     return list(zip(inputs.split(sizes), targets.split(sizes), strict=True))
@@ -118,7 +118,7 @@ SCHEDULERS: dict[str, Callable[..., Any] | None] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Subject:
-    """One kind of run."""
+    """A kind of run."""
 
     seed: int
     loader: str = "shuffled"
@@ -138,16 +138,16 @@ class Subject:
     average: bool = False
     stops_early: bool = False
     by_cost: bool = False
-    when_too_large: Sequence[str] | str = "error"  # else of a model of blocks
-    nested: bool = False  # whether the last block has a size of its own
+    when_too_large: Sequence[str] | str = "error"  # other values use a model of blocks
+    nested: bool = False  # gives the last block its own size
 
     def make(self, folder: Path, *callbacks: Callback) -> "Job":
-        """A fresh run of this kind, as a process that begins makes it."""
+        """Return a fresh run of this kind, as a new process would make it."""
         return Job(self, folder, callbacks)
 
 
 class Job:
-    """A Trainer, and what it was made of."""
+    """A Trainer and its components."""
 
     def __init__(self, subject: Subject, folder: Path, callbacks: tuple[Callback, ...]) -> None:
         torch.manual_seed(subject.seed)
@@ -180,15 +180,15 @@ class Job:
             self.model,
             LOADERS[subject.loader](subject.num_rows),
             eval_dataloader=_evaluators(subject.evaluators),
-            # Each life begins as the first one did.
+            # Each life starts without remembered sizes, as the first one did.
             features=[RememberSizes(False), *_features(subject, self.scheduler)],
             loss_fn=nn.CrossEntropyLoss(),
             optimizer=self.optimizer,
             metrics={"accuracy": MulticlassAccuracy(CLASSES), "confidence": Confidence()},
             max_duration=subject.max_duration,
             accumulate_batches=subject.accumulate_batches,
-            # Refined sizes follow from measured memory, of which a life that was taken up again
-            # holds a little more or less; those of halving follow from what failed.
+            # Refined sizes depend on measured memory, which varies slightly after a resume.
+            # Halving depends only on failures.
             microbatch_size=(
                 8 if is_deep else None if subject.batchnorm else Halving(refine=False)
             ),
@@ -213,7 +213,7 @@ def _features(subject: Subject, scheduler: Any) -> list[Feature]:
 
 
 def deep_blocks() -> list[nn.Module]:
-    """Four blocks, each of which keeps sixteen times as much as it passes on."""
+    """Return four blocks that save sixteen times the memory of their outputs."""
     return [
         nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Dropout(0.1), *(nn.Tanh() for _ in range(16)))
         for _ in range(4)
@@ -234,7 +234,7 @@ def _evaluators(count: int) -> Any:
 
 
 def draw(seed: int) -> Subject:
-    """The kind of run that a seed stands for."""
+    """Return the kind of run for a seed."""
     choose = random.Random(seed)
     loader = choose.choice(["shuffled"] * 4 + ["own generator"] * 4 + ["growing"] * 6 + ["stream"])
     if seed % 20 == 0:

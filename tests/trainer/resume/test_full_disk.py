@@ -1,4 +1,4 @@
-"""No space left at every write of a run: it goes on, and what was saved before stays good."""
+"""Full disks at every write of a run: training continues, and saved checkpoints stay intact."""
 
 import errno
 import os
@@ -38,8 +38,8 @@ def train(folder: Path, **options: Any) -> tuple[Job, list[warnings.WarningMessa
     return job, caught
 
 
-def all_are_good(job: Job) -> list[int]:
-    """After which batches the checkpoints are, each verified and loaded."""
+def intact_steps(job: Job) -> list[int]:
+    """Return the steps of the checkpoints, after each is verified and loaded."""
     paths = list_checkpoints(Path(job.config.folder))
     for path in paths:
         verify(path)
@@ -47,13 +47,13 @@ def all_are_good(job: Job) -> list[int]:
     return sorted(int(path.name.rpartition("-")[2]) for path in paths)
 
 
-def test_no_space_left_at_any_write_costs_at_most_one_checkpoint(
+def test_full_disk_at_any_write_loses_at_most_one_checkpoint(
     tmp_path: Path, faults: Faults
 ) -> None:
     faults.disarm()
     undisturbed, _ = train(tmp_path / "undisturbed")
     expected = ending_of(undisturbed)
-    assert all_are_good(undisturbed) == [3, 4]
+    assert intact_steps(undisturbed) == [3, 4]
     writes = [index for index, name in enumerate(faults.seen) if name == "write"]
     assert len(writes) == 4 * 5
     for number, index in enumerate(writes):
@@ -63,28 +63,28 @@ def test_no_space_left_at_any_write_costs_at_most_one_checkpoint(
         assert "No space left on device" in str(caught[0].message)
         assert_same(ending_of(job), expected)
         lost = 1 + number // 5
-        assert all_are_good(job) == [step for step in (1, 2, 3, 4) if step != lost][-2:]
+        assert intact_steps(job) == [step for step in (1, 2, 3, 4) if step != lost][-2:]
 
 
-def test_a_disk_that_stays_full_leaves_the_older_checkpoint(tmp_path: Path, faults: Faults) -> None:
+def test_disk_that_stays_full_keeps_older_checkpoint(tmp_path: Path, faults: Faults) -> None:
     faults.disarm()
     undisturbed, _ = train(tmp_path / "undisturbed")
     second = [index for index, name in enumerate(faults.seen) if name == "write"][5]
     faults.arm(lambda at: at >= second, fail)
     job, caught = train(tmp_path / "full")
     assert {each.category for each in caught} == {CheckpointWarning}
-    assert all_are_good(job) == [1]
+    assert intact_steps(job) == [1]
     assert_same(ending_of(job), ending_of(undisturbed))
 
     faults.disarm()
     again, caught = train(tmp_path / "full")
     assert caught == []
     assert_same(ending_of(again), ending_of(undisturbed))
-    assert all_are_good(again) == [3, 4]
+    assert intact_steps(again) == [3, 4]
 
 
 class FullDisk(FileIO):
-    """A file on a disk that has no space from the n-th write to the m-th."""
+    """A file on a disk that is full for a range of writes."""
 
     full: ClassVar[range] = range(0)
     writes: ClassVar[int] = 0
@@ -98,19 +98,17 @@ class FullDisk(FileIO):
 
 
 @pytest.mark.parametrize("lasts", [1, 3, 1000])
-def test_no_space_left_for_a_log_costs_lines_and_nothing_else(
-    tmp_path: Path, mocker: Any, lasts: int
-) -> None:
+def test_full_disk_in_logger_loses_only_log_lines(tmp_path: Path, mocker: Any, lasts: int) -> None:
     undisturbed, _ = train(tmp_path / "undisturbed")
     opened = mocker.patch.object(append_file, "open", create=True)
     opened.side_effect = lambda path, *_, **__: FullDisk(path, "a")
-    for first in range(1, 8, 2):  # of seven writes
+    for first in range(1, 8, 2):  # the run has seven writes
         mocker.patch.multiple(FullDisk, full=range(first, first + lasts), writes=0)
         job, caught = train(tmp_path / str(first))
         assert {each.category for each in caught} == {LoggerWarning}
         assert_same(ending_of(job), ending_of(undisturbed))
-        assert all_are_good(job) == [3, 4]
-        # Whole lines only, none twice: the readers refuse anything else.
+        assert intact_steps(job) == [3, 4]
+        # Lines must be complete and unique: the readers refuse anything else.
         path = job.log
         rows = read_json_lines(path) if path.exists() and path.stat().st_size else []
         assert len({row[:2] for row in rows}) == len(rows)

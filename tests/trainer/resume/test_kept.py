@@ -1,4 +1,4 @@
-"""Whatever a model, its metrics and its loader keep comes back when a run is taken up again."""
+"""State of models, metrics and loaders is restored when a run resumes."""
 
 import itertools
 import random
@@ -29,11 +29,11 @@ from automicro.trainer.metrics import MetricSet
 from tests.trainer.resume.runs import Wrapped, check_resumes, linear, trainer
 from tests.trainer.runs import CLASSES, FEATURES
 
-ROWS, BATCH_SIZE = 32, 16  # two batches an epoch, so checkpoints lie in three epochs
+ROWS, BATCH_SIZE = 32, 16  # two batches per epoch, so checkpoints cover three epochs
 
 
 class Remembering(Wrapped):
-    """Its buffers are not persistent: one is written in place, and the other grows."""
+    """Has buffers that are not persistent: one is updated in place, and the other grows."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -67,7 +67,7 @@ class Counting(Wrapped):
 
 
 class Plain(Wrapped):
-    """Its state_dict gives a plain dict of copies."""
+    """Its state_dict is a plain dict of copies."""
 
     def state_dict(self, *args: Any, **options: Any) -> Any:
         state = super().state_dict(*args, **options)
@@ -75,7 +75,7 @@ class Plain(Wrapped):
 
 
 class Expanded(Counting):
-    """Has extra state, and a buffer whose rows share memory."""
+    """Has extra state, and a buffer with rows that share memory."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -90,15 +90,15 @@ class Expanded(Counting):
 
 
 class Viewed(Wrapped):
-    """Has a buffer that is a part of a parameter."""
+    """Has a buffer that is a view of a parameter."""
 
     def __init__(self) -> None:
         super().__init__()
         self.register_buffer("view", self.linear.weight.data[:2])
 
 
-class Held:
-    """An object that keeps a generator."""
+class HoldsGenerator:
+    """An object with a generator."""
 
     def __init__(self) -> None:
         self.generator = torch.Generator().manual_seed(3)
@@ -108,11 +108,11 @@ class Held:
 
 
 class NoisyElsewhere(Wrapped):
-    """Draws from generators in an object, in a list, in a hook, and from an old one of NumPy."""
+    """Draws from generators in an object, a list and a hook, and from a legacy NumPy generator."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.held, self.listed, hooked = Held(), [random.Random(4)], Held()
+        self.held, self.listed, hooked = HoldsGenerator(), [random.Random(4)], HoldsGenerator()
         self.old = np.random.RandomState(5)
         self.linear.register_forward_hook(lambda module, given, output: hooked(output))
 
@@ -121,11 +121,11 @@ class NoisyElsewhere(Wrapped):
 
 
 class NoisyLoss(nn.Module):
-    """A loss that draws."""
+    """A loss that draws random numbers."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.noise = Held()
+        self.noise = HoldsGenerator()
 
     def forward(self, outputs: Tensor, targets: Tensor) -> Tensor:
         return nn.functional.cross_entropy(self.noise(outputs), targets)
@@ -136,7 +136,7 @@ def accuracy() -> Metric:
 
 
 class OwnMetric:
-    """Counts in all kinds of attributes, and has no state_dict."""
+    """Counts in attributes of many types, and has no state_dict."""
 
     def __init__(self) -> None:
         self.threshold = 0.5
@@ -184,7 +184,7 @@ def rows() -> TensorDataset:
 
 
 class CountsPasses(Sampler[int]):
-    """Counts its passes by itself, and shuffles by their number."""
+    """Counts its passes, and shuffles by their number."""
 
     def __init__(self) -> None:
         self.epoch = 0
@@ -197,7 +197,7 @@ class CountsPasses(Sampler[int]):
         return ROWS
 
 
-class Around(Sampler[int]):
+class WrapsSampler(Sampler[int]):
     """Takes its order from another sampler, and counts in an object, a dict and a queue."""
 
     def __init__(self) -> None:
@@ -220,7 +220,7 @@ class Around(Sampler[int]):
 
 
 class Shuffling(CountsPasses):
-    """Shuffles the order of the pass before once more."""
+    """Shuffles the order of the previous pass again."""
 
     def __init__(self, order: Any) -> None:
         super().__init__()
@@ -231,8 +231,8 @@ class Shuffling(CountsPasses):
         return iter([int(each) for each in self.order])
 
 
-class Made(CountsPasses):
-    """Makes its order in the first pass."""
+class CreatesOrder(CountsPasses):
+    """Creates its order in the first pass."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -259,7 +259,7 @@ class Batches(Sampler[list[int]]):
 
 
 class Reading(Dataset[Any]):
-    """Counts how often it was read, and goes by it."""
+    """Counts its reads, and returns rows that depend on the count."""
 
     def __init__(self) -> None:
         self.rows, self.reads = rows(), 0
@@ -274,7 +274,7 @@ class Reading(Dataset[Any]):
 
 
 class Loader:
-    """Gives batches by itself, and counts its passes."""
+    """A loader that makes batches itself, and counts its passes."""
 
     def __init__(self) -> None:
         self.passes = 0
@@ -289,27 +289,27 @@ class Loader:
         return ROWS // BATCH_SIZE
 
 
-def by(sampler: Sampler[int]) -> DataLoader[Any]:
+def loader_with(sampler: Sampler[int]) -> DataLoader[Any]:
     return DataLoader(rows(), BATCH_SIZE, sampler=sampler)
 
 
 LOADERS: dict[str, Callable[[], Any]] = {
-    "around a counter": lambda: by(Around()),
-    "a list": lambda: by(Shuffling([*range(ROWS)])),
-    "an array": lambda: by(Shuffling(np.arange(ROWS))),
-    "made in a pass": lambda: by(Made()),
+    "wrapped counter": lambda: loader_with(WrapsSampler()),
+    "list": lambda: loader_with(Shuffling([*range(ROWS)])),
+    "array": lambda: loader_with(Shuffling(np.arange(ROWS))),
+    "created in a pass": lambda: loader_with(CreatesOrder()),
     "batches": lambda: DataLoader(rows(), batch_sampler=Batches()),
-    "in a batch sampler": lambda: DataLoader(
+    "in batch sampler": lambda: DataLoader(
         rows(), batch_sampler=BatchSampler(CountsPasses(), BATCH_SIZE, drop_last=False)
     ),
-    "a dataset": lambda: DataLoader(Reading(), BATCH_SIZE),
+    "dataset": lambda: DataLoader(Reading(), BATCH_SIZE),
     "workers": lambda: DataLoader(rows(), BATCH_SIZE, sampler=CountsPasses(), num_workers=1),
-    "a loader of one's own": Loader,
+    "custom loader": Loader,
 }
 
 
 def evaluator(**options: Any) -> Evaluator:
-    """Evaluates on the first rows of its order."""
+    """Return an evaluator for the first rows of an order."""
     return Evaluator(dataloader=DataLoader(rows(), 16, **options), max_batches=1, interval="1ba")
 
 
@@ -324,7 +324,7 @@ KINDS = [
 
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize(("loader", "make", "metrics"), KINDS)
-def test_whatever_is_kept_comes_back(loader: str, make: Any, metrics: str, tmp_path: Path) -> None:
+def test_saved_state_is_restored(loader: str, make: Any, metrics: str, tmp_path: Path) -> None:
     def options() -> dict[str, Any]:
         return {
             "train_dataloader": LOADERS[loader](),
@@ -342,26 +342,26 @@ def test_whatever_is_kept_comes_back(loader: str, make: Any, metrics: str, tmp_p
     check_resumes(make, tmp_path, options=options)
 
 
-class Late(Wrapped):
-    """Makes its generator when it is first called."""
+class CreatesGenerator(Wrapped):
+    """Creates its generator in the first forward."""
 
     def __init__(self) -> None:
         super().__init__()
         self.noise: Any = None
 
     def forward(self, inputs: Tensor) -> Tensor:
-        self.noise = self.noise or Held()
+        self.noise = self.noise or HoldsGenerator()
         return super().forward(self.noise(inputs))
 
 
-def test_a_generator_that_is_not_there_when_a_run_is_taken_up_is_named(tmp_path: Path) -> None:
-    trainer(Late(), tmp_path, max_duration="3ba").fit()
+def test_generator_missing_at_resume_is_named(tmp_path: Path) -> None:
+    trainer(CreatesGenerator(), tmp_path, max_duration="3ba").fit()
     with pytest.warns(CheckpointWarning, match=r"\(noise\.generator\).*Make them before training"):
-        trainer(Late(), tmp_path, max_duration="4ba").fit()
+        trainer(CreatesGenerator(), tmp_path, max_duration="4ba").fit()
 
 
 class Annealed(Wrapped):
-    """Counts its forwards in a plain attribute, and goes by it."""
+    """Counts its forwards in a plain attribute that affects the outputs."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -373,7 +373,7 @@ class Annealed(Wrapped):
 
 
 class Averaging(Wrapped):
-    """Keeps an average in a tensor that is no buffer."""
+    """Keeps an average in a tensor that is not a buffer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -385,7 +385,7 @@ class Averaging(Wrapped):
 
 
 class Caching(Wrapped):
-    """Keeps its last output, how long it took, and a list for people."""
+    """Keeps its last output, its duration, and a list of norms that no forward reads."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -404,7 +404,7 @@ class Caching(Wrapped):
 
 @pytest.mark.parametrize(("make", "name"), [(Annealed, "step"), (Averaging, "average")])
 @pytest.mark.parametrize("size", [None, 4])
-def test_attributes_that_no_checkpoint_holds_are_named(
+def test_changing_attributes_outside_checkpoints_are_named(
     make: Any, name: str, size: int | None, tmp_path: Path
 ) -> None:
     with warnings.catch_warnings(record=True) as caught:
@@ -417,27 +417,25 @@ def test_attributes_that_no_checkpoint_holds_are_named(
 
 
 @pytest.mark.parametrize("make", [Wrapped, Counting, Remembering, Caching, NoisyElsewhere])
-def test_what_a_checkpoint_holds_and_what_does_not_matter_is_not_named(
-    make: Any, tmp_path: Path
-) -> None:
+def test_saved_or_irrelevant_attributes_are_not_named(make: Any, tmp_path: Path) -> None:
     trainer(make(), tmp_path, probe=True, microbatch_size=None).fit()
 
 
 class Stubborn(Counting):
-    """Refuses its own state."""
+    """Refuses its own saved state."""
 
     def set_extra_state(self, state: dict[str, int]) -> None:
         raise KeyError("count")
 
 
-def test_a_model_that_refuses_its_own_state_is_named(tmp_path: Path) -> None:
+def test_model_that_refuses_its_own_state_is_named(tmp_path: Path) -> None:
     trainer(Stubborn(), tmp_path, max_duration="1ba").fit()
     with pytest.raises(CheckpointError, match=r"Stubborn\.load_state_dict fails.*KeyError"):
         trainer(Stubborn(), tmp_path).fit()
 
 
 class Unlike(Wrapped):
-    """Its rows were different ones when it was saved, and share memory now."""
+    """Has rows that differ when saved, but share memory when loaded."""
 
     def __init__(self, *, expanded: bool) -> None:
         super().__init__()
@@ -445,13 +443,13 @@ class Unlike(Wrapped):
         self.register_buffer("rows", rows)
 
 
-def test_rows_that_share_memory_take_no_different_values(tmp_path: Path) -> None:
+def test_rows_that_share_memory_refuse_different_values(tmp_path: Path) -> None:
     trainer(Unlike(expanded=False), tmp_path, max_duration="1ba").fit()
     with pytest.raises(CheckpointError, match=r"elements of rows share memory.*\.clone\(\)"):
         trainer(Unlike(expanded=True), tmp_path).fit()
 
 
-def test_options_of_a_metric_are_those_given_now() -> None:
+def test_metric_options_come_from_current_run() -> None:
     device = torch.device("cpu")
     saved = MetricSet({"own": OwnMetric()}, device)
     saved.metrics["own"].update(torch.ones(2, 3), torch.tensor([0, 1]))
@@ -463,13 +461,13 @@ def test_options_of_a_metric_are_those_given_now() -> None:
 
 
 class Window(OwnMetric):
-    """Keeps what no checkpoint can hold."""
+    """Keeps a value that checkpoints cannot hold."""
 
     def __init__(self) -> None:
         super().__init__()
         self.last = deque([0.0], maxlen=3)
 
 
-def test_a_metric_that_cannot_be_saved_is_named(tmp_path: Path) -> None:
+def test_metric_that_cannot_be_saved_is_named(tmp_path: Path) -> None:
     with pytest.warns(CheckpointWarning, match=r"hold last \(a deque\) of the metric Window"):
         trainer(linear(), tmp_path, metrics={"w": Window()}, max_duration="2ba").fit()

@@ -1,4 +1,4 @@
-"""Two hundred kills and more: `make torture-resume`, a few minutes."""
+"""More than two hundred kills: `make torture-resume`, which takes a few minutes."""
 
 import os
 from pathlib import Path
@@ -22,13 +22,11 @@ def kills() -> list[Kill]:
 
 
 @pytest.mark.parametrize("seed", range(FIRST, FIRST + TRIALS))
-def test_a_killed_run_ends_as_the_undisturbed_one(
-    tmp_path: Path, kills: list[Kill], seed: int
-) -> None:
+def test_killed_run_ends_like_undisturbed_run(tmp_path: Path, kills: list[Kill], seed: int) -> None:
     kills += kill_and_resume(seed, tmp_path, first_kind=KINDS[seed % len(KINDS)])
 
 
-def test_there_were_enough_kills_of_every_kind(kills: list[Kill]) -> None:
+def test_enough_kills_of_every_kind_occurred(kills: list[Kill]) -> None:
     assert len(kills) >= FEWEST_KILLS
     assert {kill.kind for kill in kills} == set(KINDS)
     assert any(kill.is_damaged for kill in kills)

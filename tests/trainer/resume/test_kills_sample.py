@@ -1,4 +1,4 @@
-"""Ten kills of the torture in `make torture-resume`, and whether it would notice a mistake."""
+"""A sample of the kills in `make torture-resume`, and checks that they would find mistakes."""
 
 from pathlib import Path
 
@@ -12,7 +12,7 @@ from tests.trainer.resume.trials import assert_same, check_logs, kill_and_resume
 
 pytestmark = pytest.mark.sweep
 
-# One kill of each of these kinds, and in some runs more in a row.
+# The first kill of each run has this kind, and some runs are killed again.
 SAMPLE = {
     101: "write",
     102: "fsync",
@@ -26,7 +26,7 @@ SAMPLE = {
 FEWEST_KILLS = 10
 
 
-def test_a_killed_run_ends_as_the_undisturbed_one(tmp_path: Path) -> None:
+def test_killed_run_ends_like_undisturbed_run(tmp_path: Path) -> None:
     warm_up()
     kills = [
         kill
@@ -37,7 +37,7 @@ def test_a_killed_run_ends_as_the_undisturbed_one(tmp_path: Path) -> None:
     assert len({kill.kind for kill in kills}) >= len(SAMPLE)
 
 
-def test_the_comparison_sees_one_bit() -> None:
+def test_comparison_detects_one_changed_bit() -> None:
     one = {"a": [torch.tensor([0.0]), 1.0]}
     assert_same(one, {"a": [torch.tensor([0.0]), 1.0]})
     for other in ({"a": [torch.tensor([-0.0]), 1.0]}, {"a": [torch.tensor([0.0]), 1.0 + 2e-16]}):
@@ -45,28 +45,28 @@ def test_the_comparison_sees_one_bit() -> None:
             assert_same(one, other)
 
 
-def test_a_run_that_forgets_its_random_numbers_is_noticed(tmp_path: Path, mocker) -> None:
+def test_run_that_forgets_random_state_is_detected(tmp_path: Path, mocker) -> None:
     mocker.patch("automicro.trainer.fit.restore_rng_state")
     mocker.patch("tests.trainer.resume.trials.draw", return_value=Subject(seed=5))
     with pytest.raises(AssertionError, match=r"\.|row"):
         kill_and_resume(5, tmp_path, first_kind="batch end")
 
 
-# Each of these once ended otherwise than the undisturbed run.
+# Each of these runs once differed from the undisturbed run.
 FOUND = {
-    # The group of the last batches is smaller, so the loader has ended before it is trained on.
-    "the end of a stream": (
+    # The last group of batches is smaller, so the loader ends before this group is trained.
+    "end of stream": (
         Subject(seed=1, loader="stream", num_rows=70, accumulate_batches=3, interval="1ba"),
         ("batch start", 2),
     ),
-    # The checkpoint of the last batch is made, and what the end of the epoch logs is not.
-    "the end of an epoch": (
+    # The last batch is saved, but the end of the epoch is not logged yet.
+    "end of epoch": (
         Subject(seed=2, num_rows=48, interval="3ba"),
         ("epoch start or end", 1),
     ),
-    # A callback has asked to stop, and the run is killed after its last checkpoint.
+    # A callback asked to stop, and the kill comes after the last checkpoint.
     "stopped by a callback": (Subject(seed=3, num_rows=160, stops_early=True), ("fit end", 0)),
-    # What an evaluation has counted takes memory from the training that follows.
+    # Counts of an evaluation need memory that the training after it then lacks.
     "small device": (
         Subject(
             seed=4,
@@ -82,7 +82,7 @@ FOUND = {
 
 
 @pytest.mark.parametrize("found", FOUND)
-def test_what_was_found(tmp_path: Path, found: str) -> None:
+def test_earlier_failures_stay_fixed(tmp_path: Path, found: str) -> None:
     warm_up()
     subject, at = FOUND[found]
     undisturbed = live(subject, tmp_path / "undisturbed", name="only")
@@ -91,7 +91,7 @@ def test_what_was_found(tmp_path: Path, found: str) -> None:
     check_logs(subject, tmp_path / "killed", tmp_path / "undisturbed")
 
 
-# Both have to shrink before the first batch fits: the part, and then the level.
+# Before the first batch fits, the part has to shrink and the level has to rise.
 SMALLER = Subject(
     seed=5,
     num_rows=64,
@@ -105,7 +105,7 @@ SMALLER = Subject(
 
 
 @pytest.mark.parametrize("at", [("batch start", 1), ("optimizer step", 2), ("batch end", 3)])
-def test_levels_and_sizes_of_parts_go_on(tmp_path: Path, at: tuple[str, int]) -> None:
+def test_levels_and_nested_sizes_are_restored(tmp_path: Path, at: tuple[str, int]) -> None:
     warm_up()
     undisturbed = live(SMALLER, tmp_path / "undisturbed", name="only")
     assert live(SMALLER, tmp_path / "killed", name="first", at=at).exit_code == KILLED

@@ -1,4 +1,4 @@
-"""What several ranks have counted goes on at another number of ranks, or it is said why not."""
+"""Metric counts of several ranks resume on another number of ranks, or fail with a reason."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -17,7 +17,7 @@ CPU = torch.device("cpu")
 
 
 class Average(Metric):
-    """Of the averages of ranks, which is not that of their rows."""
+    """Averages over ranks, which differs from the average over rows."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -32,7 +32,7 @@ class Average(Metric):
 
 
 class FromTen(Average):
-    """A sum that does not begin at zero."""
+    """A sum that does not start at zero."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -40,7 +40,7 @@ class FromTen(Average):
 
 
 class CountsAside(SumMetric):
-    """Counts in an attribute, too."""
+    """Also counts in a plain attribute."""
 
     rows = 0
 
@@ -50,7 +50,7 @@ class CountsAside(SumMetric):
 
 
 def counted(make: Any, parts: Sequence[Sequence[Any]]) -> list[dict[str, Any]]:
-    """What each rank has counted."""
+    """Return the metric state of each rank."""
     states = []
     for part in parts:
         metrics = MetricSet(make(), CPU)
@@ -91,7 +91,7 @@ ADDITIVE: dict[str, tuple[Any, Any]] = {
 
 
 @pytest.mark.parametrize("name", ADDITIVE)
-def test_the_first_rank_goes_on_with_what_all_have_counted(name: str) -> None:
+def test_first_rank_resumes_with_counts_of_all_ranks(name: str) -> None:
     make, updates = ADDITIVE[name]
     states = counted(make, [updates[:1], updates[1:2], []])
     first, other = MetricSet(make(), CPU), MetricSet(make(), CPU)
@@ -102,7 +102,7 @@ def test_the_first_rank_goes_on_with_what_all_have_counted(name: str) -> None:
     for arguments in updates:
         whole.metrics.update(*arguments)
     assert first.compute() == pytest.approx(whole.compute())
-    # What torchmetrics reduces over ranks is the same with the other as without it.
+    # The other rank adds nothing to states that torchmetrics reduces over ranks.
     again = MetricSet(make(), CPU)
     again.load_state_dict(again.reshard([first.state_dict(), other.state_dict()], rank=0))
     assert again.compute() == pytest.approx(whole.compute())
@@ -121,9 +121,7 @@ def test_the_first_rank_goes_on_with_what_all_have_counted(name: str) -> None:
         (CountsAside, numbers(1, 2), "keeps rows outside of the states"),
     ],
 )
-def test_counts_that_do_not_add_up_are_refused_by_their_name(
-    make: Any, updates: Any, what: str
-) -> None:
+def test_counts_that_cannot_be_merged_are_refused(make: Any, updates: Any, what: str) -> None:
     states = counted(lambda: {"mine": make()}, [])
     for update in updates:
         metrics = MetricSet({"mine": make()}, CPU)

@@ -1,4 +1,4 @@
-"""Other options at a resume: refused, said, or taken, and never without a word."""
+"""Changed options at resume are refused, reported or accepted, and never ignored."""
 
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -36,7 +36,7 @@ def layers(*, width: int = 8, hidden: int = 1) -> nn.Module:
 
 
 def start(folder: Path, options: Options, duration: str) -> Trainer:
-    """A trainer with other options than the usual ones."""
+    """Return a trainer with options that differ from the defaults."""
     given = {"model": linear(), **options}
     return trainer(given.pop("model"), folder, max_duration=duration, **given)
 
@@ -50,12 +50,12 @@ def step_lr(optimizer: torch.optim.Optimizer) -> Any:
     return lr_scheduler.StepLR(optimizer, 3)
 
 
-def of_steps(optimizer: torch.optim.Optimizer) -> Any:
+def sequential_step_lr(optimizer: torch.optim.Optimizer) -> Any:
     return lr_scheduler.SequentialLR(optimizer, [step_lr(optimizer)], [])
 
 
 class Refusing(Callback):
-    """Refuses the state that it gave."""
+    """Refuses the state that it saved."""
 
     def state_dict(self) -> dict[str, Any]:
         return {"count": 3}
@@ -64,14 +64,14 @@ class Refusing(Callback):
         raise ValueError("not this one")
 
 
-class AddsAGroup(Callback):
+class AddsGroup(Callback):
     def batch_end(self, run: Run, result: Any) -> None:
         assert run.optimizer is not None
         if run.state.batch == 1:
             run.optimizer.add_param_group({"params": [run.model.bias], "lr": 0.5})
 
 
-def of_weights(parameters: Any) -> torch.optim.Optimizer:
+def sgd_of_weight(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD(list(parameters)[:1], lr=0.1)
 
 
@@ -80,13 +80,13 @@ def metrics(kind: Callable[..., Any], *args: Any, **options: Any) -> Options:
 
 
 METRICS: dict[str, tuple[Callable[[], Options], Callable[[], Options], str]] = {
-    "a metric more": (dict, lambda: metrics(MulticlassAccuracy), r": it\."),
-    "another metric": (
+    "added metric": (dict, lambda: metrics(MulticlassAccuracy), r": it\."),
+    "different metric": (
         lambda: metrics(MulticlassAccuracy),
         lambda: metrics(MulticlassConfusionMatrix),
         r": it \(there a MulticlassAccuracy\)",
     ),
-    "a metric of another shape": (
+    "metric of different shape": (
         lambda: metrics(MulticlassAUROC, thresholds=5),
         lambda: metrics(MulticlassAUROC, thresholds=7),
         r": it \(its state confmat is a tensor of shape \(5, 3, 2, 2\)\)",
@@ -94,58 +94,58 @@ METRICS: dict[str, tuple[Callable[[], Options], Callable[[], Options], str]] = {
 }
 NO_DECAY = ParameterGroups(torch.optim.AdamW, [{"params": ["bias"], "weight_decay": 0.0}])
 REFUSED: dict[str, tuple[Callable[[], Options], Callable[[], Options], str]] = {
-    "a layer more": (
+    "added layer": (
         lambda: {"model": layers()},
         lambda: {"model": layers(hidden=2)},
         r"it lacks: modules\.0\.3\.weight, modules\.0\.3\.bias; shapes differ: modules\.0\.2\.w"
         r".*resume='never'",
     ),
-    "a layer less": (
+    "removed layer": (
         lambda: {"model": layers()},
         lambda: {"model": layers(hidden=0)},
         r"only it has: modules\.0\.2\.weight",
     ),
-    "another width": (
+    "different width": (
         lambda: {"model": layers()},
         lambda: {"model": layers(width=16)},
         r"shapes differ: modules\.0\.0\.weight \(8×12, here 16×12\)",
     ),
-    "other groups": (
+    "different groups": (
         dict,
         lambda: {"optimizer": NO_DECAY},
         r"groups of \[2\] parameters, but this one has \[1, 1\].*resume='never'",
     ),
-    "a group that was added in the middle": (
-        lambda: {"optimizer": of_weights, "callbacks": [AddsAGroup()]},
-        lambda: {"optimizer": of_weights, "callbacks": [AddsAGroup()]},
+    "group added during training": (
+        lambda: {"optimizer": sgd_of_weight, "callbacks": [AddsGroup()]},
+        lambda: {"optimizer": sgd_of_weight, "callbacks": [AddsGroup()]},
         r"has groups of \[1, 1\] parameters, but this one has \[1\].* Groups that a callback adds "
         r".*so give the optimizer all groups",
     ),
-    # The groups of both have the same options.
-    "another optimizer": (
+    # Both optimizers have groups with the same options.
+    "different optimizer": (
         lambda: {"optimizer": partial(torch.optim.Adam, lr=0.01)},
         dict,
         r"a run with optimizer=Adam \(here AdamW\).*resume='never'",
     ),
-    "another scheduler": (
+    "different scheduler": (
         lambda: {"scheduler": step_lr},
         lambda: {"scheduler": lambda each: lr_scheduler.ExponentialLR(each, 0.9)},
         r"a run with scheduler=StepLR \(here ExponentialLR\)",
     ),
-    "a scheduler of others": (
+    "different nested schedulers": (
         lambda: {"scheduler": sequential},
-        lambda: {"scheduler": of_steps},
+        lambda: {"scheduler": sequential_step_lr},
         r"SequentialLR\(LinearLR, CosineAnnealingLR\) \(here SequentialLR\(StepLR\)\)",
     ),
-    "no scheduler": (lambda: {"scheduler": step_lr}, dict, r"scheduler=StepLR \(here None\)"),
-    "a scheduler more": (dict, lambda: {"scheduler": step_lr}, r"=None \(here StepLR\)"),
-    "a callback that refuses": (
+    "removed scheduler": (lambda: {"scheduler": step_lr}, dict, r"scheduler=StepLR \(here None\)"),
+    "added scheduler": (dict, lambda: {"scheduler": step_lr}, r"=None \(here StepLR\)"),
+    "refusing callback": (
         lambda: {"callbacks": [Refusing()]},
         lambda: {"callbacks": [Refusing()]},
         "state of Refusing in the checkpoint cannot be loaded",
     ),
-    # One batch is left, where there were more.
-    "other data": (
+    # One batch is left now, instead of more.
+    "different data": (
         dict,
         lambda: {"train_dataloader": make_loader(rows=48, batch_size=48)},
         "state of data in the checkpoint cannot be loaded",
@@ -155,7 +155,7 @@ REFUSED: dict[str, tuple[Callable[[], Options], Callable[[], Options], str]] = {
 
 
 @pytest.mark.parametrize("other", REFUSED)
-def test_another_run_is_refused_before_its_model_is_overwritten(other: str, tmp_path: Path) -> None:
+def test_mismatched_run_is_refused_before_model_is_overwritten(other: str, tmp_path: Path) -> None:
     saved, here, message = REFUSED[other]
     start(tmp_path, saved(), "2ba").fit()
     before = list_checkpoints(tmp_path)
@@ -179,21 +179,21 @@ def sized(name: str, size: Any) -> Options:
 
 
 WARNED: dict[str, tuple[Callable[[], Options], Callable[[], Options], str]] = {
-    "a callback less": (
+    "removed callback": (
         lambda: {"callbacks": [Counts()]},
         dict,
         "callback Counts, but this run does not have it, so it is dropped",
     ),
-    # Its state is there from ``fit_start`` on.
-    "a callback more": (dict, lambda: {"callbacks": [Counts()]}, "Counts, which starts anew"),
-    "scaling": (dict, lambda: {"precision": "fp16"}, "of the part scaler, which"),
-    "no scaling": (lambda: {"precision": "fp16"}, dict, "of the part scaler, but"),
-    "a metric less": (
+    # Its state exists only after ``fit_start``.
+    "added callback": (dict, lambda: {"callbacks": [Counts()]}, "Counts, which starts anew"),
+    "added scaling": (dict, lambda: {"precision": "fp16"}, "of the part scaler, which"),
+    "removed scaling": (lambda: {"precision": "fp16"}, dict, "of the part scaler, but"),
+    "removed metric": (
         lambda: metrics(MulticlassAccuracy),
         dict,
         "counts of the metrics it, but this run does not",
     ),
-    "another unit": (
+    "different unit": (
         lambda: {"microbatch_unit": lambda row: 2.0, "microbatch_size": "auto"},
         lambda: {"microbatch_size": "auto"},
         "the sizes of this state are in units of cost",
@@ -211,7 +211,7 @@ WARNED: dict[str, tuple[Callable[[], Options], Callable[[], Options], str]] = {
 
 
 @pytest.mark.parametrize("other", WARNED)
-def test_what_changes_is_said_and_the_run_goes_on(other: str, tmp_path: Path) -> None:
+def test_changed_option_warns_and_run_continues(other: str, tmp_path: Path) -> None:
     saved, here, message = WARNED[other]
     start(tmp_path, saved(), "2ba").fit()
     with pytest.warns(CheckpointWarning, match=message):
@@ -219,9 +219,9 @@ def test_what_changes_is_said_and_the_run_goes_on(other: str, tmp_path: Path) ->
 
 
 TAKEN: dict[str, tuple[Callable[[], Options], Callable[[], Options]]] = {
-    "an evaluation more": (lambda: evaluated("a"), lambda: evaluated("ab")),
-    "an evaluation less": (lambda: evaluated("ab"), lambda: evaluated("a")),
-    "another evaluation": (lambda: evaluated("a"), lambda: evaluated("b")),
+    "added evaluation": (lambda: evaluated("a"), lambda: evaluated("ab")),
+    "removed evaluation": (lambda: evaluated("ab"), lambda: evaluated("a")),
+    "different evaluation": (lambda: evaluated("a"), lambda: evaluated("b")),
     **{
         name: (
             partial(sized, name, 4),
@@ -234,7 +234,7 @@ TAKEN: dict[str, tuple[Callable[[], Options], Callable[[], Options]]] = {
 
 
 @pytest.mark.parametrize("other", TAKEN)
-def test_what_may_change_is_taken_without_a_word(other: str, tmp_path: Path) -> None:
+def test_permitted_change_is_accepted_silently(other: str, tmp_path: Path) -> None:
     saved, here = TAKEN[other]
     start(tmp_path, saved(), "3ba").fit()
     assert start(tmp_path, here(), "4ba").fit().steps == 4
@@ -264,13 +264,13 @@ def adamw(lr: float, weight_decay: float) -> Options:
         (one_cycle(9), one_cycle(12), r"total_steps=9 \(here 12\),"),
     ],
 )
-def test_other_options_are_said_and_those_of_the_checkpoint_stay(
+def test_changed_hyperparameters_warn_and_saved_ones_stay(
     saved: Options, here: Options, message: str, tmp_path: Path
 ) -> None:
     whole = start(tmp_path / "whole", saved, "4ba")
     whole.fit()
     start(tmp_path / "other", saved, "2ba").fit()
-    # Each time: what was given at first is what goes on.
+    # The original options stay in effect at each resume.
     for duration in ("3ba", "4ba"):
         resumed = start(tmp_path / "other", here, duration)
         with pytest.warns(CheckpointWarning, match=message):
@@ -279,7 +279,7 @@ def test_other_options_are_said_and_those_of_the_checkpoint_stay(
 
 
 class Unsavable(Callback):
-    """Has a state that no checkpoint can hold."""
+    """Has a state that checkpoints cannot hold."""
 
     def state_dict(self) -> dict[str, Any]:
         return {"history": np.array([object()])}
@@ -291,7 +291,7 @@ class Failing(Callback):
 
 
 class Stateless:
-    """A schedule without a state."""
+    """A scheduler without a state."""
 
     def __init__(self, optimizer: Any) -> None: ...
 
@@ -299,7 +299,7 @@ class Stateless:
 
 
 class HoldsModule:
-    """A factor of the learning rate that holds a module."""
+    """A learning rate factor that holds a module."""
 
     def __init__(self) -> None:
         self.module = nn.Linear(2, 2)
@@ -320,7 +320,7 @@ class HoldsModule:
         ),
     ],
 )
-def test_what_cannot_be_saved_is_refused_before_anything_was_trained(
+def test_unsavable_state_is_refused_before_training(
     options: Options, message: str, tmp_path: Path
 ) -> None:
     model = linear()
@@ -333,7 +333,7 @@ def test_what_cannot_be_saved_is_refused_before_anything_was_trained(
 
 
 class Counts(Callback):
-    """Keeps what it counts in something that is there from ``fit_start`` on."""
+    """Counts in an attribute that exists only after ``fit_start``."""
 
     loaded: Mapping[str, Any] | None = None
 
@@ -351,7 +351,7 @@ class Counts(Callback):
 
 
 class Global(torch.optim.SGD):
-    """Keeps state that is of no parameter."""
+    """Keeps state that belongs to no parameter."""
 
     def step(self, closure: Any = None) -> Any:
         steps = self.state.get("global", {}).get("steps", 0)  # type: ignore[call-overload]
@@ -359,10 +359,10 @@ class Global(torch.optim.SGD):
         return super().step(closure)
 
 
-def test_a_run_goes_on_with_its_own_checkpoint_before_the_one_it_began_with(tmp_path: Path) -> None:
+def test_own_checkpoint_takes_precedence_over_initial_one(tmp_path: Path) -> None:
     optimizer = partial(Global, lr=0.1)
     start(tmp_path / "first", {"optimizer": optimizer, "callbacks": [Counts()]}, "2ba").fit()
-    for duration in ("4ba", "5ba"):  # the same command twice, cut off between
+    for duration in ("4ba", "5ba"):  # the same command twice, interrupted in between
         counts = Counts()
         options = {"resume": tmp_path / "first", "optimizer": optimizer, "callbacks": [counts]}
         resumed = start(tmp_path / "second", options, duration)
@@ -373,7 +373,7 @@ def test_a_run_goes_on_with_its_own_checkpoint_before_the_one_it_began_with(tmp_
     assert counts.loaded == {"batches": 4}
 
 
-def test_a_run_that_a_callback_ended_stays_ended(tmp_path: Path) -> None:
+def test_run_stopped_by_callback_stays_stopped(tmp_path: Path) -> None:
     def stopping() -> Trainer:
         ends = EarlyStopping(patience=1, min_delta=100.0)
         options = {"callbacks": [ends], "eval_interval": "1ba", "optimizer": adam}
@@ -382,4 +382,4 @@ def test_a_run_that_a_callback_ended_stays_ended(tmp_path: Path) -> None:
     assert stopping().fit().steps == 2
     again = stopping()
     assert again.fit().steps == 2
-    assert again.fit().steps > 2  # asked for once more, it trains on
+    assert again.fit().steps > 2  # another fit on the same trainer continues

@@ -1,4 +1,4 @@
-"""SIGTERM, Ctrl-C and the end of the time, for a process that trains by the command line."""
+"""SIGTERM, Ctrl-C and the time limit in a process that trains from the command line."""
 
 import os
 import signal
@@ -18,7 +18,7 @@ from tests.trainer.resume.trials import assert_same
 
 pytestmark = pytest.mark.sweep
 
-# The fifth batch waits until the file "go" is there.
+# The fifth batch waits for the file "go".
 MODULE = """\
 import time
 from pathlib import Path
@@ -72,7 +72,7 @@ BOTH = pytest.mark.parametrize("number", LINES, ids=lambda number: number.name)
 
 
 class Folder:
-    """A job in a folder of its own."""
+    """A job in its own folder."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -83,7 +83,7 @@ class Folder:
         (path / "job.yaml").write_text(JOB, encoding="utf-8")
 
     def train(self, *overrides: str) -> int:
-        """A process that trains. Its number."""
+        """Start a process that trains, and return its ID."""
 
         def work() -> None:
             os.chdir(self.path)
@@ -100,7 +100,7 @@ class Folder:
         return end(process, log=self.log, timeout_seconds=TIMEOUT_SECONDS)
 
     def end_all(self) -> None:
-        """End what a test that failed has left."""
+        """Kill processes that a failed test left behind."""
         for process in self._running:
             os.kill(process, signal.SIGKILL)
             os.waitpid(process, 0)
@@ -149,7 +149,7 @@ def undisturbed(tmp_path: Path) -> dict:
 
 @BOTH
 @pytest.mark.parametrize("again", [False, True])
-def test_a_signal_finishes_the_step_and_a_second_one_stops_at_once(
+def test_first_signal_finishes_step_and_second_stops_at_once(
     folder: Folder, undisturbed: dict, number: signal.Signals, again: bool
 ) -> None:
     process = folder.train()
@@ -157,7 +157,7 @@ def test_a_signal_finishes_the_step_and_a_second_one_stops_at_once(
     os.kill(process, number)
     folder.wait_for_line(LINES[number])
     if again:
-        os.kill(process, number)  # and the batch is never finished
+        os.kill(process, number)  # the batch never finishes
     else:
         folder.finish_batch()
     assert folder.end(process) == CODES[number]
@@ -168,7 +168,7 @@ def test_a_signal_finishes_the_step_and_a_second_one_stops_at_once(
     assert_same(folder.checkpoint(), undisturbed)
 
 
-def test_a_run_whose_time_is_over_saves_and_a_resume_ends_as_undisturbed(
+def test_run_saves_at_time_limit_and_resumes_as_undisturbed(
     folder: Folder, undisturbed: dict
 ) -> None:
     process = folder.train("max_time=1s")
@@ -185,7 +185,7 @@ def test_a_run_whose_time_is_over_saves_and_a_resume_ends_as_undisturbed(
 
 @pytest.mark.slow
 @BOTH
-def test_the_installed_command_ends_with_the_code_of_the_signal(
+def test_installed_command_exits_with_signal_code(
     folder: Folder, undisturbed: dict, number: signal.Signals
 ) -> None:
     command = [str(Path(sys.executable).with_name("automicro")), "train", "job.yaml"]

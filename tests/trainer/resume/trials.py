@@ -1,4 +1,4 @@
-"""A trial: a run is killed once or several times in a row, and its end is the undisturbed one's."""
+"""A trial kills a run one or more times, and compares its end to the undisturbed run."""
 
 import itertools
 import random
@@ -19,7 +19,7 @@ from tests.trainer.resume.lives import Life, live
 from tests.trainer.resume.points import DISK, EVENTS, LOG_WRITE, STEP
 from tests.trainer.resume.subjects import Subject, draw
 
-# What takes time, or counts bytes since the process began, is another in every process.
+# Times, and bytes since the start of the process, differ between processes.
 MEASURED = ("per_second", "peak_memory_bytes", "/seconds")
 MOST_LIVES = 4
 KINDS = (*DISK.values(), LOG_WRITE, STEP, *dict.fromkeys(EVENTS.values()))
@@ -27,21 +27,21 @@ KINDS = (*DISK.values(), LOG_WRITE, STEP, *dict.fromkeys(EVENTS.values()))
 
 @dataclass(frozen=True, kw_only=True)
 class Kill:
-    """What one kill cost."""
+    """The cost of one kill."""
 
-    kind: str  # of the point
-    done: int  # batches begun before it
-    resumed_at: int  # after which of them the next process took training up
+    kind: str  # kind of the point
+    done: int  # batches begun before the kill
+    resumed_at: int  # the batch after which the next process resumed
     is_damaged: bool  # whether the newest checkpoint was cut short before the resume
 
     @property
     def repeated(self) -> int:
-        """Batches that were begun, and had to be once more."""
+        """Return the number of batches that had to be repeated."""
         return self.done - self.resumed_at
 
 
 def kill_and_resume(seed: int, folder: Path, *, first_kind: str | None = None) -> list[Kill]:
-    """Kill the run that a seed stands for and compare how it ends."""
+    """Kill the run of a seed, resume it, and compare its end."""
     subject, choose = draw(seed), random.Random(seed + 1)
     undisturbed = live(subject, folder / "undisturbed", name="only")
     disturbed = folder / "disturbed"
@@ -65,7 +65,7 @@ def kill_and_resume(seed: int, folder: Path, *, first_kind: str | None = None) -
             at=None if is_last else point,
             may_warn=num_damaged > 0,
         )
-        if life.resumed_at is None:  # killed before training began again
+        if life.resumed_at is None:  # killed before training resumed
             life.resumed_at = expected
         kill = Kill(
             kind=kind,
@@ -86,14 +86,14 @@ def kill_and_resume(seed: int, folder: Path, *, first_kind: str | None = None) -
 
 
 class Checkpoints:
-    """The checkpoints of a run that is being killed."""
+    """The checkpoints of a run that is killed repeatedly."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._damaged: set[Path] = set()
 
     def check(self, life: Life) -> None:
-        """Assert that what a killed process left is whole, and that nothing is missing."""
+        """Check that the checkpoints of a killed process are intact and complete."""
         for path in set(list_checkpoints(self._folder)) - self._damaged:
             verify(path)
         step, _ = self.newest_good()
@@ -102,7 +102,7 @@ class Checkpoints:
         )
 
     def newest_good(self) -> tuple[int, int]:
-        """After how many batches it was saved, and how many damaged ones are newer."""
+        """Return the step of the newest intact checkpoint, and the number of newer damaged ones."""
         found = list_checkpoints(self._folder)
         for index, path in enumerate(found):
             if path not in self._damaged:
@@ -111,7 +111,7 @@ class Checkpoints:
         return 0, 0
 
     def cut_newest_short(self, choose: random.Random) -> bool:
-        """Damage the newest one if another is good, as a disk does that lies about fsync."""
+        """Damage the newest checkpoint if another one is intact, like a disk without real fsync."""
         good = [path for path in list_checkpoints(self._folder) if path not in self._damaged]
         if len(good) < 2:
             return False
@@ -123,7 +123,7 @@ class Checkpoints:
 
 
 def _longest(life: Life) -> int:
-    """The most batches between one checkpoint and the next."""
+    """Return the largest number of batches between two checkpoints."""
     steps = [0, *life.saved, life.begun[-1]]
     return max(after - before for before, after in itertools.pairwise(steps))
 
@@ -137,28 +137,28 @@ def _choose_point(
 
 
 def check_logs(subject: Subject, disturbed: Path, undisturbed: Path) -> None:
-    """Every value once, in the order of the undisturbed run, and the same to the bit."""
+    """Check that every value is logged once, bit for bit and in order."""
     logged = [read_json_lines(folder / "log.jsonl") for folder in (disturbed, undisturbed)]
     rows, expected = (
         _of_last_run([row for row in each if not row[1].endswith(MEASURED)]) for each in logged
     )
     if subject.loader == "stream":
-        # Its length is not known, so what the end of an epoch logs may follow the checkpoint
-        # of its last batch, and come once more.
+        # The length is unknown, so the end of an epoch may be logged after the
+        # checkpoint of its last batch, and then again.
         rows, expected = (list(dict.fromkeys(each)) for each in (rows, expected))
     pairs = itertools.zip_longest(rows, expected)
     assert [pair for pair in pairs if pair[0] != pair[1]][:1] == []
 
 
 def _of_last_run(rows: Rows) -> Rows:
-    """Without those of a run that was killed before its first checkpoint, and began anew."""
+    """Drop rows of a run that was killed before its first checkpoint and started over."""
     batches = [(index, row[0]) for index, row in enumerate(rows) if row[1] == "train/loss"]
     begins = [index for index, step in batches if step == 1]
     return rows[begins[-1] :]
 
 
 def assert_same(one: Any, other: Any, place: str = "") -> None:
-    """Assert that two states are the same to the bit."""
+    """Check that two states are bit-identical."""
     assert type(one) is type(other), place
     if isinstance(one, Mapping):
         assert list(one) == list(other), (place, list(one), list(other))
