@@ -1,4 +1,4 @@
-"""Loops by hand with accelerate and with Fabric, with one line changed."""
+"""Custom loops with accelerate and Fabric, with one line changed."""
 
 import dataclasses
 import subprocess
@@ -49,7 +49,7 @@ def _new_accelerate() -> Iterator[None]:
 
 @pytest.mark.parametrize(("name", "steps"), [("cv", 1), ("tags", 4)])
 @each_host
-def test_without_a_limit_every_bit_is_the_plain_loops(host: str, name: str, steps: int) -> None:
+def test_loop_without_limit_matches_plain_loop_bitwise(host: str, name: str, steps: int) -> None:
     plain, _ = with_and_without(running(EXAMPLES[name], host, dropout=0.1, steps=steps))
     assert len(plain.losses) >= 10
     assert len({row["rate"] for row in plain.logged if "rate" in row}) > 2
@@ -63,12 +63,12 @@ def test_without_a_limit_every_bit_is_the_plain_loops(host: str, name: str, step
     ],
 )
 @each_host
-def test_in_half_of_the_memory_the_plain_loop_dies_and_ours_gives_its_numbers(
+def test_loop_in_half_memory_matches_plain_loop(
     host: str, name: str, precision: str, close: float
 ) -> None:
     plain, ours = in_less_memory(running(EXAMPLES[name], host, precision=precision, kind=sgd))
     assert ours.ooms >= 1
-    # Fabric gives outputs in float32, where weights of what is no half are rounded.
+    # Fabric returns outputs in float32, which rounds float64 values.
     is_rounded = host == "fabric" and precision == "float64"
     of_losses = 1e-6 if is_rounded else close
     assert ours.losses == pytest.approx(plain.losses, rel=of_losses, abs=of_losses)
@@ -79,23 +79,21 @@ def test_in_half_of_the_memory_the_plain_loop_dies_and_ours_gives_its_numbers(
 
 @pytest.mark.filterwarnings("ignore:Detected call of .lr_scheduler.step")
 @pytest.mark.parametrize("steps", [1, 2])
-@pytest.mark.parametrize("scale", [2.0**15, 2.0**30])  # at which the first steps are skipped
+@pytest.mark.parametrize("scale", [2.0**15, 2.0**30])  # the larger one skips the first steps
 @each_host
-def test_the_scaler_of_fp16_has_the_scale_of_the_plain_loop(
-    host: str, scale: float, steps: int
-) -> None:
+def test_fp16_loss_scale_matches_plain_loop(host: str, scale: float, steps: int) -> None:
     run = running(CV, host, precision="fp16", scale=scale, steps=steps)
     _, whole = with_and_without(run)
     plain, limited = in_less_memory(run)
     assert limited.ooms >= 1
     assert limited.scale == whole.scale == plain.scale != scale
-    # A step that is skipped is none of the scheduler's.
+    # The scheduler does not count a skipped step.
     check_rows(limited.logged, plain.logged, 1e-2)
 
 
 @pytest.mark.sweep
 @each_host
-def test_whatever_the_limit_nothing_comes_out_but_that_a_row_does_not_fit(host: str) -> None:
+def test_loop_at_any_limit_matches_or_raises_sample_too_large(host: str) -> None:
     example = dataclasses.replace(
         CV, data=lambda dtype: tuple(part[:130] for part in digits(dtype))
     )
@@ -105,10 +103,10 @@ def test_whatever_the_limit_nothing_comes_out_but_that_a_row_does_not_fit(host: 
 @pytest.mark.parametrize("first", [False, True])
 @pytest.mark.parametrize("second", [False, True])
 @each_host
-def test_what_either_has_saved_is_resumed_by_the_plain_loop_and_by_ours(
+def test_saved_state_resumes_with_or_without_automicro(
     host: str, first: bool, second: bool, tmp_path: Path
 ) -> None:
-    """With dropout and shuffled rows; sizes travel in it, where the step is registered."""
+    """Use dropout and shuffled rows; sizes are saved if the step is registered."""
     through = train(CV, host, ours=False, dropout=0.2)
     saved = train(CV, host, ours=first, dropout=0.2, epochs=1, saves=tmp_path)
     rest = train(CV, host, ours=second, dropout=0.2, epochs=1, loads=tmp_path)
@@ -125,7 +123,7 @@ def prepared(**how: Any) -> tuple[Any, Any, Any]:
 
 
 def changed(owner: str = "state", **attributes: Any) -> Callable[[], Any]:
-    """What is made of an accelerator, or its state, that says otherwise of itself."""
+    """Set attributes of an accelerator, or of its state, and create a microbatcher for it."""
 
     def make() -> Any:
         accelerator, model, optimizer = prepared()
@@ -205,12 +203,12 @@ def another_mean() -> Any:
         (lambda: microbatcher(*prepared(), precision="bf16"), TypeError, "Accelerator.mixed"),
     ],
 )
-def test_what_would_be_wrong_without_a_word_is_refused(wrong: Any, kind: Any, says: str) -> None:
+def test_unsupported_setups_are_rejected(wrong: Any, kind: Any, says: str) -> None:
     with pytest.raises(kind, match=says):
         wrong()
 
 
-def test_a_seam_that_is_gone_is_named_with_the_version(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_host_method_error_names_version(monkeypatch: pytest.MonkeyPatch) -> None:
     accelerator, model, optimizer = prepared()
     monkeypatch.setattr(Accelerator, "backward", lambda self, value: None)
     with pytest.raises(ImportError, match=r"accelerate \d+.* lacks the parameter 'loss'"):
@@ -218,7 +216,7 @@ def test_a_seam_that_is_gone_is_named_with_the_version(monkeypatch: pytest.Monke
 
 
 @pytest.mark.parametrize("host", ["accelerate", "keras"])
-def test_a_host_that_is_missing_is_named_with_its_extra(host: str) -> None:
+def test_missing_host_error_names_extra(host: str) -> None:
     hidden = f"import sys; sys.modules[{host!r}] = None; import automicro.integrations.{host}"
     ended = subprocess.run(
         [sys.executable, "-c", hidden], capture_output=True, text=True, timeout=120
@@ -227,7 +225,7 @@ def test_a_host_that_is_missing_is_named_with_its_extra(host: str) -> None:
     assert f"pip install 'automicro[{host}]'" in ended.stderr.splitlines()[-1]
 
 
-def test_several_batches_are_one_step_where_the_accelerator_does_not_divide() -> None:
+def test_accumulated_batches_match_one_batch_in_accelerate() -> None:
     accelerator, model, optimizer = prepared()
     step = microbatcher(accelerator, model, optimizer, loss_fn=nn.MSELoss())
     rows = [(torch.randn(n, 4), torch.randn(n, 2)) for n in (3, 5)]
@@ -249,9 +247,9 @@ def world() -> Iterator[World]:
 def compare(
     rank: int, host: str, name: str, share: float | None, uneven: bool = False, **case: Any
 ) -> dict[str, Any]:
-    """The plain loop and ours, which on rank 1 alone has little memory."""
+    """Run the plain loop, and one with automicro and little memory on rank 1."""
     example = EXAMPLES[name]
-    if uneven and rank == 1:  # as many batches, of half the rows
+    if uneven and rank == 1:  # as many batches, with half of the rows
         example = dataclasses.replace(
             example,
             data=lambda dtype: tuple(part[: len(part) // 2] for part in EXAMPLES[name].data(dtype)),
@@ -279,14 +277,14 @@ EVALUATED = {"cv": 100, "tags": 24}
 
 @pytest.mark.sweep
 @pytest.mark.parametrize(("name", "steps"), [("cv", 1), ("tags", 3)])
-def test_two_ranks_are_plain_ddp_also_where_one_runs_out_of_memory(
+def test_two_ranks_match_ddp_when_one_runs_out_of_memory(
     world: World, name: str, steps: int
 ) -> None:
     for share in (None, 0.5):
         for found in world.run(on_ranks, compare, "accelerate", name, share, steps=steps, epochs=3):
             check_rank(found, ooms=share is not None)
             [rows, *_] = [each["rows"] for each in found["logged"][0] if "rows" in each]
-            assert rows == EVALUATED[name]  # none twice
+            assert rows == EVALUATED[name]  # no row twice
 
 
 @pytest.mark.slow
@@ -294,7 +292,7 @@ def test_two_ranks_are_plain_ddp_also_where_one_runs_out_of_memory(
     ("uneven", "is_sharded", "steps"),
     [(False, False, 1), (False, False, 2), (True, False, 1), (False, True, 1)],
 )
-def test_two_ranks_of_a_fabric_loop_are_plain_ones(
+def test_two_fabric_ranks_match_plain_loop(
     world: World, uneven: bool, is_sharded: bool, steps: int
 ) -> None:
     how = {"devices": 2, "is_sharded": is_sharded}
@@ -315,23 +313,21 @@ def compare_loaders(rank: int, share: float | None, config: dict[str, Any], **ca
     [{}, {"split_batches": True}, {"dispatch_batches": True}, {"use_seedable_sampler": True}],
     ids=lambda config: "".join(config) or "default",
 )
-def test_ranks_with_other_numbers_of_tokens_have_the_means_of_plain_ddp(
-    world: World, config: dict[str, Any]
-) -> None:
+def test_ranks_with_unequal_token_counts_match_ddp(world: World, config: dict[str, Any]) -> None:
     for share in (None, 0.6):
         for found in world.run(on_ranks, compare_loaders, share, config):
             check_rank(found, ooms=share is not None)
 
 
 @pytest.mark.sweep
-def test_all_tokens_of_all_ranks_are_one_batch_where_that_is_asked_for(world: World) -> None:
+def test_scales_for_ranks_weights_by_all_tokens(world: World) -> None:
     for found in world.run(on_ranks, compare_loaders, None, {}, scales_for_ranks=True):
         assert found["parameters"] > 1e-4
 
 
 @pytest.mark.sweep
-def test_ranks_may_run_dry_one_after_the_other(world: World) -> None:
-    """``even_batches=False``: the rank that has no more batch goes on with None."""
+def test_ranks_may_run_out_of_batches_separately(world: World) -> None:
+    """With ``even_batches=False``, a rank without further batches continues with None."""
     for found in world.run(on_ranks, run_dry):
         assert found == {"steps": 4, "own": [4, 4, 4, found["last"]], "last": found["last"]}
 
@@ -358,7 +354,7 @@ def run_dry(rank: int) -> dict[str, Any]:
 
 @pytest.mark.sweep
 @pytest.mark.parametrize("steps", [1, 2])
-def test_two_ranks_of_fsdp2_are_plain_fsdp2(world: World, steps: int) -> None:
+def test_two_fsdp2_ranks_match_plain_fsdp2(world: World, steps: int) -> None:
     plugin = GradientAccumulationPlugin(num_steps=steps, sync_each_batch=True)
     how = {"plugin": plugin, "is_sharded": True}
     for share in (None, 0.7):
@@ -373,7 +369,7 @@ def accumulate_sharded(rank: int) -> str:
 
 
 @pytest.mark.sweep
-def test_fsdp2_that_keeps_gradients_back_is_refused_by_name(world: World) -> None:
+def test_fsdp2_without_sync_each_batch_is_rejected(world: World) -> None:
     for message in world.run(on_ranks, accumulate_sharded):
         assert "num_steps=2" in message
 
@@ -387,7 +383,7 @@ def join(rank: int) -> str:
         model, torch.optim.SGD(model.parameters(), lr=0.1), DataLoader(rows, 4)
     )
     step = microbatcher(accelerator, model, optimizer, loss_fn=nn.functional.cross_entropy)
-    accelerator.state.distributed_type = DistributedType.MULTI_GPU  # elsewhere it does nothing
+    accelerator.state.distributed_type = DistributedType.MULTI_GPU  # else join does nothing
 
     def loop() -> None:
         with accelerator.join_uneven_inputs([model], even_batches=False):
@@ -400,12 +396,12 @@ def join(rank: int) -> str:
 
 
 @pytest.mark.sweep
-def test_joining_uneven_inputs_is_refused_and_nobody_waits(world: World) -> None:
+def test_join_uneven_inputs_is_rejected_without_deadlock(world: World) -> None:
     for message in world.run(on_ranks, join):
         assert "backward(None)" in message
 
 
-def test_a_model_that_fabric_has_not_set_up_is_refused() -> None:
+def test_model_without_fabric_setup_is_rejected() -> None:
     fabric, plain, loss_fn = Fabric(accelerator="cpu"), nn.Linear(6, 3), nn.CrossEntropyLoss()
     model, optimizer = fabric.setup(plain, torch.optim.Adam(plain.parameters()))
     with pytest.raises(ValueError, match=r"Pass what fabric\.setup"):

@@ -1,4 +1,4 @@
-"""What steps tell inside Keras' ``fit``, for `told`; with ``KERAS_BACKEND=torch``."""
+"""Values that steps report inside ``fit`` of Keras, for `told`; with ``KERAS_BACKEND=torch``."""
 
 from typing import Any
 
@@ -12,7 +12,7 @@ from tests.integrations.told import BATCH, KEEPING, Kept, Program, add, data, va
 
 
 class Adds(keras.metrics.Metric):
-    """A metric of one's own: a mean of what it is told, each time with the same weight."""
+    """A custom metric: the mean of its updates, each with the same weight."""
 
     def __init__(self, name: str) -> None:
         super().__init__(name=name)
@@ -31,7 +31,7 @@ def update(model: Any, name: str, value: Any) -> None:
     model.told[name].update_state(value)
 
 
-NOW: dict[str, Any] = {}  # of the step that runs
+NOW: dict[str, Any] = {}  # of the current step
 METRICS = {
     "mean": keras.metrics.Mean, "sum": keras.metrics.Sum, "own": Adds,
     "weighted": keras.metrics.Mean, "rows to a mean": keras.metrics.Mean, "rows to an own": Adds,
@@ -50,14 +50,14 @@ WAYS: dict[str, Any] = {
 
 
 class Keeper(keras.layers.Layer):
-    """A layer of one's own, which may keep numbers."""
+    """A custom layer that may keep numbers."""
 
     def call(self, x: Any) -> Any:
         return x
 
 
 class Telling(keras.Model):
-    """Runs a program."""
+    """Run a program."""
 
     def __init__(self, program: Program) -> None:
         super().__init__()
@@ -104,7 +104,7 @@ class Telling(keras.Model):
 
 
 class Host:
-    """Keras' ``Model.fit``, in fp32 as it computes on torch."""
+    """``Model.fit`` of Keras, which computes in fp32 on torch."""
 
     WAYS, WHERE, CLOSE = WAYS, ("fit", "evaluate"), 2e-5
     OF_ROWS = (

@@ -1,4 +1,4 @@
-"""What steps tell inside transformers' ``Trainer``, for `told`."""
+"""Values that steps report inside the ``Trainer`` of transformers, for `told`."""
 
 import tempfile
 from typing import Any
@@ -28,14 +28,14 @@ WAYS: dict[str, Any] = {
 
 
 class Labelled(Net):
-    """Whose batch is made of words."""
+    """A model with named inputs."""
 
     def forward(self, x: Any, labels: Any = None) -> Any:
         return {"logits": super().forward(x)}
 
 
 class Telling(Trainer):
-    """Runs a program."""
+    """Run a program."""
 
     program: Program
     returned: dict[str, Any]
@@ -56,13 +56,13 @@ class Telling(Trainer):
 
 
 class Host:
-    """transformers' ``Trainer``."""
+    """The ``Trainer`` of transformers."""
 
     WAYS, WHERE, CLOSE = WAYS, ("train", "evaluate"), 1e-6
     OF_ROWS = ("rows appended", "rows extended", "rows returned", "rows to a mean metric")
 
     def names(self, program: Program, nth: int) -> list[str]:
-        # What an evaluation returns has lost its name: all of it lies behind the logits.
+        # Evaluation outputs lose their names: all of them follow the logits.
         is_returned = "returned" in program.tellings[nth].way
         return [f"n{nth}", "['logits'][" if is_returned else f"n{nth}"]
 
