@@ -25,7 +25,7 @@ class Ran(NamedTuple):
 Run = Callable[[Mapping[str, Any] | None], Any]
 
 
-def furthest(ours: Sequence[Tensor], theirs: Sequence[Tensor]) -> float:
+def max_diff(ours: Sequence[Tensor], theirs: Sequence[Tensor]) -> float:
     """Return the largest difference between any two parameters."""
     return max(float((a - b).abs().max()) for a, b in zip(ours, theirs, strict=True))
 
@@ -43,7 +43,7 @@ def check_rows(found: Sequence[Any], expected: Sequence[Any], close: float = 2e-
 def check(ours: Any, plain: Any, *, close: float, logged: float = 2e-6) -> None:
     """Compare all results up to rounding, or bit for bit if `close` is 0."""
     if close:
-        assert furthest(ours.parameters, plain.parameters) < close
+        assert max_diff(ours.parameters, plain.parameters) < close
         check_rows(ours.logged, plain.logged, logged)
     else:
         assert all(map(torch.equal, ours.parameters, plain.parameters))

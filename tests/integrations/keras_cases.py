@@ -37,8 +37,8 @@ from tests.integrations.both import (
     at_any_limit,
     check,
     check_rows,
-    furthest,
     in_less_memory,
+    max_diff,
     with_and_without,
 )
 from tests.integrations.told import Program, host_of, judge
@@ -120,7 +120,7 @@ def own_loss() -> Any:
     return model
 
 
-class Listed(keras.metrics.Metric):
+class ListMetric(keras.metrics.Metric):
     """Append row counts to a list, as user-defined metrics do."""
 
     def __init__(self) -> None:
@@ -199,7 +199,7 @@ CASES = {
     "two outputs": Case(two_outputs, x=TWO_X, y=TWO_Y),
     "own loss and metrics": Case(own_loss),
     "area under the curve": Case(
-        lambda: classifier(metrics=[keras.metrics.SparseTopKCategoricalAccuracy(2), Listed()])
+        lambda: classifier(metrics=[keras.metrics.SparseTopKCategoricalAccuracy(2), ListMetric()])
     ),
     "batches of a data set": Case(classifier, x=generated()),
     "frozen": Case(lambda: classifier(layers.Dense(8, trainable=False))),
@@ -325,7 +325,7 @@ def test_run_in_half_memory_matches_keras_in_float64() -> None:
 @pytest.mark.sweep
 def test_run_at_any_limit_matches_or_raises_sample_too_large() -> None:
     case = Case(
-        lambda: classifier(metrics=["accuracy", Listed()], optimizer=keras.optimizers.SGD(0.1))
+        lambda: classifier(metrics=["accuracy", ListMetric()], optimizer=keras.optimizers.SGD(0.1))
     )
     at_any_limit(running(case), close=1e-6, limits=25, first=4)  # less cannot hold the model
 
@@ -339,7 +339,7 @@ def test_batch_normalization_warns_once_and_changes_training() -> None:
     ) as told:
         ours = train(case, ours=True, **half)
     assert sum(issubclass(each.category, BatchNormWarning) for each in told) == 1
-    assert furthest(ours.parameters, plain.parameters) > 1e-4
+    assert max_diff(ours.parameters, plain.parameters) > 1e-4
     whole = train(case, ours=True, microbatch_size=None)
     assert whole.history == plain.history
 
@@ -375,7 +375,7 @@ def test_torch_module_inside_keras_is_rolled_back_with_warning() -> None:
     assert same(disturbed[1], undisturbed[1])
 
 
-def masked(**options: Any) -> Any:
+def masked_model(**options: Any) -> Any:
     model = keras.Sequential(
         [
             keras.Input((6,)),
@@ -392,7 +392,7 @@ TOKENS = np.where(_drawn.random((ROWS, 6)) < 0.4, 0, _drawn.integers(1, 20, (ROW
 
 
 def test_masked_loss_requires_loss_average() -> None:
-    case = Case(masked, x=TOKENS, y=TOKENS)
+    case = Case(masked_model, x=TOKENS, y=TOKENS)
     with pytest.raises(LossError, match=r"mask_zero=True.*\(data\[0\] != 0\).sum"):
         train(case, ours=True)
     plain = train(case, ours=False)
@@ -415,11 +415,11 @@ def test_loss_that_is_not_mean_raises() -> None:
         model.fit(INPUTS, LABELS, batch_size=BATCH, verbose=0)
 
 
-def compares(y_true: Any, y_pred: Any) -> Any:
+def compare_rows(y_true: Any, y_pred: Any) -> Any:
     return ops.sum(ops.square(y_pred - ops.mean(y_pred, axis=0)), axis=-1)
 
 
-@pytest.mark.parametrize("loss", ["circle", "Circle", keras.losses.Circle(), compares])
+@pytest.mark.parametrize("loss", ["circle", "Circle", keras.losses.Circle(), compare_rows])
 def test_row_comparing_loss_is_unchecked_if_only_one_row_fits(loss: Any) -> None:
     def run_out(module: Any, inputs: Any) -> None:
         if len(inputs[0]) > 1 and inputs[0].device.type != "meta":
@@ -438,33 +438,33 @@ class OwnStep(keras.Sequential):
         return super().train_step(data)
 
 
-def of_own_step() -> Any:
+def model_with_own_step() -> Any:
     model = OwnStep([keras.Input((2,)), layers.Dense(1)])
     model.compile("sgd", "mse")
     return model
 
 
-def of_own_step_on_the_instance() -> Any:
+def model_with_step_on_instance() -> Any:
     model = classifier()
     model.train_step = lambda data: {}
     return model
 
 
-def enabled() -> Any:
+def enabled_model() -> Any:
     return enable(classifier())
 
 
-def compiled(loss: Any = "mse", **options: Any) -> Any:
+def compiled_model(loss: Any = "mse", **options: Any) -> Any:
     model = keras.Sequential([keras.Input((2,)), layers.Dense(1)])
     model.compile("sgd", loss, **options)
     return model
 
 
-def mixed() -> Any:
+def mixed_reductions() -> Any:
     return two_outputs(loss={"kind": SPARSE(reduction="sum"), "size": "mse"})
 
 
-def fitted(model: Any, **options: Any) -> Any:
+def fit_enabled(model: Any, **options: Any) -> Any:
     enable(model, **options).fit(INPUTS, LABELS, batch_size=BATCH, verbose=0)
 
 
@@ -475,20 +475,20 @@ def fitted(model: Any, **options: Any) -> Any:
         (lambda: enable(classifier(), forward=print), TypeError, "is set by Keras"),
         (lambda: enable(classifier(), micro=3), TypeError, "micro.* is not known"),
         (lambda: enable(classifier(), batchnorm="ignore"), TypeError, "by microbatch_size=None"),
-        (lambda: enable(enabled()), ValueError, "enabled for this model already"),
+        (lambda: enable(enabled_model()), ValueError, "enabled for this model already"),
         (lambda: enable(keras.Sequential([layers.Dense(1)])), ValueError, "Call model.compile"),
-        (lambda: enable(of_own_step()), ValueError, "has its own train_step"),
-        (lambda: enable(of_own_step_on_the_instance()), ValueError, "has its own train_step"),
-        (lambda: enable(compiled(jit_compile=True)), ValueError, "jit_compile=False"),
-        (lambda: enable(mixed()), ValueError, "2 losses with the reductions"),
+        (lambda: enable(model_with_own_step()), ValueError, "has its own train_step"),
+        (lambda: enable(model_with_step_on_instance()), ValueError, "has its own train_step"),
+        (lambda: enable(compiled_model(jit_compile=True)), ValueError, "jit_compile=False"),
+        (lambda: enable(mixed_reductions()), ValueError, "2 losses with the reductions"),
         (lambda: enable(classifier(), loss_average="tokens"), ValueError, "'tokens' is not known"),
         (
-            lambda: enable(compiled(loss=keras.losses.MeanSquaredError(reduction=None))),
+            lambda: enable(compiled_model(loss=keras.losses.MeanSquaredError(reduction=None))),
             ValueError,
             "reduction=None",
         ),
         (
-            lambda: fitted(classifier(layers.Dense(8, **L2), loss=SPARSE(reduction="sum"))),
+            lambda: fit_enabled(classifier(layers.Dense(8, **L2), loss=SPARSE(reduction="sum"))),
             LossError,
             "count once for each microbatch",
         ),
@@ -500,7 +500,7 @@ def test_unsupported_setups_are_rejected(wrong: Any, kind: Any, says: str) -> No
 
 
 def test_recompiling_with_jit_compile_is_rejected() -> None:
-    model = enabled()
+    model = enabled_model()
     model.compile("sgd", "sparse_categorical_crossentropy", jit_compile=True)
     with pytest.raises(ValueError, match="compiled again with jit_compile=True"):
         model.train_on_batch(INPUTS, LABELS)
@@ -549,7 +549,7 @@ def test_second_fit_matches_keras_after_interrupt_and_recompile() -> None:
     assert job(True) == job(False)
 
 
-class Dies(keras.callbacks.Callback):
+class Killer(keras.callbacks.Callback):
     """End a run in the middle of its third epoch."""
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
@@ -580,7 +580,7 @@ def test_killed_run_resumes_from_backup_with_or_without_automicro(
 
     def resumed(first: bool, second: bool, folder: Path) -> Any:
         with pytest.raises(InterruptedError):
-            fit(first, folder, Dies())
+            fit(first, folder, Killer())
         return fit(second, folder)
 
     found = resumed(first, second, tmp_path / "ours")
@@ -648,7 +648,7 @@ def test_averaging_ranks_match_keras_when_one_runs_out(
     assert max(gap, its_gap) < 1e-6
 
 
-def wrapped_and_sharded() -> list[str]:
+def enable_distributed() -> list[str]:
     said = []
     for wrap in (torch.nn.parallel.DistributedDataParallel, fully_shard):
         inside = torch.nn.Linear(128, 8)
@@ -665,7 +665,7 @@ def test_distributed_modules_are_rejected(
 ) -> None:
     monkeypatch.setenv("KERAS_BACKEND", "torch")
     with world_of(2) as world:
-        for of_ddp, of_fsdp in world.run(wrapped_and_sharded):
+        for of_ddp, of_fsdp in world.run(enable_distributed):
             assert "the DistributedDataParallel in the layer" in of_ddp
             assert "the FSDPLinear in the layer" in of_fsdp
 
@@ -680,7 +680,7 @@ def test_sharded_variables_are_rejected(monkeypatch: pytest.MonkeyPatch) -> None
 def test_evaluation_below_peak_memory_matches_keras(method: str) -> None:
     def run(ours: bool, limit: int | None = None) -> Any:
         keras.utils.set_random_seed(7)
-        model = classifier(width=512, metrics=["accuracy", Listed()])
+        model = classifier(width=512, metrics=["accuracy", ListMetric()])
         if ours:
             enable(model)
         given = (INPUTS, LABELS)[: 2 if method == "evaluate" else 1]
@@ -702,7 +702,7 @@ def test_evaluation_below_peak_memory_matches_keras(method: str) -> None:
 
 
 def test_saved_model_loads_as_plain_keras_model(tmp_path: Path) -> None:
-    model = enabled()
+    model = enabled_model()
     model.fit(INPUTS, LABELS, batch_size=BATCH, verbose=0)
     model.save(tmp_path / "model.keras")
     loaded = keras.models.load_model(tmp_path / "model.keras")

@@ -24,7 +24,7 @@ from torchmetrics.classification import MulticlassAccuracy, MulticlassConfusionM
 from automicro import Observing
 from automicro.integrations.lightning import AutoMicrobatch
 from automicro.loss.passes import is_extra_pass
-from tests.integrations.both import check_rows, furthest
+from tests.integrations.both import check_rows, max_diff
 from tests.ranks.wrapping import local
 
 ROWS, BATCH = 110, 32  # an epoch has four batches, the last one with 14 rows
@@ -314,7 +314,7 @@ def compare_on_ranks(folder: str, kind: str, parts: int) -> dict[str, Any]:
     check_rows(ours.logged, plain.logged, 1e-5)
     return {
         "ooms": told.count("oom"),
-        "parameters": furthest(*([local(p) for p in each.parameters] for each in (ours, plain))),
+        "parameters": max_diff(*([local(p) for p in each.parameters] for each in (ours, plain))),
         "validated": abs(
             float(ours.trainer.callback_metrics["val/loss"])
             - float(plain.trainer.callback_metrics["val/loss"])

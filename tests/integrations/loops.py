@@ -121,7 +121,7 @@ def sgd(parameters: Any, lr: float) -> torch.optim.Optimizer:
 # Hosts
 
 
-def forget() -> None:
+def reset() -> None:
     """Reset the settings that accelerate shares between all accelerators of a process."""
     AcceleratorState._reset_state(True)
     GradientState._reset_state()
@@ -140,7 +140,7 @@ class InAccelerate:
         is_sharded: bool = False,
         dataloader_config: Any = None,
     ) -> None:
-        forget()
+        reset()
         how = {"gradient_accumulation_plugin": plugin} if plugin else {
             "gradient_accumulation_steps": steps
         }  # fmt: skip

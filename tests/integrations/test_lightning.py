@@ -49,8 +49,8 @@ from tests.integrations.both import (
     at_any_limit,
     check,
     check_rows,
-    furthest,
     in_less_memory,
+    max_diff,
     with_and_without,
 )
 from tests.integrations.lightning_runs import fit
@@ -141,10 +141,10 @@ def test_fp16_loss_scale_matches_host(size: Any, tmp_path: Path) -> None:
     if size == "auto":
         check(ours, plain, close=0.0)
     else:
-        check_rows(of_losses(ours), of_losses(plain), 1e-3)
+        check_rows(losses_of(ours), losses_of(plain), 1e-3)
 
 
-def of_losses(run: runs.Run) -> list[dict[str, float]]:
+def losses_of(run: runs.Run) -> list[dict[str, float]]:
     return [{name: row[name] for name in row if "loss" in name} for row in run.logged]
 
 
@@ -157,7 +157,7 @@ def of_losses(run: runs.Run) -> list[dict[str, float]]:
 )
 def test_run_in_half_memory_matches_host(name: str, close: float, tmp_path: Path) -> None:
     plain, ours = in_less_memory(running(tmp_path, **PLAIN_CASES[name], max_epochs=1))
-    check_rows(of_losses(ours), of_losses(plain), close)
+    check_rows(losses_of(ours), losses_of(plain), close)
     assert all(
         map(functools.partial(torch.allclose, rtol=close), ours.module.losses, plain.module.losses)
     )
@@ -443,7 +443,7 @@ def test_predictions_that_microbatches_cannot_reproduce_warn(
         runs.trainer_of(tmp_path, [line]).predict(module, runs.loader(rows=10, batch=10))
 
 
-class OfLogits(runs.Module):
+class LogitMetric(runs.Module):
     def __init__(self) -> None:
         super().__init__()
         self.accuracy = BinaryAccuracy()
@@ -460,7 +460,7 @@ class OfLogits(runs.Module):
 def test_metric_mistaking_logits_for_probabilities_warns_once(tmp_path: Path) -> None:
     case: dict[str, Any] = {"max_steps": 2, "limit_val_batches": 0}
     with pytest.warns(MetricWarning, match="BinaryAccuracy treats its numbers as prob") as told:
-        fit(tmp_path, [AutoMicrobatch(microbatch_size=1)], make=OfLogits, **case)
+        fit(tmp_path, [AutoMicrobatch(microbatch_size=1)], make=LogitMetric, **case)
     assert sum("treats its numbers" in str(each.message) for each in told) == 1
 
 
@@ -549,7 +549,7 @@ class Pair:
     name: str = "a batch"
 
 
-class OfDataclasses(Small):
+class DataclassBatches(Small):
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         return super().training_step((batch.x, batch.y), batch_idx)
 
@@ -584,7 +584,7 @@ class Overriding(Small):
         return [optimizer], [{"scheduler": schedule, "interval": "step"}]
 
 
-class Toggling(Small):
+class Alternating(Small):
     """Train two parts alternately, with gradient noise."""
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
@@ -628,9 +628,9 @@ def combined() -> Any:
 
 
 KINDS: dict[str, dict[str, Any]] = {
-    "dataclass batches": {"make": OfDataclasses, "train": pairs},
+    "dataclass batches": {"make": DataclassBatches, "train": pairs},
     "custom clipping, schedule and step": {"make": Overriding},
-    "alternating parts with noise": {"make": Toggling},
+    "alternating parts with noise": {"make": Alternating},
     "returned metric values": {"make": Measured},
     "weight averaging": {
         "more": lambda: [pl.callbacks.StochasticWeightAveraging(1e-2, swa_epoch_start=1)]
@@ -664,7 +664,7 @@ def test_combined_loader_with_uneven_rows_is_rejected(tmp_path: Path) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:You called `self.log.*needs to be floating")
-class Moving(Small):
+class WritesParameters(Small):
     """Change parameters that the step uses in a hook before the backward."""
 
     def on_before_zero_grad(self, optimizer: Any) -> None:
@@ -674,7 +674,7 @@ class Moving(Small):
 
 def test_parameter_writes_before_backward_are_rejected(tmp_path: Path) -> None:
     with pytest.raises(RollbackError, match=r"on_before_zero_grad or .* writes to parameters"):
-        fit(tmp_path, [AutoMicrobatch(microbatch_size=5)], make=Moving)
+        fit(tmp_path, [AutoMicrobatch(microbatch_size=5)], make=WritesParameters)
 
 
 def test_loss_that_is_not_row_mean_is_rejected(tmp_path: Path) -> None:
@@ -686,7 +686,7 @@ def test_loss_that_is_not_row_mean_is_rejected(tmp_path: Path) -> None:
 # End of a run
 
 
-def places(trainer: Any) -> dict[str, Any]:
+def replaced_attributes(trainer: Any) -> dict[str, Any]:
     """Return the attributes that the callback replaces during a run."""
     return {
         **vars(trainer.fit_loop.epoch_loop.automatic_optimization),
@@ -715,7 +715,7 @@ def test_interrupt_restores_host_and_second_fit_works(tmp_path: Path) -> None:
     finally:
         signal.signal(signal.SIGINT, held)  # the host leaves the signal ignored
     assert len(module.losses) == 2  # the loss of the third batch was rolled back
-    assert not {"_make_closure", *EVALUATIONS} & places(trainer).keys()
+    assert not {"_make_closure", *EVALUATIONS} & replaced_attributes(trainer).keys()
     assert not {"on_before_backward", "on_after_backward", "forward"} & vars(module).keys()
     assert line.microbatcher is None
     assert line.state_dict()
@@ -752,7 +752,7 @@ def test_nested_part_uses_own_size_and_is_restored(tmp_path: Path) -> None:
 
     plain = run(tmp_path / "plain")
     ours = run(tmp_path / "ours", AutoMicrobatch(microbatch_size=6, nested={"net": 3}))
-    assert furthest(ours.parameters, plain.parameters) < 1e-12
+    assert max_diff(ours.parameters, plain.parameters) < 1e-12
     assert sizes
     assert all(max(each) <= 3 for each in sizes)
     assert "forward" not in vars(ours.module.net)
@@ -794,19 +794,19 @@ class Iterating(runs.Module):
         return None
 
 
-class Two(runs.Module):
+class TwoOptimizers(runs.Module):
     def configure_optimizers(self) -> Any:
         return [torch.optim.SGD(each.parameters(), lr=0.1) for each in (self.net[0], self.net[2])]
 
 
-def of_strategy(name: str) -> Callable[..., Any]:
+def with_strategy(name: str) -> Callable[..., Any]:
     def change(trainer: Any) -> None:
         trainer.strategy.__class__ = type(name, (type(trainer.strategy),), {})
 
     return change
 
 
-def searching(trainer: Any) -> None:
+def with_batch_size_finder(trainer: Any) -> None:
     trainer.callbacks.append(pl.callbacks.BatchSizeFinder())
 
 
@@ -816,15 +816,20 @@ def searching(trainer: Any) -> None:
         (Manual, None, ValueError, "backward=self.manual_backward"),
         (Lbfgs, None, ValueError, "LBFGS runs a batch several times"),
         (Iterating, None, ValueError, r"Change it to training_step\(batch, batch_idx\)"),
-        (Two, None, RuntimeError, "multiple optimizers"),  # rejected by the host
+        (TwoOptimizers, None, RuntimeError, "multiple optimizers"),  # rejected by the host
         (
             runs.Module,
-            of_strategy("DeepSpeedStrategy"),
+            with_strategy("DeepSpeedStrategy"),
             ValueError,
             "DeepSpeedS.* its own gradients",
         ),
-        (runs.Module, of_strategy("FSDPStrategy"), ValueError, "FSDPStrategy is FSDP1"),
-        (runs.Module, searching, ValueError, "BatchSizeFinder searches the largest batch"),
+        (runs.Module, with_strategy("FSDPStrategy"), ValueError, "FSDPStrategy is FSDP1"),
+        (
+            runs.Module,
+            with_batch_size_finder,
+            ValueError,
+            "BatchSizeFinder searches the largest batch",
+        ),
     ],
 )
 def test_unsupported_setups_are_rejected(

@@ -30,21 +30,21 @@ from tests.integrations.both import (
     at_any_limit,
     check,
     check_rows,
-    furthest,
     in_less_memory,
+    max_diff,
     on_ranks,
     with_and_without,
 )
-from tests.integrations.loops import CV, EXAMPLES, HOSTS, TAGS, digits, forget, running, sgd, train
+from tests.integrations.loops import CV, EXAMPLES, HOSTS, TAGS, digits, reset, running, sgd, train
 
 each_host = pytest.mark.parametrize("host", HOSTS)
 
 
 @pytest.fixture(autouse=True)
-def _new_accelerate() -> Iterator[None]:
-    forget()
+def _reset() -> Iterator[None]:
+    reset()
     yield
-    forget()
+    reset()
 
 
 @pytest.mark.parametrize(("name", "steps"), [("cv", 1), ("tags", 4)])
@@ -122,7 +122,7 @@ def prepared(**how: Any) -> tuple[Any, Any, Any]:
     return accelerator, *accelerator.prepare(model, optimizer)
 
 
-def changed(owner: str = "state", **attributes: Any) -> Callable[[], Any]:
+def with_attributes(owner: str = "state", **attributes: Any) -> Callable[[], Any]:
     """Set attributes of an accelerator, or of its state, and create a microbatcher for it."""
 
     def make() -> Any:
@@ -134,35 +134,35 @@ def changed(owner: str = "state", **attributes: Any) -> Callable[[], Any]:
     return make
 
 
-def of_kind(kind: str) -> Callable[[], Any]:
+def with_distributed_type(kind: str) -> Callable[[], Any]:
     plugin = FullyShardedDataParallelPlugin(fsdp_version=1)
-    return changed(distributed_type=DistributedType[kind], fsdp_plugin=plugin)
+    return with_attributes(distributed_type=DistributedType[kind], fsdp_plugin=plugin)
 
 
-def of_another_model() -> Any:
+def optimizer_of_other_model() -> Any:
     accelerator, model, _ = prepared()
     other = accelerator.prepare(torch.optim.SGD(nn.Linear(3, 3).parameters(), lr=0.1))
     return microbatcher(accelerator, model, other, loss_fn=nn.MSELoss())
 
 
-def not_prepared_model() -> Any:
+def unprepared_model() -> Any:
     accelerator, _, optimizer = prepared()
     return microbatcher(accelerator, nn.Linear(4, 2), optimizer)
 
 
-def not_prepared_optimizer() -> Any:
+def unprepared_optimizer() -> Any:
     accelerator, model, optimizer = prepared()
     return microbatcher(accelerator, model, optimizer.optimizer)
 
 
-def several_batches_in_accumulation() -> Any:
+def accumulate_under_accumulation() -> Any:
     accelerator, model, optimizer = prepared(gradient_accumulation_steps=2)
     step = microbatcher(accelerator, model, optimizer, loss_fn=nn.MSELoss())
     batch = torch.randn(3, 4), torch.randn(3, 2)
     return step.accumulate([batch, batch])
 
 
-def another_mean() -> Any:
+def summed_loss() -> Any:
     accelerator, model, optimizer = prepared()
     step = microbatcher(
         accelerator, model, optimizer, forward=lambda model, batch: model(batch).square().sum()
@@ -173,27 +173,27 @@ def another_mean() -> Any:
 @pytest.mark.parametrize(
     ("wrong", "kind", "says"),
     [
-        (of_kind("DEEPSPEED"), ValueError, "DeepSpeed keeps its own gradients"),
-        (of_kind("MEGATRON_LM"), ValueError, "Megatron-LM keeps its own gradients"),
-        (of_kind("XLA"), ValueError, "torch_xla keeps its own gradients"),
-        (of_kind("FSDP"), ValueError, "fsdp_version=2"),
-        (changed(_mixed_precision="fp8"), ValueError, "mixed_precision='bf16'"),
-        (changed("", has_lomo_optimizer=True), ValueError, "LOMO changes parameters"),
+        (with_distributed_type("DEEPSPEED"), ValueError, "DeepSpeed keeps its own gradients"),
+        (with_distributed_type("MEGATRON_LM"), ValueError, "Megatron-LM keeps its own gradients"),
+        (with_distributed_type("XLA"), ValueError, "torch_xla keeps its own gradients"),
+        (with_distributed_type("FSDP"), ValueError, "fsdp_version=2"),
+        (with_attributes(_mixed_precision="fp8"), ValueError, "mixed_precision='bf16'"),
+        (with_attributes("", has_lomo_optimizer=True), ValueError, "LOMO changes parameters"),
         (
-            changed(parallelism_config=SimpleNamespace(cp_size=2)),
+            with_attributes(parallelism_config=SimpleNamespace(cp_size=2)),
             ValueError,
             r"ParallelismConfig\(cp_size=2\)",
         ),
-        (changed(num_processes=2), ValueError, "its gradients would not be averaged"),
-        (of_another_model, ValueError, "parameters are not in the model"),
-        (not_prepared_model, ValueError, "prepare did not return this Linear"),
-        (not_prepared_optimizer, ValueError, "prepare did not return this SGD"),
+        (with_attributes(num_processes=2), ValueError, "its gradients would not be averaged"),
+        (optimizer_of_other_model, ValueError, "parameters are not in the model"),
+        (unprepared_model, ValueError, "prepare did not return this Linear"),
+        (unprepared_optimizer, ValueError, "prepare did not return this SGD"),
         (
-            several_batches_in_accumulation,
+            accumulate_under_accumulation,
             ValueError,
             "also divides by gradient_accumulation_steps=2",
         ),
-        (another_mean, LossAverageError, "splitting changes this batch"),
+        (summed_loss, LossAverageError, "splitting changes this batch"),
         (lambda: microbatcher(nn.Linear(2, 2), nn.Linear(2, 2)), TypeError, "not an accelerate"),
         (
             lambda: microbatcher(*prepared(), backward=print),
@@ -262,7 +262,7 @@ def compare(
     is_short = share is not None and rank == 1
     with MemoryBudget(int(budget.peak_bytes * share) if is_short and share else "1GiB"):
         ours = run({})
-    gap = furthest(ours.parameters, plain.parameters)
+    gap = max_diff(ours.parameters, plain.parameters)
     return {"ooms": ours.ooms, "parameters": gap, "logged": (ours.logged, plain.logged)}
 
 
@@ -328,12 +328,12 @@ def test_scales_for_ranks_weights_by_all_tokens(world: World) -> None:
 @pytest.mark.sweep
 def test_ranks_may_run_out_of_batches_separately(world: World) -> None:
     """With ``even_batches=False``, a rank without further batches continues with None."""
-    for found in world.run(on_ranks, run_dry):
+    for found in world.run(on_ranks, run_out_of_batches):
         assert found == {"steps": 4, "own": [4, 4, 4, found["last"]], "last": found["last"]}
 
 
-def run_dry(rank: int) -> dict[str, Any]:
-    forget()
+def run_out_of_batches(rank: int) -> dict[str, Any]:
+    reset()
     accelerator = Accelerator(
         cpu=True, dataloader_config=DataLoaderConfiguration(even_batches=False)
     )
@@ -375,7 +375,7 @@ def test_fsdp2_without_sync_each_batch_is_rejected(world: World) -> None:
 
 
 def join(rank: int) -> str:
-    forget()
+    reset()
     accelerator = Accelerator(cpu=True)
     model = nn.Linear(5, 3)
     rows = TensorDataset(torch.randn(28, 5), torch.randint(3, (28,)))

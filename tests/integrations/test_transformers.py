@@ -52,8 +52,8 @@ from tests.integrations.both import (
     Run,
     at_any_limit,
     check_rows,
-    furthest,
     in_less_memory,
+    max_diff,
     on_ranks,
     with_and_without,
 )
@@ -143,7 +143,7 @@ def test_run_in_half_memory_matches_trainer(
     plain, ours = in_less_memory(running(CASES.get(name, name), **how, **long(name)))
     assert ours.trainer.automicro.microbatch_size < 8
     is_exact = "dtype" in how and name in ("causal", "Reward")
-    assert furthest(ours.parameters, plain.parameters) < (1e-12 if is_exact else close)
+    assert max_diff(ours.parameters, plain.parameters) < (1e-12 if is_exact else close)
     assert losses(ours.logged) == pytest.approx(losses(plain.logged), rel=logged)
     assert ours.logged[-2].get("num_tokens") == plain.logged[-2].get("num_tokens")
     assert ours.events == plain.events
@@ -179,7 +179,7 @@ def test_fp16_loss_scale_matches_trainer(
     assert any(after > before for before, after in moves)
     assert any(after < before for before, after in moves)
     assert scales == expected
-    assert furthest(ours.parameters, plain.parameters) <= (1e-5 if options else 0.0)
+    assert max_diff(ours.parameters, plain.parameters) <= (1e-5 if options else 0.0)
     # Gradient norms overflow here and are not compared.
     told = [[row["loss"] for row in ran.logged if "loss" in row] for ran in (ours, plain)]
     assert told[0] == pytest.approx(told[1], rel=1e-6)
@@ -194,7 +194,7 @@ def mean_of_logits(prediction: Any) -> dict[str, float]:
     return {"mean": float(logits.mean()), "rows": float(len(labels))}
 
 
-class Adding:
+class SummingMetric:
     """A metric for ``batch_eval_metrics``, called with each batch and read at the last one."""
 
     def __init__(self) -> None:
@@ -242,8 +242,8 @@ def classifying(rows: Any, **how: Any) -> Any:
     "made",
     [
         generating,
-        lambda: classifying(runs.unlabelled),
-        lambda: classifying(runs.classes, batch_eval_metrics=True, compute_metrics=Adding()),
+        lambda: classifying(runs.unlabeled),
+        lambda: classifying(runs.classes, batch_eval_metrics=True, compute_metrics=SummingMetric()),
     ],
     ids=["generated tokens", "without labels", "metrics by batch"],
 )
@@ -346,7 +346,7 @@ def test_interrupt_restores_trainer_and_training_works_again(tmp_path: Path) -> 
     assert ours.accelerator.backward == backward
     assert "train" not in vars(ours.model)
     found = run(ours)
-    assert furthest(found[0], expected[0]) < 1e-12
+    assert max_diff(found[0], expected[0]) < 1e-12
     ours.automicro.disable()
     assert ours.training_step.__func__ is Trainer.training_step
     assert ours.automicro is None
@@ -587,7 +587,7 @@ def test_missing_host_method_error_names_version(
 # User-defined subclasses
 
 
-class Mine(Trainer):
+class WithLoss(Trainer):
     """Call a user-defined loss: ``of(trainer, model, inputs)`` returns it and the outputs."""
 
     of: Any
@@ -603,8 +603,8 @@ class Mine(Trainer):
         return (loss, outputs) if return_outputs else loss
 
 
-def mine(of: Any) -> Any:
-    return type("Mine", (Mine,), {"of": staticmethod(of)})
+def with_loss(of: Any) -> Any:
+    return type("WithLoss", (WithLoss,), {"of": staticmethod(of)})
 
 
 def logging_its_loss(trainer: Any, model: nn.Module, inputs: Any) -> Any:
@@ -750,7 +750,7 @@ class Clipping(Stepping):
 STEPPING = [Clipping, Again, Generating]
 
 
-class Alone(Trainer):
+class DirectBackward(Trainer):
     """Call the backward of the loss directly instead of that of accelerate."""
 
     def training_step(self, model: nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> Tensor:
@@ -760,7 +760,7 @@ class Alone(Trainer):
         return found
 
 
-class Copied(Trainer):
+class CopiedStep(Trainer):
     """Replace the whole step, with the backward of accelerate."""
 
     def training_step(self, model: nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> Tensor:
@@ -770,7 +770,7 @@ class Copied(Trainer):
         return found
 
 
-@pytest.mark.parametrize("kind", [Alone, Copied])
+@pytest.mark.parametrize("kind", [DirectBackward, CopiedStep])
 def test_step_with_own_backward_is_rejected(kind: Any, tmp_path: Path) -> None:
     ours = make(CASES["classifier"], tmp_path, with_us=True, kind=kind)
     with pytest.raises(LossError, match=r"training_step computes its loss itself, .* Let it call"):
@@ -778,8 +778,8 @@ def test_step_with_own_backward_is_rejected(kind: Any, tmp_path: Path) -> None:
     assert all(each.grad is None for each in ours.model.parameters())
 
 
-class Switching(torch.optim.SGD):
-    """As in schedule-free optimizers, training and evaluation use different parameters."""
+class ScheduleFree(torch.optim.SGD):
+    """Use different parameters in training and evaluation, as schedule-free optimizers do."""
 
     is_training = False
 
@@ -802,12 +802,12 @@ def test_evaluation_after_unlabeled_prediction_has_same_loss(tmp_path: Path) -> 
     for with_us in (False, True):
         options = {"eval_microbatch_size": 3}
         trainer = make(CASES["causal"], tmp_path, with_us=with_us, options=options)
-        trainer.predict(runs.unlabelled(8))
+        trainer.predict(runs.unlabeled(8))
         found.append(trainer.evaluate()["eval_loss"])
     assert found[1] == pytest.approx(found[0], rel=1e-6)
 
 
-class Odd(runs.Own):
+class OddOutputs(runs.Own):
     """Return evaluation outputs that microbatches cannot reproduce."""
 
     gives = "centered"
@@ -833,7 +833,7 @@ def test_outputs_that_microbatches_cannot_reproduce_warn(
     gives: str, said: str, tmp_path: Path
 ) -> None:
     options = {"eval_microbatch_size": 3}
-    case = Case(model=Odd, data=runs.classes)
+    case = Case(model=OddOutputs, data=runs.classes)
     trainer = make(case, tmp_path, dtype=torch.float64, with_us=True, options=options)
     trainer.model.gives = gives
     trainer.evaluate()  # nothing returns these outputs, so there is no warning
@@ -1040,7 +1040,7 @@ def count_weights(batch: Any) -> Tensor:
     return CLASS_WEIGHTS[batch["labels"][batch["labels"] >= 0]].sum()
 
 
-class Distilling(Mine):
+class Distilling(WithLoss):
     """Use a teacher model and a user-defined metric."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -1088,7 +1088,10 @@ def case_of(kind: Any = Trainer, options: Any = None, **arguments: Any) -> Case:
 
 def of_loss(of: Any, collator: Any = columns) -> Case:
     return Case(
-        model=runs.Deaf, data=runs.classes, kind=mine(of), arguments={"data_collator": collator}
+        model=runs.IgnoresItems,
+        data=runs.classes,
+        kind=with_loss(of),
+        arguments={"data_collator": collator},
     )
 
 
@@ -1103,7 +1106,7 @@ EVERY_CASE: dict[str, Case] = {
     )},
     "declared mean": Case(kind=MeanOfTokens, options={"loss_average": count_targets}),
     "schedule-free optimizer": case_of(
-        optimizer_cls_and_kwargs=(Switching, {"lr": 0.1}), eval_strategy="epoch"
+        optimizer_cls_and_kwargs=(ScheduleFree, {"lr": 0.1}), eval_strategy="epoch"
     ),
     "batches with attributes": of_loss(by_attribute, encoded),
     "pair batches": of_loss(by_place, pair),
@@ -1111,7 +1114,7 @@ EVERY_CASE: dict[str, Case] = {
     "question answering": Case(model=small_bert(BertForQuestionAnswering), data=spans),
     "weighted tags": Case(
         model=small_bert(BertForTokenClassification, num_labels=3), data=tagged,
-        kind=mine(weighted), options={"loss_average": count_weights},
+        kind=with_loss(weighted), options={"loss_average": count_weights},
     ),
     "label_names": Case(
         model=TwoTargets, data=two_targets, arguments={"label_names": ["kind", "height"]}
@@ -1192,7 +1195,7 @@ def test_language_model_tail_uses_own_size(tmp_path: Path) -> None:
     options = {"microbatch_size": 4, "nested": {"tail": 2}}
     ours = make(CASES["causal"], tmp_path, dtype=torch.float64, with_us=True, options=options)
     found = run(ours)
-    assert furthest(found[0], plain[0]) < 1e-6  # the loss of transformers is float32
+    assert max_diff(found[0], plain[0]) < 1e-6  # the loss of transformers is float32
     assert losses(found[1]) == pytest.approx(losses(plain[1]), rel=1e-6)
     assert found[2] == plain[2]
     assert max(vars(ours.model)["forward"].split.sizes) == 2

@@ -16,7 +16,7 @@ from transformers.utils import logging
 from automicro import BatchError
 from automicro.batch.layout import BatchLayout
 from automicro.integrations.transformers import Pairs, enable
-from tests.integrations.both import furthest
+from tests.integrations.both import max_diff
 from tests.integrations.transformers_runs import losses, run
 from tests.integrations.trl_runs import make
 
@@ -71,7 +71,7 @@ def test_pairs_from_custom_collator_are_split_together(name: str, tmp_path: Path
         trainer.data_collator = functools.partial(trainer.data_collator)
         found.append((run(trainer), trainer.evaluate()["eval_loss"]))
     (plain, expected), (ours, evaluated) = found
-    assert furthest(ours[0], plain[0]) < (1e-12 if name == "Reward" else 1e-7)
+    assert max_diff(ours[0], plain[0]) < (1e-12 if name == "Reward" else 1e-7)
     assert evaluated == pytest.approx(expected, rel=2e-6)
 
 

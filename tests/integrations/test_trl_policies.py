@@ -14,7 +14,7 @@ from peft import LoraConfig
 
 from automicro import LossAverageError
 from automicro.integrations.transformers import enable
-from tests.integrations.both import furthest
+from tests.integrations.both import max_diff
 from tests.integrations.transformers_runs import run
 from tests.integrations.trl_runs import ON_THE_CPU, WORDS, model, tokenizer
 
@@ -95,7 +95,7 @@ def test_policy_training_and_logs_match_whole_batches(name: str) -> None:
     ours = enable(make(name), microbatch_size=3, eval_microbatch_size=3)
     found = run(ours)
     assert ours.automicro.last.num_microbatches == 3
-    assert furthest(found[0], plain[0]) < 1e-12
+    assert max_diff(found[0], plain[0]) < 1e-12
     for row, other in zip(numbers(found[1]), numbers(plain[1]), strict=True):
         assert row.keys() == other.keys()
         for key, number in other.items():
@@ -117,7 +117,7 @@ def test_completions_are_drawn_once_despite_retries() -> None:
     found = run(enable(trainer))
     assert trainer.automicro.microbatch_size <= 3
     assert trainer.automicro.last.ooms == 0, "the size was found in the first batch"
-    assert furthest(found[0], plain[0]) < 1e-12
+    assert max_diff(found[0], plain[0]) < 1e-12
     assert [row.get("reward") for row in found[1]] == [row.get("reward") for row in plain[1]]
 
 
@@ -132,7 +132,7 @@ def test_batch_token_mean_must_be_declared() -> None:
         loss_average=lambda batch: batch["completion_mask"].sum(),
     )
     # TRL divides in fp32.
-    assert furthest(run(declared)[0], plain[0]) < 1e-5
+    assert max_diff(run(declared)[0], plain[0]) < 1e-5
 
 
 @pytest.mark.parametrize(

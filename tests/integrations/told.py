@@ -51,7 +51,7 @@ PER_ROW: dict[str, Callable[[Values], Any]] = {
 
 
 @dataclass(frozen=True)
-class Telling:
+class Report:
     """One reported value of a step: how it is reported, its content, and the step."""
 
     way: str
@@ -66,7 +66,7 @@ class Telling:
 class Program:
     """A few reports, and the reason for splitting batches."""
 
-    tellings: tuple[Telling, ...]
+    tellings: tuple[Report, ...]
     cut: str  # "size" or "oom"
     seed: int
 
@@ -77,14 +77,14 @@ class Program:
         for _ in range(draw.randint(1, 3)):
             way = draw.choice(sorted(host.WAYS))
             values = sorted(PER_ROW if way in host.OF_ROWS else VALUES)
-            tellings.append(Telling(way, draw.choice(values), draw.choice(host.WHERE)))
+            tellings.append(Report(way, draw.choice(values), draw.choice(host.WHERE)))
         return cls(tuple(tellings), draw.choice(("size", "oom")), seed)
 
     @classmethod
     def of_every_way(cls, host: Any, cut: str) -> Iterator["Program"]:
         """Return programs of three ways each that cover all ways of the host."""
         tellings = [
-            Telling(way, "each row's" if way in host.OF_ROWS else "a mean", host.WHERE[nth % 2])
+            Report(way, "each row's" if way in host.OF_ROWS else "a mean", host.WHERE[nth % 2])
             for nth, way in enumerate(sorted(host.WAYS))
         ]
         for each in range(0, len(tellings), 3):

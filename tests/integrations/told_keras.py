@@ -11,7 +11,7 @@ from automicro.loss.passes import is_extra_pass
 from tests.integrations.told import BATCH, KEEPING, Kept, Program, add, data, values_of
 
 
-class Adds(keras.metrics.Metric):
+class OwnMean(keras.metrics.Metric):
     """A custom metric: the mean of its updates, each with the same weight."""
 
     def __init__(self, name: str) -> None:
@@ -33,8 +33,8 @@ def update(model: Any, name: str, value: Any) -> None:
 
 NOW: dict[str, Any] = {}  # of the current step
 METRICS = {
-    "mean": keras.metrics.Mean, "sum": keras.metrics.Sum, "own": Adds,
-    "weighted": keras.metrics.Mean, "rows to a mean": keras.metrics.Mean, "rows to an own": Adds,
+    "mean": keras.metrics.Mean, "sum": keras.metrics.Sum, "own": OwnMean,
+    "weighted": keras.metrics.Mean, "rows to a mean": keras.metrics.Mean, "rows to an own": OwnMean,
 }  # fmt: skip
 WAYS: dict[str, Any] = {
     "mean metric": update,
@@ -56,7 +56,7 @@ class Keeper(keras.layers.Layer):
         return x
 
 
-class Telling(keras.Model):
+class Reporting(keras.Model):
     """Run a program."""
 
     def __init__(self, program: Program) -> None:
@@ -116,7 +116,7 @@ class Host:
 
     def run(self, program: Program, *, ours: bool) -> dict[str, Any]:
         keras.utils.set_random_seed(3)
-        model = Telling(program)
+        model = Reporting(program)
         model.compile("sgd")
         x, y = (each.numpy() for each in data())
         model(torch.zeros(1, 6))

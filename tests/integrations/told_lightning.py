@@ -60,7 +60,7 @@ CALLED = {
 }
 
 
-class Told(pl.loggers.logger.DummyLogger):
+class RecordingLogger(pl.loggers.logger.DummyLogger):
     """A logger that keeps all values."""
 
     def __init__(self) -> None:
@@ -171,7 +171,7 @@ class Host:
         return [f"n{nth}", CALLED.get(program.tellings[nth].way, f"n{nth}")]
 
     def run(self, program: Program, *, ours: bool) -> dict[str, Any]:
-        module, told = Module(program), Told()
+        module, told = Module(program), RecordingLogger()
         kept = Kept(module, program)
         callbacks: list[Any] = []
         if ours:

@@ -27,14 +27,14 @@ WAYS: dict[str, Any] = {
 }
 
 
-class Labelled(Net):
+class NamedInputs(Net):
     """A model with named inputs."""
 
     def forward(self, x: Any, labels: Any = None) -> Any:
         return {"logits": super().forward(x)}
 
 
-class Telling(Trainer):
+class Reporting(Trainer):
     """Run a program."""
 
     program: Program
@@ -75,8 +75,8 @@ class Host:
             logging_steps=1, report_to=[], save_strategy="no", disable_tqdm=True, use_cpu=True,
             seed=3, remove_unused_columns=False, eval_strategy="epoch", optim="sgd",
         )  # fmt: skip
-        trainer: Any = Telling(
-            Labelled(), arguments, train_dataset=rows, eval_dataset=rows,
+        trainer: Any = Reporting(
+            NamedInputs(), arguments, train_dataset=rows, eval_dataset=rows,
             compute_metrics=lambda found: {
                 f"n_{k}": float(abs(each).sum())
                 for k, each in enumerate(

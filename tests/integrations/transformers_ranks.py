@@ -8,7 +8,7 @@ from transformers import GPT2LMHeadModel
 
 from automicro.integrations.transformers import enable
 from tests.integrations import transformers_runs as runs
-from tests.integrations.both import furthest
+from tests.integrations.both import max_diff
 
 
 def shard(trainer: Any) -> Any:
@@ -81,7 +81,7 @@ def compare_on_ranks(
     evaluations.append(float(ours.evaluate()["eval_loss"]))
     return {
         "kind": type(alone.model_wrapped).__name__,
-        "differs": furthest(got[0], plain[0]),
+        "differs": max_diff(got[0], plain[0]),
         "losses": [runs.losses(each[1]) for each in (plain, got)],
         "microbatch_size": size,
         "evaluations": evaluations,

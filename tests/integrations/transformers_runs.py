@@ -57,7 +57,7 @@ def classes(rows: int = ROWS) -> list[dict[str, Tensor]]:
     return [{**row, "labels": row["input_ids"][0] % 3} for row in tokens(rows)]
 
 
-def unlabelled(rows: int = ROWS) -> list[dict[str, Tensor]]:
+def unlabeled(rows: int = ROWS) -> list[dict[str, Tensor]]:
     return [{"input_ids": row["input_ids"]} for row in tokens(rows)]
 
 
@@ -107,7 +107,7 @@ class Own(nn.Module):
         return found
 
 
-class Deaf(Own):
+class IgnoresItems(Own):
     """Accept ``num_items_in_batch`` but ignore it: still a mean over its targets."""
 
     def forward(
@@ -179,7 +179,7 @@ CASES = {
     "classifier": Case(model=bert, data=classes),
     "own module": Case(model=Own, data=classes, arguments={"gradient_accumulation_steps": 4}),
     "ignores num_items": Case(
-        model=Deaf, data=classes, arguments={"gradient_accumulation_steps": 2}
+        model=IgnoresItems, data=classes, arguments={"gradient_accumulation_steps": 2}
     ),
     "loss function, a sum": Case(
         arguments={"gradient_accumulation_steps": 2, "compute_loss_func": sum_over_items}
