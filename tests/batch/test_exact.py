@@ -1,7 +1,7 @@
 """Training on batches of every structure is exact, and failed attempts leave them unchanged.
 
-The loss adds up what it makes of every number in the batch, so a row that is dropped, counted
-twice or changed shows in the gradient.
+The loss sums a function of every number in the batch, so the gradient exposes a row that is
+dropped, changed or counted twice.
 """
 
 import copy

@@ -482,7 +482,7 @@ def no_draw_after_a_seed(model: Any, batch: Any) -> Tensor:
     return F.mse_loss(model.inner[0](batch[0]), batch[1])
 
 
-def seeded_for_a_while(model: Any, batch: Any) -> Tensor:
+def temporarily_seeded(model: Any, batch: Any) -> Tensor:
     with torch.random.fork_rng():
         torch.manual_seed(42)
         scale = torch.rand(6).double()
@@ -498,7 +498,7 @@ def seeded_for_a_while(model: Any, batch: Any) -> Tensor:
         checkpointed,
         generator_of_the_batch,
         no_draw_after_a_seed,
-        seeded_for_a_while,
+        temporarily_seeded,
     ],
 )
 def test_row_independent_random_draws_give_no_warning(forward: Any) -> None:

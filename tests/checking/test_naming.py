@@ -80,7 +80,7 @@ class Unshifted(OwnCausalModel):
         return {"loss": mean_of_tokens(self.encoder(input_ids), labels)}
 
 
-class SaysItShifts(Unshifted):
+class DeclaresShift(Unshifted):
     loss_type = "ForCausalLM"
 
     def loss_function(self) -> None: ...
@@ -88,7 +88,7 @@ class SaysItShifts(Unshifted):
 
 @pytest.mark.parametrize(
     ("model", "remedy"),
-    [(Unshifted(), "'tokens'"), (SaysItShifts(), "lambda batch: (batch['labels'] != -100).sum()")],
+    [(Unshifted(), "'tokens'"), (DeclaresShift(), "lambda batch: (batch['labels'] != -100).sum()")],
 )
 @pytest.mark.sweep
 def test_unshifted_labels_are_not_treated_as_shifted(model: nn.Module, remedy: str) -> None:

@@ -1,5 +1,5 @@
-"""automicro inside the trainers of others."""
+"""automicro inside other trainers."""
 
 import os
 
-os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")  # else it starts a thread
+os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")  # otherwise it starts a thread

@@ -1,4 +1,4 @@
-"""A module in its host alone and with automicro: one comparison for every host."""
+"""Compare a module in its host alone and with automicro, for every host."""
 
 import os
 from collections.abc import Callable, Mapping, Sequence
@@ -13,7 +13,7 @@ from automicro import MemoryBudget, SampleTooLargeError
 
 
 class Ran(NamedTuple):
-    """What one run leaves."""
+    """The results of a run."""
 
     parameters: list[Tensor]
     logged: list[dict[str, Any]]
@@ -21,17 +21,17 @@ class Ran(NamedTuple):
     trainer: Any = None
 
 
-# Trains a module, without automicro if the options are None; the result has what `Ran` has.
+# Train a module, without automicro if the options are None; the result has the fields of `Ran`.
 Run = Callable[[Mapping[str, Any] | None], Any]
 
 
-def furthest(ours: Sequence[Tensor], theirs: Sequence[Tensor]) -> float:
-    """The largest difference of any parameter."""
+def max_diff(ours: Sequence[Tensor], theirs: Sequence[Tensor]) -> float:
+    """Return the largest difference between any two parameters."""
     return max(float((a - b).abs().max()) for a, b in zip(ours, theirs, strict=True))
 
 
 def check_rows(found: Sequence[Any], expected: Sequence[Any], close: float = 2e-6) -> None:
-    """The same names with the same numbers in each row of a log."""
+    """Check that the rows of two logs have the same names and numbers."""
     for row, other in zip(found, expected, strict=True):
         assert row.keys() == other.keys()
         for name, number in other.items():
@@ -41,9 +41,9 @@ def check_rows(found: Sequence[Any], expected: Sequence[Any], close: float = 2e-
 
 
 def check(ours: Any, plain: Any, *, close: float, logged: float = 2e-6) -> None:
-    """All that is left is the host's own but for rounding; bit for bit if it must be as close."""
+    """Compare all results up to rounding, or bit for bit if `close` is 0."""
     if close:
-        assert furthest(ours.parameters, plain.parameters) < close
+        assert max_diff(ours.parameters, plain.parameters) < close
         check_rows(ours.logged, plain.logged, logged)
     else:
         assert all(map(torch.equal, ours.parameters, plain.parameters))
@@ -54,14 +54,14 @@ def check(ours: Any, plain: Any, *, close: float, logged: float = 2e-6) -> None:
 def with_and_without(
     run: Run, options: Mapping[str, Any] | None = None, *, close: float = 0.0, logged: float = 2e-6
 ) -> tuple[Any, Any]:
-    """Run a module in its host alone and with automicro, and compare all that is left."""
+    """Run a module in its host alone and with automicro, and compare all results."""
     plain, ours = run(None), run(options or {})
     check(ours, plain, close=close, logged=logged)
     return plain, ours
 
 
 def in_less_memory(run: Run, share: float = 0.5) -> tuple[Any, Any]:
-    """The run of a host alone, and that with automicro in a memory in which the host dies."""
+    """Run the host alone, then automicro under a limit at which the host alone fails."""
     with MemoryBudget("4GiB") as budget:
         plain = run(None)
     limit = int(budget.peak_bytes * share)
@@ -72,7 +72,7 @@ def in_less_memory(run: Run, share: float = 0.5) -> tuple[Any, Any]:
 
 
 def at_any_limit(run: Run, *, close: float, limits: int = 20, first: int = 1) -> None:
-    """Compare runs in each part of the peak; memory is too small for one row, or all is right."""
+    """Compare runs at shares of the peak: each one matches or cannot fit a single row."""
     with MemoryBudget("4GiB") as budget:
         plain = run(None)
     ended = 0
@@ -81,7 +81,7 @@ def at_any_limit(run: Run, *, close: float, limits: int = 20, first: int = 1) ->
             with MemoryBudget(budget.peak_bytes * number // limits):
                 ours = run({})
         except SampleTooLargeError:
-            assert not ended  # more memory never hurts
+            assert not ended  # a higher limit never fails after a lower one succeeded
             continue
         ended += 1
         check(ours, plain, close=close)
@@ -89,7 +89,7 @@ def at_any_limit(run: Run, *, close: float, limits: int = 20, first: int = 1) ->
 
 
 def on_ranks(job: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Run in a process of a world, as ``torchrun`` and ``accelerate launch`` start it."""
+    """Run a job on a rank, with the environment of ``torchrun`` and ``accelerate launch``."""
     rank = str(dist.get_rank())
     os.environ.update(
         RANK=rank, LOCAL_RANK=rank, WORLD_SIZE="2", LOCAL_WORLD_SIZE="2", OMP_NUM_THREADS="1",

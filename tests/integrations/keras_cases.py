@@ -1,7 +1,7 @@
-"""What Keras does on torch, and the same with one line more. Run by ``test_keras.py``.
+"""Keras on torch, with and without one additional line. Run by ``test_keras.py``.
 
-Keras takes its backend from the environment when it is imported, so this needs a process of its
-own, with ``KERAS_BACKEND=torch``.
+Keras reads its backend from the environment when it is imported, so these tests need a separate
+process with ``KERAS_BACKEND=torch``.
 """
 
 import contextlib
@@ -37,8 +37,8 @@ from tests.integrations.both import (
     at_any_limit,
     check,
     check_rows,
-    furthest,
     in_less_memory,
+    max_diff,
     with_and_without,
 )
 from tests.integrations.told import Program, host_of, judge
@@ -50,7 +50,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:`shuffle=True` was passed:UserWarning"),
 ]
 ROWS, FEATURES, CLASSES = 300, 12, 4
-BATCH = 64  # the last one has 44 rows
+BATCH = 64  # the last batch has 44 rows
 
 _drawn = np.random.default_rng(0)
 INPUTS = _drawn.standard_normal((ROWS, FEATURES)).astype("float32")
@@ -91,7 +91,7 @@ def two_outputs(**options: Any) -> Any:
 
 
 class OwnLoss(keras.Model):
-    """A loss and metrics of its own, which call for what Keras would have called."""
+    """Override the loss and the metrics, and skip the calls that Keras would have made."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -120,8 +120,8 @@ def own_loss() -> Any:
     return model
 
 
-class Listed(keras.metrics.Metric):
-    """Keeps what it was told in a list, as people's metrics do, and counts rows."""
+class ListMetric(keras.metrics.Metric):
+    """Append row counts to a list, as user-defined metrics do."""
 
     def __init__(self) -> None:
         super().__init__(name="listed")
@@ -138,7 +138,7 @@ class Listed(keras.metrics.Metric):
 
 
 class Normed(torch.nn.Module):
-    """A module of torch's inside a model of Keras', with buffers."""
+    """A torch module with buffers inside a Keras model."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -150,7 +150,7 @@ class Normed(torch.nn.Module):
 
 @dataclass(frozen=True)
 class Case:
-    """A model, what ``fit`` is told, and what splitting changes in it."""
+    """A model, the arguments of ``fit``, and whether splitting is exact."""
 
     make: Callable[[], Any]
     told: dict[str, Any] = field(default_factory=dict)
@@ -199,7 +199,7 @@ CASES = {
     "two outputs": Case(two_outputs, x=TWO_X, y=TWO_Y),
     "own loss and metrics": Case(own_loss),
     "area under the curve": Case(
-        lambda: classifier(metrics=[keras.metrics.SparseTopKCategoricalAccuracy(2), Listed()])
+        lambda: classifier(metrics=[keras.metrics.SparseTopKCategoricalAccuracy(2), ListMetric()])
     ),
     "batches of a data set": Case(classifier, x=generated()),
     "frozen": Case(lambda: classifier(layers.Dense(8, trainable=False))),
@@ -209,7 +209,7 @@ each_case = pytest.mark.parametrize("name", CASES)
 
 @dataclass
 class Trained:
-    """What a run leaves: variables and predictions, and what it told after each epoch."""
+    """The results of a run: variables, predictions, and the logs of each epoch."""
 
     history: dict[str, list[float]]
     evaluated: dict[str, float]
@@ -232,7 +232,7 @@ def train(case: Case, *, ours: bool, **options: Any) -> Trained:
     y = LABELS if case.y is None else case.y
     given: dict[str, Any] = {"x": x, "y": y, "batch_size": BATCH}
     evaluated: dict[str, Any] = {"x": x, "y": y, "batch_size": 100}
-    if not isinstance(x, np.ndarray | dict):  # brings its own
+    if not isinstance(x, np.ndarray | dict):  # has its own labels and batches
         given = evaluated = {"x": x}
     validated = (INPUTS[:90], LABELS[:90]) if case.y is None else None
     history = model.fit(**given, epochs=3, verbose=0, validation_data=validated, **case.told)
@@ -247,7 +247,7 @@ def train(case: Case, *, ours: bool, **options: Any) -> Trained:
 
 
 def running(case: Case, **given: Any) -> Callable[[Any], Trained]:
-    """Make runs of a case, without automicro or with options of it."""
+    """Make runs of a case, without automicro or with its options."""
 
     def run(options: Any) -> Trained:
         return train(case, ours=options is not None, **(given if options is not None else {}))
@@ -260,14 +260,14 @@ def same(ours: list[np.ndarray], plain: list[np.ndarray]) -> bool:
 
 
 @each_case
-def test_without_a_limit_every_bit_is_keras_own(name: str) -> None:
+def test_run_without_limit_matches_keras_bitwise(name: str) -> None:
     _, ours = with_and_without(running(CASES[name]))
     assert ours.model.automicro.last.num_samples in (44, BATCH)
 
 
 @contextlib.contextmanager
 def in_float64() -> Iterator[None]:
-    """Of layers and metrics, and of what Keras computes in float32 on torch."""
+    """Use float64 for layers, metrics, and values that Keras computes in float32 on torch."""
     before, floatx = keras.config.dtype_policy(), keras.config.floatx()
     keras.config.set_floatx("float64")
     keras.config.set_dtype_policy("float64")
@@ -281,7 +281,7 @@ def in_float64() -> Iterator[None]:
 
 
 def in_half(case: Case, **options: Any) -> tuple[Trained, Trained]:
-    """The plain run, and ours in a device on which that dies."""
+    """Return a plain run, and one with automicro in memory too small for the plain run."""
     plain, ours = in_less_memory(running(case, **options))
     assert ours.model.automicro.microbatch_size < BATCH
     return plain, ours
@@ -291,22 +291,21 @@ COUNTED = ("two outputs", "area under the curve", "plain")
 
 
 @pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.is_exact])
-def test_in_half_of_the_memory_the_numbers_are_keras_own(name: str) -> None:
+def test_run_in_half_memory_matches_keras(name: str) -> None:
     plain, ours = in_half(CASES[name])
     check_rows(ours.logged, plain.logged)
     for row, other in zip(ours.logged, plain.logged, strict=True):
-        for metric in row if name in COUNTED else ():  # no row twice
+        for metric in row if name in COUNTED else ():  # no row is counted twice
             if "accuracy" in metric or "listed" in metric:
                 assert row[metric] == other[metric]
 
 
 @pytest.mark.parametrize("policy", ["mixed_bfloat16", "mixed_float16"])
-def test_in_half_of_the_memory_in_other_precisions(policy: str) -> None:
+def test_run_in_half_memory_matches_keras_in_mixed_precision(policy: str) -> None:
     before = keras.config.dtype_policy()
     keras.config.set_dtype_policy(policy)
     try:
-        # Half of a small model's peak may be less than its optimizer and metrics hold: when Python
-        # collects Keras' reference cycles decides on some kilobytes.
+        # In a narrower model, optimizer and metrics could exceed half of the peak.
         plain, ours = in_half(Case(lambda: classifier(width=512)))
     finally:
         keras.config.set_dtype_policy(before)
@@ -317,36 +316,36 @@ def test_in_half_of_the_memory_in_other_precisions(policy: str) -> None:
         assert scales[0] == scales[1]
 
 
-def test_in_half_of_the_memory_in_float64() -> None:
+def test_run_in_half_memory_matches_keras_in_float64() -> None:
     with in_float64():
         plain, ours = in_half(Case(classifier))
     check(ours, plain, close=1e-12, logged=1e-12)
 
 
 @pytest.mark.sweep
-def test_whatever_the_limit_nothing_comes_out_but_that_a_row_does_not_fit() -> None:
+def test_run_at_any_limit_matches_or_raises_sample_too_large() -> None:
     case = Case(
-        lambda: classifier(metrics=["accuracy", Listed()], optimizer=keras.optimizers.SGD(0.1))
+        lambda: classifier(metrics=["accuracy", ListMetric()], optimizer=keras.optimizers.SGD(0.1))
     )
-    at_any_limit(running(case), close=1e-6, limits=25, first=4)  # less holds no model
+    at_any_limit(running(case), close=1e-6, limits=25, first=4)  # less cannot hold the model
 
 
-def test_batch_normalization_is_named_once_and_is_another_training() -> None:
+def test_batch_normalization_warns_once_and_changes_training() -> None:
     case = Case(lambda: classifier(layers.BatchNormalization(), layers.BatchNormalization()))
     plain = train(case, ours=False)
-    half = {"microbatch_size": 32}  # said, for statistics depend on it, and what fits on the clock
+    half = {"microbatch_size": 32}  # fixed, because statistics depend on it
     with pytest.warns(
         BatchNormWarning, match=r"2 BatchNormalization layer\(s\).*trainable"
     ) as told:
         ours = train(case, ours=True, **half)
     assert sum(issubclass(each.category, BatchNormWarning) for each in told) == 1
-    assert furthest(ours.parameters, plain.parameters) > 1e-4
+    assert max_diff(ours.parameters, plain.parameters) > 1e-4
     whole = train(case, ours=True, microbatch_size=None)
     assert whole.history == plain.history
 
 
 class Failing:
-    """Runs out of memory at the end of microbatches of 64 and of 32 rows."""
+    """Run out of memory at the end of microbatches of 64 and of 32 rows."""
 
     failed = 0
 
@@ -357,7 +356,7 @@ class Failing:
 
 
 @pytest.mark.filterwarnings("default::automicro.BatchNormWarning")
-def test_modules_of_torch_inside_are_rolled_back_and_named() -> None:
+def test_torch_module_inside_keras_is_rolled_back_with_warning() -> None:
     def job(**options: Any) -> Any:
         keras.utils.set_random_seed(7)
         inside = Normed()
@@ -376,7 +375,7 @@ def test_modules_of_torch_inside_are_rolled_back_and_named() -> None:
     assert same(disturbed[1], undisturbed[1])
 
 
-def masked(**options: Any) -> Any:
+def masked_model(**options: Any) -> Any:
     model = keras.Sequential(
         [
             keras.Input((6,)),
@@ -392,8 +391,8 @@ def masked(**options: Any) -> Any:
 TOKENS = np.where(_drawn.random((ROWS, 6)) < 0.4, 0, _drawn.integers(1, 20, (ROWS, 6)))
 
 
-def test_a_mask_is_counted_where_somebody_says_how() -> None:
-    case = Case(masked, x=TOKENS, y=TOKENS)
+def test_masked_loss_requires_loss_average() -> None:
+    case = Case(masked_model, x=TOKENS, y=TOKENS)
     with pytest.raises(LossError, match=r"mask_zero=True.*\(data\[0\] != 0\).sum"):
         train(case, ours=True)
     plain = train(case, ours=False)
@@ -406,7 +405,7 @@ def test_a_mask_is_counted_where_somebody_says_how() -> None:
         train(case, ours=True, loss_average="samples", microbatch_size=10)
 
 
-def test_a_loss_that_turns_out_to_be_another_mean_is_an_error() -> None:
+def test_loss_that_is_not_mean_raises() -> None:
     def summed(y_true: Any, y_pred: Any) -> Any:
         return ops.sum(ops.square(ops.cast(y_true, "float32")[:, None] - y_pred))
 
@@ -416,12 +415,12 @@ def test_a_loss_that_turns_out_to_be_another_mean_is_an_error() -> None:
         model.fit(INPUTS, LABELS, batch_size=BATCH, verbose=0)
 
 
-def compares(y_true: Any, y_pred: Any) -> Any:
+def compare_rows(y_true: Any, y_pred: Any) -> Any:
     return ops.sum(ops.square(y_pred - ops.mean(y_pred, axis=0)), axis=-1)
 
 
-@pytest.mark.parametrize("loss", ["circle", "Circle", keras.losses.Circle(), compares])
-def test_a_loss_that_may_compare_rows_is_said_to_be_unchecked_where_no_two_fit(loss: Any) -> None:
+@pytest.mark.parametrize("loss", ["circle", "Circle", keras.losses.Circle(), compare_rows])
+def test_row_comparing_loss_is_unchecked_if_only_one_row_fits(loss: Any) -> None:
     def run_out(module: Any, inputs: Any) -> None:
         if len(inputs[0]) > 1 and inputs[0].device.type != "meta":
             raise torch.OutOfMemoryError("CUDA out of memory.")
@@ -439,33 +438,33 @@ class OwnStep(keras.Sequential):
         return super().train_step(data)
 
 
-def of_own_step() -> Any:
+def model_with_own_step() -> Any:
     model = OwnStep([keras.Input((2,)), layers.Dense(1)])
     model.compile("sgd", "mse")
     return model
 
 
-def of_own_step_on_the_instance() -> Any:
+def model_with_step_on_instance() -> Any:
     model = classifier()
     model.train_step = lambda data: {}
     return model
 
 
-def enabled() -> Any:
+def enabled_model() -> Any:
     return enable(classifier())
 
 
-def compiled(loss: Any = "mse", **options: Any) -> Any:
+def compiled_model(loss: Any = "mse", **options: Any) -> Any:
     model = keras.Sequential([keras.Input((2,)), layers.Dense(1)])
     model.compile("sgd", loss, **options)
     return model
 
 
-def mixed() -> Any:
+def mixed_reductions() -> Any:
     return two_outputs(loss={"kind": SPARSE(reduction="sum"), "size": "mse"})
 
 
-def fitted(model: Any, **options: Any) -> Any:
+def fit_enabled(model: Any, **options: Any) -> Any:
     enable(model, **options).fit(INPUTS, LABELS, batch_size=BATCH, verbose=0)
 
 
@@ -476,45 +475,45 @@ def fitted(model: Any, **options: Any) -> Any:
         (lambda: enable(classifier(), forward=print), TypeError, "is set by Keras"),
         (lambda: enable(classifier(), micro=3), TypeError, "micro.* is not known"),
         (lambda: enable(classifier(), batchnorm="ignore"), TypeError, "by microbatch_size=None"),
-        (lambda: enable(enabled()), ValueError, "enabled for this model already"),
+        (lambda: enable(enabled_model()), ValueError, "enabled for this model already"),
         (lambda: enable(keras.Sequential([layers.Dense(1)])), ValueError, "Call model.compile"),
-        (lambda: enable(of_own_step()), ValueError, "has its own train_step"),
-        (lambda: enable(of_own_step_on_the_instance()), ValueError, "has its own train_step"),
-        (lambda: enable(compiled(jit_compile=True)), ValueError, "jit_compile=False"),
-        (lambda: enable(mixed()), ValueError, "2 losses with the reductions"),
+        (lambda: enable(model_with_own_step()), ValueError, "has its own train_step"),
+        (lambda: enable(model_with_step_on_instance()), ValueError, "has its own train_step"),
+        (lambda: enable(compiled_model(jit_compile=True)), ValueError, "jit_compile=False"),
+        (lambda: enable(mixed_reductions()), ValueError, "2 losses with the reductions"),
         (lambda: enable(classifier(), loss_average="tokens"), ValueError, "'tokens' is not known"),
         (
-            lambda: enable(compiled(loss=keras.losses.MeanSquaredError(reduction=None))),
+            lambda: enable(compiled_model(loss=keras.losses.MeanSquaredError(reduction=None))),
             ValueError,
             "reduction=None",
         ),
         (
-            lambda: fitted(classifier(layers.Dense(8, **L2), loss=SPARSE(reduction="sum"))),
+            lambda: fit_enabled(classifier(layers.Dense(8, **L2), loss=SPARSE(reduction="sum"))),
             LossError,
             "count once for each microbatch",
         ),
     ],
 )
-def test_what_would_be_wrong_without_a_word_is_refused(wrong: Any, kind: Any, says: str) -> None:
+def test_unsupported_setups_are_rejected(wrong: Any, kind: Any, says: str) -> None:
     with pytest.raises(kind, match=says):
         wrong()
 
 
-def test_a_model_that_is_compiled_anew_with_a_compiler_is_refused() -> None:
-    model = enabled()
+def test_recompiling_with_jit_compile_is_rejected() -> None:
+    model = enabled_model()
     model.compile("sgd", "sparse_categorical_crossentropy", jit_compile=True)
     with pytest.raises(ValueError, match="compiled again with jit_compile=True"):
         model.train_on_batch(INPUTS, LABELS)
 
 
-def test_a_seam_that_is_gone_is_named_with_the_version(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_host_method_error_names_version(monkeypatch: pytest.MonkeyPatch) -> None:
     model = classifier()
     monkeypatch.setattr(keras.Model, "_compute_loss", lambda self, x: None)
     with pytest.raises(ImportError, match=r"keras 3\..* lacks the parameter 'y'"):
         enable(model)
 
 
-def test_disabled_it_is_keras_own_again_and_can_be_enabled_once_more() -> None:
+def test_disable_restores_keras_and_enable_works_again() -> None:
     model = classifier()
     enable(model).fit(INPUTS, LABELS, batch_size=BATCH, verbose=0)
     own = model.automicro
@@ -527,7 +526,7 @@ def test_disabled_it_is_keras_own_again_and_can_be_enabled_once_more() -> None:
     assert model.automicro.last is not None
 
 
-def test_a_second_fit_goes_on_also_after_an_interrupt_and_another_compile() -> None:
+def test_second_fit_matches_keras_after_interrupt_and_recompile() -> None:
     class Stops(keras.callbacks.Callback):
         def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
             if batch == 2:
@@ -550,8 +549,8 @@ def test_a_second_fit_goes_on_also_after_an_interrupt_and_another_compile() -> N
     assert job(True) == job(False)
 
 
-class Dies(keras.callbacks.Callback):
-    """Ends a run in the middle of its third epoch."""
+class Killer(keras.callbacks.Callback):
+    """End a run in the middle of its third epoch."""
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         if (self.params["epoch"], batch) == (2, 1):
@@ -562,10 +561,10 @@ class Dies(keras.callbacks.Callback):
 
 
 @pytest.mark.parametrize(("first", "second"), [(True, True), (False, True), (True, False)])
-def test_a_run_that_was_killed_goes_on_from_the_backup_of_either(
+def test_killed_run_resumes_from_backup_with_or_without_automicro(
     first: bool, second: bool, tmp_path: Path
 ) -> None:
-    """With dropout, of which Keras' backup leaves the seeds out."""
+    """Use dropout, because the backup of Keras omits its seeds."""
 
     def fit(ours: bool, folder: Path, *more: Any) -> Any:
         keras.utils.set_random_seed(7)
@@ -581,7 +580,7 @@ def test_a_run_that_was_killed_goes_on_from_the_backup_of_either(
 
     def resumed(first: bool, second: bool, folder: Path) -> Any:
         with pytest.raises(InterruptedError):
-            fit(first, folder, Dies())
+            fit(first, folder, Killer())
         return fit(second, folder)
 
     found = resumed(first, second, tmp_path / "ours")
@@ -590,7 +589,7 @@ def test_a_run_that_was_killed_goes_on_from_the_backup_of_either(
 
 @pytest.mark.filterwarnings("ignore:invalid value encountered")
 @pytest.mark.parametrize("seed", range(6))
-def test_what_a_step_tells_is_the_hosts_own_or_named(seed: int) -> None:
+def test_reported_values_match_host_or_warn(seed: int) -> None:
     host = host_of("keras")
     verdict = judge(host, Program.drawn(host, seed))
     assert verdict.kind != "silent", verdict.about
@@ -598,7 +597,7 @@ def test_what_a_step_tells_is_the_hosts_own_or_named(seed: int) -> None:
 
 @pytest.mark.filterwarnings("ignore:invalid value encountered")
 @pytest.mark.parametrize("cut", ["size", "oom"])
-def test_each_way_to_tell_something_is_the_hosts_own_or_named(cut: str) -> None:
+def test_each_way_of_reporting_matches_host_or_warns(cut: str) -> None:
     host = host_of("keras")
     for program in Program.of_every_way(host, cut):
         verdict = judge(host, program)
@@ -606,7 +605,7 @@ def test_each_way_to_tell_something_is_the_hosts_own_or_named(cut: str) -> None:
 
 
 class Averaging(keras.optimizers.SGD):
-    """Averages gradients over ranks, as loops by hand do."""
+    """Average gradients over ranks, as custom loops do."""
 
     def apply(self, grads: Any, trainable_variables: Any = None) -> None:
         for each in grads:
@@ -639,7 +638,7 @@ def compare_on_ranks() -> Any:
 
 
 @pytest.mark.slow
-def test_ranks_whose_optimizer_averages_are_as_without_the_line_also_where_one_lacks_memory(
+def test_averaging_ranks_match_keras_when_one_runs_out(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("KERAS_BACKEND", "torch")
@@ -649,7 +648,7 @@ def test_ranks_whose_optimizer_averages_are_as_without_the_line_also_where_one_l
     assert max(gap, its_gap) < 1e-6
 
 
-def wrapped_and_sharded() -> list[str]:
+def enable_distributed() -> list[str]:
     said = []
     for wrap in (torch.nn.parallel.DistributedDataParallel, fully_shard):
         inside = torch.nn.Linear(128, 8)
@@ -661,27 +660,27 @@ def wrapped_and_sharded() -> list[str]:
 
 
 @pytest.mark.slow
-def test_modules_that_belong_to_several_ranks_are_refused(
+def test_distributed_modules_are_rejected(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("KERAS_BACKEND", "torch")
     with world_of(2) as world:
-        for of_ddp, of_fsdp in world.run(wrapped_and_sharded):
+        for of_ddp, of_fsdp in world.run(enable_distributed):
             assert "the DistributedDataParallel in the layer" in of_ddp
             assert "the FSDPLinear in the layer" in of_fsdp
 
 
-def test_variables_that_a_distribution_shards_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sharded_variables_are_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("automicro.integrations.keras.is_sharded", lambda value: True)
     with pytest.raises(ValueError, match=r"the variable .* belongs to several ranks"):
         enable(classifier())
 
 
 @pytest.mark.parametrize("method", ["evaluate", "predict"])
-def test_at_six_tenths_of_the_peak_evaluation_is_keras_own(method: str) -> None:
+def test_evaluation_below_peak_memory_matches_keras(method: str) -> None:
     def run(ours: bool, limit: int | None = None) -> Any:
         keras.utils.set_random_seed(7)
-        model = classifier(width=512, metrics=["accuracy", Listed()])
+        model = classifier(width=512, metrics=["accuracy", ListMetric()])
         if ours:
             enable(model)
         given = (INPUTS, LABELS)[: 2 if method == "evaluate" else 1]
@@ -702,8 +701,8 @@ def test_at_six_tenths_of_the_peak_evaluation_is_keras_own(method: str) -> None:
     assert abs(found[0] - plain[0]) < 1e-6
 
 
-def test_saved_and_loaded_it_is_the_plain_model(tmp_path: Path) -> None:
-    model = enabled()
+def test_saved_model_loads_as_plain_keras_model(tmp_path: Path) -> None:
+    model = enabled_model()
     model.fit(INPUTS, LABELS, batch_size=BATCH, verbose=0)
     model.save(tmp_path / "model.keras")
     loaded = keras.models.load_model(tmp_path / "model.keras")
@@ -712,7 +711,7 @@ def test_saved_and_loaded_it_is_the_plain_model(tmp_path: Path) -> None:
     assert model.fit(INPUTS, LABELS, batch_size=BATCH, verbose=0, shuffle=False).history == plain
 
 
-def test_the_code_of_the_page_runs_and_prints_what_is_shown(
+def test_documented_example_prints_documented_output(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("KERAS_BACKEND", "torch")

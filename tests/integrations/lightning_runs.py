@@ -1,4 +1,4 @@
-"""Small runs of Lightning's Trainer, with the callback and without it."""
+"""Small runs of the Lightning Trainer, with and without the callback."""
 
 import csv
 import logging
@@ -24,19 +24,19 @@ from torchmetrics.classification import MulticlassAccuracy, MulticlassConfusionM
 from automicro import Observing
 from automicro.integrations.lightning import AutoMicrobatch
 from automicro.loss.passes import is_extra_pass
-from tests.integrations.both import check_rows, furthest
+from tests.integrations.both import check_rows, max_diff
 from tests.ranks.wrapping import local
 
-ROWS, BATCH = 110, 32  # an epoch of four batches, the last of 14 rows
+ROWS, BATCH = 110, 32  # an epoch has four batches, the last one with 14 rows
 WIDTH, LAYERS = 512, 12
 
 
 class Module(pl.LightningModule):
-    """A classifier that logs in every way there is.
+    """A classifier that logs in every available way.
 
     Args:
-        dropout: between the layers.
-        dtype: of its data.
+        dropout: dropout rate before the last layer.
+        dtype: data type of the input.
     """
 
     def __init__(self, *, dropout: float = 0.0, dtype: torch.dtype = torch.float32) -> None:
@@ -45,7 +45,7 @@ class Module(pl.LightningModule):
             nn.Linear(6, 4),
             nn.Tanh(),
             nn.Linear(4, WIDTH),
-            *[nn.Tanh() for _ in range(LAYERS)],  # what they keep for the backward is the peak
+            *[nn.Tanh() for _ in range(LAYERS)],  # their saved activations dominate the peak
             nn.Dropout(dropout),
             nn.Linear(WIDTH, 3),
         )
@@ -144,7 +144,7 @@ MODULE_EVENTS = sorted(
 IN_PIECES = ("training_step", "validation_step", "backward")  # run for each microbatch
 
 
-# What sees gradients: of the batch before until zero_grad, and then of this one.
+# Events that see gradients: of the previous batch until zero_grad, then of this one.
 WITH_GRADIENTS = (
     *("training_step", "on_before_zero_grad", "optimizer_zero_grad", "on_after_backward"),
     *("on_before_optimizer_step", "configure_gradient_clipping"),
@@ -152,7 +152,7 @@ WITH_GRADIENTS = (
 
 
 class Recorder(pl.Callback):
-    """Notes every event, of callbacks and of the module, and what some of them are given."""
+    """Record every event of callbacks and of the module, with some of their arguments."""
 
     def __init__(self) -> None:
         self.events: list[Any] = []
@@ -180,7 +180,7 @@ class Recorder(pl.Callback):
             own = getattr(module, name)
 
             def note(*given: Any, _name: str = name, _own: Any = own, **named: Any) -> Any:
-                if not is_extra_pass():  # looks at a few rows are none of the run's
+                if not is_extra_pass():  # checks of a few rows are not part of the run
                     self._note(_name, module, given, "module.")
                 return _own(*given, **named)
 
@@ -188,7 +188,7 @@ class Recorder(pl.Callback):
 
     @property
     def of_batches(self) -> list[Any]:
-        """All but what runs for each microbatch."""
+        """Return all events except those that run for each microbatch."""
         apart = [f"module.{name}" for name in IN_PIECES]
         return [(name, told) for name, told in self.events if name not in apart]
 
@@ -260,7 +260,7 @@ def rows_of(folder: Path) -> list[dict[str, float]]:
 
 
 class Sharded(Module):
-    """Under FSDP2, as the host has it."""
+    """Shard the network with FSDP2, as Lightning does."""
 
     def configure_model(self) -> None:
         if not isinstance(self.net, FSDPModule):
@@ -268,12 +268,12 @@ class Sharded(Module):
 
 
 def compare_on_ranks(folder: str, kind: str, parts: int) -> dict[str, Any]:
-    """One rank's part: the host alone, and with the callback where memory is short on rank 1.
+    """Run one rank: the host alone, then the callback with little memory on rank 1.
 
     Args:
-        folder: for logs.
+        folder: folder of the logs.
         kind: ``"ddp"``, ``"uneven"`` for ranks with batches of 32 and of 12 rows, or ``"fsdp2"``.
-        parts: batches that are accumulated.
+        parts: number of accumulated batches.
     """
     rank = dist.get_rank()
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
@@ -314,7 +314,7 @@ def compare_on_ranks(folder: str, kind: str, parts: int) -> dict[str, Any]:
     check_rows(ours.logged, plain.logged, 1e-5)
     return {
         "ooms": told.count("oom"),
-        "parameters": furthest(*([local(p) for p in each.parameters] for each in (ours, plain))),
+        "parameters": max_diff(*([local(p) for p in each.parameters] for each in (ours, plain))),
         "validated": abs(
             float(ours.trainer.callback_metrics["val/loss"])
             - float(plain.trainer.callback_metrics["val/loss"])

@@ -1,4 +1,4 @@
-"""Loops by hand as the pages of accelerate and of Fabric write them; with ours one line differs."""
+"""Training loops from the pages of accelerate and Fabric; one line differs with automicro."""
 
 import contextlib
 from collections.abc import Callable, Iterator
@@ -27,7 +27,7 @@ from tests.ranks.wrapping import whole
 
 @dataclass(frozen=True)
 class Trained:
-    """What a loop leaves."""
+    """The results of a loop."""
 
     parameters: list[Tensor]
     logged: list[dict[str, Any]]
@@ -41,12 +41,12 @@ class Trained:
         return [row["loss"] for row in self.logged if "loss" in row]
 
 
-# The public examples: a model, its data, its loss
+# Public examples: model, data and loss
 
 
 @dataclass(frozen=True)
 class Example:
-    """A public example: its model, its data, its loss."""
+    """A public example: its model, data and loss."""
 
     model: Callable[[float], nn.Module]
     data: Callable[[torch.dtype], tuple[Any, Any]]
@@ -82,7 +82,7 @@ def one_cycle(optimizer: torch.optim.Optimizer, steps: int) -> Any:
 
 
 class Tagger(nn.Module):
-    """A loss over targets that are not ignored, of which ranks have different numbers."""
+    """A model whose loss counts valid targets, which are unequally many on each rank."""
 
     def __init__(self, dropout: float) -> None:
         super().__init__()
@@ -118,17 +118,17 @@ def sgd(parameters: Any, lr: float) -> torch.optim.Optimizer:
     return torch.optim.SGD(parameters, lr=lr, momentum=0.9)
 
 
-# The hosts
+# Hosts
 
 
-def forget() -> None:
-    """Accelerate keeps what the first accelerator of a process was told, for all later ones."""
+def reset() -> None:
+    """Reset the settings that accelerate shares between all accelerators of a process."""
     AcceleratorState._reset_state(True)
     GradientState._reset_state()
 
 
 class InAccelerate:
-    """What accelerate's pages do around a step."""
+    """A training step as in the documentation of accelerate."""
 
     def __init__(
         self,
@@ -140,7 +140,7 @@ class InAccelerate:
         is_sharded: bool = False,
         dataloader_config: Any = None,
     ) -> None:
-        forget()
+        reset()
         how = {"gradient_accumulation_plugin": plugin} if plugin else {
             "gradient_accumulation_steps": steps
         }  # fmt: skip
@@ -152,7 +152,7 @@ class InAccelerate:
         )
         if is_sharded:
             shard_in_accelerate(accelerator)
-        if scale is not None:  # what it does for fp16 on a GPU, where there is none
+        if scale is not None:  # accelerate does this for fp16 on a GPU
             accelerator.scaler = scaler_of(scale)
             accelerator.native_amp = True
         self.scaler = accelerator.scaler
@@ -195,7 +195,7 @@ class InAccelerate:
 
 
 class InFabric:
-    """What Fabric's pages do around a step."""
+    """A training step as in the documentation of Fabric."""
 
     def __init__(
         self,
@@ -221,7 +221,7 @@ class InFabric:
 
     def prepare(self, model: nn.Module, kind: Any, loaders: Any, schedule: Any) -> Any:
         self.model = self.fabric.setup_module(model)
-        optimizer = kind(self.model.parameters(), lr=1e-2)  # of shards, where there are
+        optimizer = kind(self.model.parameters(), lr=1e-2)  # sharded parameters, if there are any
         self.scheduler = schedule(optimizer)
         self.optimizer: Any = self.fabric.setup_optimizers(optimizer)
         return loaders
@@ -273,12 +273,12 @@ def scaler_of(scale: float) -> torch.amp.GradScaler:
 
 
 def shard(model: Any, mesh: Any) -> Any:
-    """For Fabric's strategy of FSDP2."""
+    """Shard a model for the FSDP2 strategy of Fabric."""
     return fully_shard(model, mesh=mesh["data_parallel"])
 
 
 def shard_in_accelerate(accelerator: Any) -> None:
-    """FSDP2 as accelerate sets it up, which it itself does on accelerators only."""
+    """Set up FSDP2 as accelerate does, which it skips without an accelerator device."""
     plugin = FullyShardedDataParallelPlugin(
         fsdp_version=2, auto_wrap_policy="size_based_wrap", min_num_params=100
     )
@@ -304,11 +304,11 @@ def train(
     how: dict[str, Any] | None = None,
     **options: Any,
 ) -> Trained:
-    """The loop of the examples."""
+    """Run the loop of the examples."""
     torch.manual_seed(42)
     made = HOSTS[host](precision, steps, scale, **(how or {}))
     dtype = torch.float64 if precision == "float64" else torch.float32
-    with on_host():  # a limit is one of steps
+    with on_host():  # the limit applies to steps only
         train_rows, eval_rows = example.data(dtype)
         size = example.batch_size
         shuffled: Any = DataLoader(train_rows, size, shuffle=True)
@@ -366,7 +366,7 @@ def train(
 
 
 def running(example: Example, host: str, **case: Any) -> Callable[[Any], Trained]:
-    """Make runs of an example, without automicro or with options of it."""
+    """Make runs of an example, without automicro or with its options."""
 
     def run(options: Any) -> Trained:
         return train(example, host, ours=options is not None, **{**case, **(options or {})})

@@ -1,4 +1,4 @@
-"""Keras on torch, in a process of its own: Keras reads its backend when it is imported."""
+"""Keras on torch, in a separate process, because Keras reads its backend at import."""
 
 import importlib.util
 import os
@@ -31,13 +31,13 @@ def run(folder: Path, *arguments: str) -> None:
 
 
 @pytest.mark.timeout(600)
-def test_keras_keeps_its_bits_and_survives(tmp_path: Path) -> None:
+def test_keras_matches_plain_runs(tmp_path: Path) -> None:
     run(tmp_path)
 
 
 @pytest.mark.sweep
 @pytest.mark.timeout(600)
-def test_keras_survives_every_limit(tmp_path: Path) -> None:
+def test_keras_matches_plain_runs_at_every_limit(tmp_path: Path) -> None:
     run(tmp_path, "-m", "sweep")
 
 
@@ -48,7 +48,7 @@ def test_keras_on_two_ranks(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(importlib.util.find_spec("tensorflow") is not None, reason="TensorFlow is here")
-def test_without_a_backend_it_is_said_which_to_choose(tmp_path: Path) -> None:
+def test_missing_backend_error_suggests_torch(tmp_path: Path) -> None:
     ended = subprocess.run(
         [sys.executable, "-c", "import automicro.integrations.keras"],
         cwd=ROOT,

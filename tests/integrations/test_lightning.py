@@ -1,4 +1,4 @@
-"""Lightning's Trainer with one callback: the same without a limit, and alive with one."""
+"""The Lightning Trainer with one callback: identical without a limit, and correct within one."""
 
 import functools
 import gc
@@ -49,19 +49,19 @@ from tests.integrations.both import (
     at_any_limit,
     check,
     check_rows,
-    furthest,
     in_less_memory,
+    max_diff,
     with_and_without,
 )
 from tests.integrations.lightning_runs import fit
 from tests.ranks.world import world_of
 
 EVALUATIONS = ("validation_step", "test_step", "predict_step")
-# What the host says of data loaders, and of torch's own changes.
+# Host warnings about data loaders and changes in torch.
 pytestmark = [
     pytest.mark.filterwarnings(f"ignore:.*{said}")
     for said in (
-        "changes attributes or variables",  # in which these models note what they see
+        "changes attributes or variables",  # these models record what they see in attributes
         *("LeafSpec", "does not have many workers", "smaller than the logging interval"),
         *("The value of", "litlogger", "exists and is not empty", "It is recommended to use"),
         *("You passed in a `val_dataloader`", "You defined a `validation_step`"),
@@ -73,7 +73,7 @@ pytestmark = [
 
 @pytest.fixture(autouse=True)
 def quiet() -> Iterator[None]:
-    """Without what the host says of devices and of loggers."""
+    """Hide messages of the host about devices and loggers."""
     told = [logging.getLogger(name) for name in ("lightning.pytorch", "lightning.fabric")]
     levels = [each.level for each in told]
     for each in told:
@@ -84,7 +84,7 @@ def quiet() -> Iterator[None]:
 
 
 def running(folder: Path, **case: Any) -> Callable[[Any], runs.Run]:
-    """Make runs of a module, without the callback or with options of it."""
+    """Make runs of a module, without the callback or with its options."""
 
     def train(options: Any) -> runs.Run:
         own = case.get("more", list)()
@@ -96,7 +96,7 @@ def running(folder: Path, **case: Any) -> Callable[[Any], runs.Run]:
     return train
 
 
-# The same as the host alone
+# Results without a limit
 
 
 def scaled() -> Any:
@@ -105,7 +105,7 @@ def scaled() -> Any:
 
 
 PLAIN_CASES: dict[str, dict[str, Any]] = {
-    "as it is": {},
+    "default": {},
     "accumulation": {"accumulate_grad_batches": 4},
     "clipping": {"gradient_clip_val": 0.1},
     "bf16": {"precision": "bf16-mixed"},
@@ -121,7 +121,7 @@ def check_events(ours: list[Any], plain: list[Any], same: Any) -> None:
 
 
 @pytest.mark.parametrize("name", PLAIN_CASES)
-def test_without_a_limit_every_bit_and_event_is_the_hosts_own(name: str, tmp_path: Path) -> None:
+def test_run_without_limit_matches_host_bitwise_with_events(name: str, tmp_path: Path) -> None:
     case = {"dropout": 0.1, "records": True, **PLAIN_CASES[name]}
     plain, ours = with_and_without(running(tmp_path, **case))
     assert plain.trainer.fit_loop.total_batch_idx + 1 >= 10
@@ -131,7 +131,7 @@ def test_without_a_limit_every_bit_and_event_is_the_hosts_own(name: str, tmp_pat
 
 
 @pytest.mark.parametrize("size", ["auto", 5])
-def test_the_loss_scale_in_fp16_moves_as_the_hosts_own(size: Any, tmp_path: Path) -> None:
+def test_fp16_loss_scale_matches_host(size: Any, tmp_path: Path) -> None:
     found = []
     for name, line in (("plain", []), ("ours", [AutoMicrobatch(microbatch_size=size)])):
         run = fit(tmp_path / name, line, plugins=[scaled()], gradient_clip_val=1.0, max_epochs=2)
@@ -141,34 +141,32 @@ def test_the_loss_scale_in_fp16_moves_as_the_hosts_own(size: Any, tmp_path: Path
     if size == "auto":
         check(ours, plain, close=0.0)
     else:
-        check_rows(of_losses(ours), of_losses(plain), 1e-3)
+        check_rows(losses_of(ours), losses_of(plain), 1e-3)
 
 
-def of_losses(run: runs.Run) -> list[dict[str, float]]:
+def losses_of(run: runs.Run) -> list[dict[str, float]]:
     return [{name: row[name] for name in row if "loss" in name} for row in run.logged]
 
 
-# With a limit
+# Results with a limit
 
 
 @pytest.mark.parametrize(
     ("name", "close"),
-    [("as it is", 2e-6), ("accumulation", 1e-5), ("bf16", 1e-3), ("float64", 1e-12)],
+    [("default", 2e-6), ("accumulation", 1e-5), ("bf16", 1e-3), ("float64", 1e-12)],
 )
-def test_at_half_of_the_peak_the_host_dies_and_with_the_line_it_does_not(
-    name: str, close: float, tmp_path: Path
-) -> None:
+def test_run_in_half_memory_matches_host(name: str, close: float, tmp_path: Path) -> None:
     plain, ours = in_less_memory(running(tmp_path, **PLAIN_CASES[name], max_epochs=1))
-    check_rows(of_losses(ours), of_losses(plain), close)
+    check_rows(losses_of(ours), losses_of(plain), close)
     assert all(
         map(functools.partial(torch.allclose, rtol=close), ours.module.losses, plain.module.losses)
     )
     if name != "bf16":
-        check(ours, plain, close=close, logged=3e-6)  # metrics of torchmetrics' count in float32
+        check(ours, plain, close=close, logged=3e-6)  # torchmetrics counts in float32
 
 
 @pytest.mark.parametrize("parts", [1, 4])
-def test_in_microbatches_events_come_once_and_gradients_whole(parts: int, tmp_path: Path) -> None:
+def test_microbatched_run_has_same_events_and_gradients(parts: int, tmp_path: Path) -> None:
     case: dict[str, Any] = {**PLAIN_CASES["float64"], "records": True}
     case["accumulate_grad_batches"] = parts
     plain, ours = with_and_without(running(tmp_path, **case), {"microbatch_size": 5}, close=1e-12)
@@ -180,7 +178,7 @@ def test_in_microbatches_events_come_once_and_gradients_whole(parts: int, tmp_pa
 
 
 class Failing(runs.Module):
-    """From some epoch on it runs out of memory in the backward, once its hooks have run."""
+    """From a given epoch on, run out of memory in the backward after its hooks have run."""
 
     first = 1
 
@@ -209,9 +207,7 @@ class Plain(Failing):
 
 @pytest.mark.filterwarnings("ignore:.*self.rows changed in each microbatch")
 @pytest.mark.parametrize("parts", [1, 4])
-def test_hooks_of_an_attempt_that_failed_after_them_leave_no_trace(
-    parts: int, tmp_path: Path
-) -> None:
+def test_hooks_of_failed_attempts_are_rolled_back(parts: int, tmp_path: Path) -> None:
     case: dict[str, Any] = {**PLAIN_CASES["float64"], "records": True, "num_sanity_val_steps": 0}
     case["accumulate_grad_batches"] = parts
     make = functools.partial(Plain, dtype=torch.float64)
@@ -234,7 +230,7 @@ def test_hooks_of_an_attempt_that_failed_after_them_leave_no_trace(
 
 
 class Wide(pl.LightningModule):
-    """Gradients are most of what it takes."""
+    """A model whose gradients dominate memory."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -247,7 +243,7 @@ class Wide(pl.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
-def test_no_second_set_of_gradients_is_held(tmp_path: Path) -> None:
+def test_only_one_set_of_gradients_is_held(tmp_path: Path) -> None:
     peaks = []
     for line in ([], [AutoMicrobatch(microbatch_size=None, probe=False)]):
         trainer = runs.trainer_of(tmp_path, line, max_epochs=1, logger=False)
@@ -259,7 +255,7 @@ def test_no_second_set_of_gradients_is_held(tmp_path: Path) -> None:
 
 
 @pytest.mark.timeout(300)
-def test_at_any_limit_it_is_right_or_says_that_a_row_is_too_large(tmp_path: Path) -> None:
+def test_run_at_any_limit_matches_or_raises_sample_too_large(tmp_path: Path) -> None:
     one = {"limit_train_batches": 1, "limit_val_batches": 1, "max_epochs": 1}
     case: dict[str, Any] = {**PLAIN_CASES["float64"], **one, "num_sanity_val_steps": 0}
     at_any_limit(running(tmp_path, **case), close=1e-12)
@@ -269,7 +265,7 @@ def test_at_any_limit_it_is_right_or_says_that_a_row_is_too_large(tmp_path: Path
 
 
 class Evaluated(runs.Module):
-    """Keeps what the host hands to hooks of evaluation."""
+    """Keep the outputs that evaluation hooks receive."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
@@ -280,7 +276,7 @@ class Evaluated(runs.Module):
 
 
 @pytest.mark.parametrize("method", ["validate", "test", "predict"])
-def test_evaluation_at_six_tenths_of_the_peak_counts_the_same(method: str, tmp_path: Path) -> None:
+def test_evaluation_below_peak_memory_matches_host(method: str, tmp_path: Path) -> None:
     def run(*callbacks: Any) -> tuple[Any, Any]:
         torch.manual_seed(0)
         module = Evaluated()
@@ -311,7 +307,7 @@ def test_evaluation_at_six_tenths_of_the_peak_counts_the_same(method: str, tmp_p
         assert torch.allclose(one["outputs"], other["outputs"], rtol=1e-5, atol=1e-6)
 
 
-def test_dropout_that_the_module_leaves_on_in_validation_stays_on() -> None:
+def test_train_mode_during_validation_is_kept() -> None:
     class Sampling(runs.Module):
         def on_validation_model_eval(self) -> None:
             self.train()
@@ -331,7 +327,7 @@ def test_dropout_that_the_module_leaves_on_in_validation_stays_on() -> None:
 
 
 @pytest.mark.parametrize(("first", "second"), [(1, 1), (0, 1), (1, 0)])
-def test_a_run_goes_on_in_the_middle_from_checkpoints_of_either(
+def test_run_resumes_from_checkpoint_with_or_without_callback(
     first: int, second: int, tmp_path: Path
 ) -> None:
     def line(is_ours: int) -> list[Any]:
@@ -359,14 +355,14 @@ def test_a_run_goes_on_in_the_middle_from_checkpoints_of_either(
 
 @pytest.fixture
 def collector_off() -> Iterator[None]:
-    """What fits does not depend on when the collector comes by for what the host leaves."""
+    """Keep automatic garbage collection from changing which sizes fit."""
     gc.disable()
     yield
     gc.enable()
 
 
 @pytest.mark.usefixtures("collector_off")
-def test_sizes_travel_in_checkpoints(tmp_path: Path) -> None:
+def test_sizes_are_restored_from_checkpoints(tmp_path: Path) -> None:
     line = AutoMicrobatch(memory_limit="360KiB")
     ours = fit(tmp_path, [line], max_epochs=1)
     ours.trainer.save_checkpoint(tmp_path / "ours.ckpt")
@@ -378,7 +374,7 @@ def test_sizes_travel_in_checkpoints(tmp_path: Path) -> None:
     assert told.count("attempt_start") > told.count("oom") == 0
 
 
-def test_sizes_of_another_policy_in_a_checkpoint_are_no_error(tmp_path: Path) -> None:
+def test_checkpoint_sizes_of_other_policy_are_ignored(tmp_path: Path) -> None:
     ours = fit(tmp_path, [AutoMicrobatch(microbatch_size=8)], max_epochs=1)
     ours.trainer.save_checkpoint(tmp_path / "ours.ckpt")
     line = AutoMicrobatch()
@@ -386,11 +382,11 @@ def test_sizes_of_another_policy_in_a_checkpoint_are_no_error(tmp_path: Path) ->
     assert line.result is not None
 
 
-# What a step may do
+# Kinds of steps
 
 
 class Skipping(runs.Module):
-    """Wants no training on every third batch, once it has drawn and logged."""
+    """Skip every third batch after drawing random numbers and logging."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         loss = super().training_step(batch, batch_idx)
@@ -400,7 +396,7 @@ class Skipping(runs.Module):
 
 @pytest.mark.filterwarnings("ignore:.training_step. returned .None.")
 @pytest.mark.parametrize("parts", [1, 2])
-def test_a_step_that_returns_none_is_skipped_as_by_the_host(parts: int, tmp_path: Path) -> None:
+def test_step_returning_none_is_skipped_as_in_host(parts: int, tmp_path: Path) -> None:
     case: dict[str, Any] = {"accumulate_grad_batches": parts}
     plain = fit(tmp_path / "plain", make=functools.partial(Skipping, dropout=0.1), **case)
     ours = fit(
@@ -409,21 +405,21 @@ def test_a_step_that_returns_none_is_skipped_as_by_the_host(parts: int, tmp_path
     check(ours, plain, close=0.0)
 
 
-def test_none_for_a_part_of_a_batch_is_refused(tmp_path: Path) -> None:
+def test_none_for_some_microbatches_raises(tmp_path: Path) -> None:
     line = AutoMicrobatch(microbatch_size=8)
     with pytest.raises(LossError, match="None for 8 of 32 rows"):
         fit(tmp_path, [line], make=Skipping, num_sanity_val_steps=0)
 
 
 class Predicting(runs.Module):
-    """Gives what microbatches cannot give."""
+    """Return outputs that microbatches cannot reproduce."""
 
-    gives = "centred"
+    gives = "centered"
 
     def predict_step(self, batch: Any, batch_idx: int) -> Any:
         outputs = self.net(batch[0])
         return {
-            "centred": outputs - outputs.mean(0),
+            "centered": outputs - outputs.mean(0),
             "similar": outputs @ outputs.T,
             "spread": {"outputs": outputs, "spread": outputs.std()},
         }[self.gives]
@@ -432,12 +428,12 @@ class Predicting(runs.Module):
 @pytest.mark.parametrize(
     ("gives", "said"),
     [
-        ("centred", "the output of a row depends on the other rows"),
+        ("centered", "the output of a row depends on the other rows"),
         ("similar", "the shape|is a Tensor in each microbatch"),
         ("spread", r"returns\['spread'\] is .* as a whole and .* combined from 4"),
     ],
 )
-def test_predictions_that_microbatches_cannot_give_are_named(
+def test_predictions_that_microbatches_cannot_reproduce_warn(
     gives: str, said: str, tmp_path: Path
 ) -> None:
     module = Predicting()
@@ -447,7 +443,7 @@ def test_predictions_that_microbatches_cannot_give_are_named(
         runs.trainer_of(tmp_path, [line]).predict(module, runs.loader(rows=10, batch=10))
 
 
-class OfLogits(runs.Module):
+class LogitMetric(runs.Module):
     def __init__(self) -> None:
         super().__init__()
         self.accuracy = BinaryAccuracy()
@@ -458,18 +454,18 @@ class OfLogits(runs.Module):
         return F.cross_entropy(self.net(batch[0]), batch[1])
 
     def on_train_epoch_end(self) -> None:
-        """Without the metrics that the step does not update."""
+        """Skip the metrics that this step does not update."""
 
 
-def test_a_metric_that_takes_some_microbatches_for_probabilities_is_named(tmp_path: Path) -> None:
+def test_metric_mistaking_logits_for_probabilities_warns_once(tmp_path: Path) -> None:
     case: dict[str, Any] = {"max_steps": 2, "limit_val_batches": 0}
     with pytest.warns(MetricWarning, match="BinaryAccuracy treats its numbers as prob") as told:
-        fit(tmp_path, [AutoMicrobatch(microbatch_size=1)], make=OfLogits, **case)
+        fit(tmp_path, [AutoMicrobatch(microbatch_size=1)], make=LogitMetric, **case)
     assert sum("treats its numbers" in str(each.message) for each in told) == 1
 
 
 class TokenMeans(pl.LightningModule):
-    """A loss that is a mean over targets that count, of which rows have different numbers."""
+    """A loss averaged over valid targets, whose number varies between rows."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -498,7 +494,7 @@ def tokens() -> Any:
     return DataLoader(token_batches(), batch_size=None)  # type: ignore[arg-type]
 
 
-def test_a_value_that_is_the_loss_is_the_batchs_whatever_it_averages_over(tmp_path: Path) -> None:
+def test_logged_loss_uses_declared_token_average(tmp_path: Path) -> None:
     run = running(tmp_path, make=TokenMeans, train=tokens, max_epochs=1, limit_val_batches=0)
     with_and_without(run, {"microbatch_size": 3, "loss_average": "tokens"}, close=1e-6)
 
@@ -512,9 +508,7 @@ class Validating(TokenMeans):
 
 
 @pytest.mark.parametrize("returns", [False, True])
-def test_a_mean_over_tokens_in_validation_is_right_or_warned_of(
-    returns: bool, tmp_path: Path
-) -> None:
+def test_validation_token_mean_is_exact_or_warns(returns: bool, tmp_path: Path) -> None:
     module = Validating()
     module.returns = returns
     given: Any = DataLoader(token_batches()[:1], batch_size=None)  # type: ignore[arg-type]
@@ -530,7 +524,7 @@ def test_a_mean_over_tokens_in_validation_is_right_or_warned_of(
 
 
 class Small(pl.LightningModule):
-    """What kinds of modules of others build upon."""
+    """A base for modules in the style of user code."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -555,7 +549,7 @@ class Pair:
     name: str = "a batch"
 
 
-class OfDataclasses(Small):
+class DataclassBatches(Small):
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         return super().training_step((batch.x, batch.y), batch_idx)
 
@@ -568,7 +562,7 @@ class Combined(Small):
 
 
 class Overriding(Small):
-    """Clips, schedules and steps itself."""
+    """Override clipping, scheduling and stepping."""
 
     def configure_gradient_clipping(self, *given: Any, **named: Any) -> None:
         self.log("norm", torch.nn.utils.clip_grad_norm_(self.parameters(), 0.05))
@@ -580,7 +574,7 @@ class Overriding(Small):
         self, epoch: int, batch_idx: int, optimizer: Any, closure: Any = None
     ) -> None:
         if batch_idx % 2:
-            self.log("of_closure", closure())  # and no step
+            self.log("of_closure", closure())  # no optimizer step
         else:
             optimizer.step(closure=closure)
 
@@ -590,8 +584,8 @@ class Overriding(Small):
         return [optimizer], [{"scheduler": schedule, "interval": "step"}]
 
 
-class Toggling(Small):
-    """Trains one part and the other in turn, with noise on the gradient."""
+class Alternating(Small):
+    """Train two parts alternately, with gradient noise."""
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         self.net[0].requires_grad_(batch_idx % 2 == 0)
@@ -605,7 +599,7 @@ class Toggling(Small):
 
 
 class Measured(Small):
-    """Logs what metrics return, and counts."""
+    """Log the return values of metrics, and row counts."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -634,17 +628,17 @@ def combined() -> Any:
 
 
 KINDS: dict[str, dict[str, Any]] = {
-    "batches that are dataclasses": {"make": OfDataclasses, "train": pairs},
-    "its own clipping, schedule and step": {"make": Overriding},
-    "parts in turn, and noise": {"make": Toggling},
-    "what metrics return": {"make": Measured},
-    "averages of weights": {
+    "dataclass batches": {"make": DataclassBatches, "train": pairs},
+    "custom clipping, schedule and step": {"make": Overriding},
+    "alternating parts with noise": {"make": Alternating},
+    "returned metric values": {"make": Measured},
+    "weight averaging": {
         "more": lambda: [pl.callbacks.StochasticWeightAveraging(1e-2, swa_epoch_start=1)]
     },
-    "accumulation by a schedule": {
+    "accumulation schedule": {
         "more": lambda: [pl.callbacks.GradientAccumulationScheduler({0: 1, 1: 2, 2: 4})]
     },
-    "a monitor of the rate": {
+    "learning rate monitor": {
         "make": Overriding, "more": lambda: [pl.callbacks.LearningRateMonitor("step")]
     },
 }  # fmt: skip
@@ -653,17 +647,15 @@ KINDS: dict[str, dict[str, Any]] = {
 @pytest.mark.filterwarnings("ignore:Trying to infer the `batch_size`")
 @pytest.mark.filterwarnings("ignore:No (positive|negative) samples in targets")
 @pytest.mark.parametrize("name", KINDS)
-def test_kinds_of_modules_that_others_write_are_as_with_the_host_alone(
-    name: str, tmp_path: Path
-) -> None:
+def test_user_modules_match_host(name: str, tmp_path: Path) -> None:
     case = {"make": Small, "dtype": torch.float64, "precision": "64-true", **KINDS[name]}
     run = running(tmp_path, **case)
     plain, ours = with_and_without(run, {"microbatch_size": 5}, close=1e-12)
     assert ours.trainer.global_step == plain.trainer.global_step
 
 
-def test_two_loaders_at_once_are_cut_together_or_refused(tmp_path: Path) -> None:
-    """Their rows are those of one batch: the last ones have other numbers of them."""
+def test_combined_loader_with_uneven_rows_is_rejected(tmp_path: Path) -> None:
+    """The loaders form one batch, and their last batches have different row counts."""
     line = AutoMicrobatch(microbatch_size=5)
     with pytest.raises(BatchError, match="rows of the batch do not agree"):
         fit(tmp_path, [line], make=Combined, train=combined(), precision="64-true")
@@ -672,37 +664,37 @@ def test_two_loaders_at_once_are_cut_together_or_refused(tmp_path: Path) -> None
 
 
 @pytest.mark.filterwarnings("ignore:You called `self.log.*needs to be floating")
-class Moving(Small):
-    """Moves what its step uses in a hook before the backward."""
+class WritesParameters(Small):
+    """Change parameters that the step uses in a hook before the backward."""
 
     def on_before_zero_grad(self, optimizer: Any) -> None:
         with torch.no_grad():
             next(self.parameters()).mul_(0.9)
 
 
-def test_what_a_hook_before_the_backward_moves_is_refused_by_name(tmp_path: Path) -> None:
+def test_parameter_writes_before_backward_are_rejected(tmp_path: Path) -> None:
     with pytest.raises(RollbackError, match=r"on_before_zero_grad or .* writes to parameters"):
-        fit(tmp_path, [AutoMicrobatch(microbatch_size=5)], make=Moving)
+        fit(tmp_path, [AutoMicrobatch(microbatch_size=5)], make=WritesParameters)
 
 
-def test_a_loss_that_is_no_mean_over_rows_is_refused_by_a_look(tmp_path: Path) -> None:
+def test_loss_that_is_not_row_mean_is_rejected(tmp_path: Path) -> None:
     line = AutoMicrobatch()
     with pytest.raises(LossAverageError):
         runs.trainer_of(tmp_path, [line]).fit(TokenMeans(), tokens())
 
 
-# Ends
+# End of a run
 
 
-def places(trainer: Any) -> dict[str, Any]:
-    """Where the callback stands while a run goes on."""
+def replaced_attributes(trainer: Any) -> dict[str, Any]:
+    """Return the attributes that the callback replaces during a run."""
     return {
         **vars(trainer.fit_loop.epoch_loop.automatic_optimization),
         **vars(trainer.strategy),
     }
 
 
-def test_ctrl_c_in_a_step_gives_the_host_back_and_a_second_fit_works(tmp_path: Path) -> None:
+def test_interrupt_restores_host_and_second_fit_works(tmp_path: Path) -> None:
     class Interrupted(runs.Module):
         interrupts = True
 
@@ -721,9 +713,9 @@ def test_ctrl_c_in_a_step_gives_the_host_back_and_a_second_fit_works(tmp_path: P
         with pytest.raises(SystemExit):
             trainer.fit(module, runs.loader())
     finally:
-        signal.signal(signal.SIGINT, held)  # the host lets it be ignored
-    assert len(module.losses) == 2  # that of the third batch was taken back
-    assert not {"_make_closure", *EVALUATIONS} & places(trainer).keys()
+        signal.signal(signal.SIGINT, held)  # the host leaves the signal ignored
+    assert len(module.losses) == 2  # the loss of the third batch was rolled back
+    assert not {"_make_closure", *EVALUATIONS} & replaced_attributes(trainer).keys()
     assert not {"on_before_backward", "on_after_backward", "forward"} & vars(module).keys()
     assert line.microbatcher is None
     assert line.state_dict()
@@ -734,8 +726,8 @@ def test_ctrl_c_in_a_step_gives_the_host_back_and_a_second_fit_works(tmp_path: P
     assert line.microbatcher is None
 
 
-def test_after_a_run_nothing_of_it_is_left(tmp_path: Path) -> None:
-    run = fit(tmp_path, [AutoMicrobatch()])  # the host leaves its module in callbacks
+def test_finished_run_leaves_no_references(tmp_path: Path) -> None:
+    run = fit(tmp_path, [AutoMicrobatch()])  # the host keeps a reference to its module in callbacks
     assert (
         not {"_make_closure"} & vars(run.trainer.fit_loop.epoch_loop.automatic_optimization).keys()
     )
@@ -746,7 +738,7 @@ def test_after_a_run_nothing_of_it_is_left(tmp_path: Path) -> None:
     assert kept() is None
 
 
-def test_a_part_has_a_size_of_its_own_and_gives_it_back(tmp_path: Path) -> None:
+def test_nested_part_uses_own_size_and_is_restored(tmp_path: Path) -> None:
     sizes: list[list[int]] = []
 
     class Noting(Small):
@@ -760,7 +752,7 @@ def test_a_part_has_a_size_of_its_own_and_gives_it_back(tmp_path: Path) -> None:
 
     plain = run(tmp_path / "plain")
     ours = run(tmp_path / "ours", AutoMicrobatch(microbatch_size=6, nested={"net": 3}))
-    assert furthest(ours.parameters, plain.parameters) < 1e-12
+    assert max_diff(ours.parameters, plain.parameters) < 1e-12
     assert sizes
     assert all(max(each) <= 3 for each in sizes)
     assert "forward" not in vars(ours.module.net)
@@ -771,7 +763,7 @@ def test_a_part_has_a_size_of_its_own_and_gives_it_back(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("kind", "parts"), [("ddp", 1), ("ddp", 2), ("uneven", 1), ("fsdp2", 1)])
-def test_two_ranks_with_one_out_of_memory_are_those_of_the_host_alone(
+def test_two_ranks_match_host_when_one_runs_out_of_memory(
     kind: str, parts: int, tmp_path: Path
 ) -> None:
     with world_of(2) as world:
@@ -783,7 +775,7 @@ def test_two_ranks_with_one_out_of_memory_are_those_of_the_host_alone(
         assert found["losses"] == found["its losses"]
 
 
-# Refused by name
+# Rejected setups
 
 
 class Manual(runs.Module):
@@ -802,19 +794,19 @@ class Iterating(runs.Module):
         return None
 
 
-class Two(runs.Module):
+class TwoOptimizers(runs.Module):
     def configure_optimizers(self) -> Any:
         return [torch.optim.SGD(each.parameters(), lr=0.1) for each in (self.net[0], self.net[2])]
 
 
-def of_strategy(name: str) -> Callable[..., Any]:
+def with_strategy(name: str) -> Callable[..., Any]:
     def change(trainer: Any) -> None:
         trainer.strategy.__class__ = type(name, (type(trainer.strategy),), {})
 
     return change
 
 
-def searching(trainer: Any) -> None:
+def with_batch_size_finder(trainer: Any) -> None:
     trainer.callbacks.append(pl.callbacks.BatchSizeFinder())
 
 
@@ -824,18 +816,23 @@ def searching(trainer: Any) -> None:
         (Manual, None, ValueError, "backward=self.manual_backward"),
         (Lbfgs, None, ValueError, "LBFGS runs a batch several times"),
         (Iterating, None, ValueError, r"Change it to training_step\(batch, batch_idx\)"),
-        (Two, None, RuntimeError, "multiple optimizers"),  # by the host
+        (TwoOptimizers, None, RuntimeError, "multiple optimizers"),  # rejected by the host
         (
             runs.Module,
-            of_strategy("DeepSpeedStrategy"),
+            with_strategy("DeepSpeedStrategy"),
             ValueError,
             "DeepSpeedS.* its own gradients",
         ),
-        (runs.Module, of_strategy("FSDPStrategy"), ValueError, "FSDPStrategy is FSDP1"),
-        (runs.Module, searching, ValueError, "BatchSizeFinder searches the largest batch"),
+        (runs.Module, with_strategy("FSDPStrategy"), ValueError, "FSDPStrategy is FSDP1"),
+        (
+            runs.Module,
+            with_batch_size_finder,
+            ValueError,
+            "BatchSizeFinder searches the largest batch",
+        ),
     ],
 )
-def test_what_cannot_be_right_is_refused_by_name(
+def test_unsupported_setups_are_rejected(
     module: Any, change: Any, error: Any, says: str, tmp_path: Path
 ) -> None:
     line = AutoMicrobatch()
@@ -846,26 +843,28 @@ def test_what_cannot_be_right_is_refused_by_name(
         trainer.fit(module(), runs.loader())
 
 
-def test_given_twice_it_is_refused(tmp_path: Path) -> None:
+def test_duplicate_callback_is_rejected(tmp_path: Path) -> None:
     with pytest.raises((ValueError, RuntimeError), match=r"twice|more than one"):
         fit(tmp_path, [AutoMicrobatch(), AutoMicrobatch()])
 
 
-def test_options_are_read_early() -> None:
+def test_invalid_options_are_rejected_at_construction() -> None:
     with pytest.raises(TypeError, match="is set by the trainer"):
         AutoMicrobatch(optimizer=None)
     with pytest.raises(TypeError, match=r"microbatchsize=….* is not known.*microbatch_size"):
         AutoMicrobatch(microbatchsize=3)
 
 
-def test_a_host_without_the_seam_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_host_method_error_names_version(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     kind = pl.loops.optimization.automatic._AutomaticOptimization
     monkeypatch.delattr(kind, "_make_closure")
     with pytest.raises(ImportError, match=r"lightning \d.*lacks .*_make_closure.*Use lightning 2"):
         fit(tmp_path, [AutoMicrobatch()])
 
 
-def test_neither_a_walk_nor_a_copy_goes_into_the_trainer(tmp_path: Path) -> None:
+def test_reach_and_capture_do_not_enter_trainer(tmp_path: Path) -> None:
     module, teacher = runs.Module(), nn.Linear(2, 2)
     trainer = runs.trainer_of(tmp_path, [pl.callbacks.LambdaCallback()])
     trainer.callbacks[0].teacher = teacher
@@ -901,7 +900,7 @@ print(f"{found}, lightning imported: {'lightning.pytorch' in sys.modules}")
 """
 
 
-def test_the_other_package_is_a_host_too(tmp_path: Path) -> None:
+def test_pytorch_lightning_package_is_supported(tmp_path: Path) -> None:
     pytest.importorskip("pytorch_lightning")
     script = tmp_path / "script.py"
     script.write_text(OTHER_PACKAGE)

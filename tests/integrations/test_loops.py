@@ -1,4 +1,4 @@
-"""Loops by hand with accelerate and with Fabric, with one line changed."""
+"""Custom loops with accelerate and Fabric, with one line changed."""
 
 import dataclasses
 import subprocess
@@ -30,26 +30,26 @@ from tests.integrations.both import (
     at_any_limit,
     check,
     check_rows,
-    furthest,
     in_less_memory,
+    max_diff,
     on_ranks,
     with_and_without,
 )
-from tests.integrations.loops import CV, EXAMPLES, HOSTS, TAGS, digits, forget, running, sgd, train
+from tests.integrations.loops import CV, EXAMPLES, HOSTS, TAGS, digits, reset, running, sgd, train
 
 each_host = pytest.mark.parametrize("host", HOSTS)
 
 
 @pytest.fixture(autouse=True)
-def _new_accelerate() -> Iterator[None]:
-    forget()
+def _reset() -> Iterator[None]:
+    reset()
     yield
-    forget()
+    reset()
 
 
 @pytest.mark.parametrize(("name", "steps"), [("cv", 1), ("tags", 4)])
 @each_host
-def test_without_a_limit_every_bit_is_the_plain_loops(host: str, name: str, steps: int) -> None:
+def test_loop_without_limit_matches_plain_loop_bitwise(host: str, name: str, steps: int) -> None:
     plain, _ = with_and_without(running(EXAMPLES[name], host, dropout=0.1, steps=steps))
     assert len(plain.losses) >= 10
     assert len({row["rate"] for row in plain.logged if "rate" in row}) > 2
@@ -63,12 +63,12 @@ def test_without_a_limit_every_bit_is_the_plain_loops(host: str, name: str, step
     ],
 )
 @each_host
-def test_in_half_of_the_memory_the_plain_loop_dies_and_ours_gives_its_numbers(
+def test_loop_in_half_memory_matches_plain_loop(
     host: str, name: str, precision: str, close: float
 ) -> None:
     plain, ours = in_less_memory(running(EXAMPLES[name], host, precision=precision, kind=sgd))
     assert ours.ooms >= 1
-    # Fabric gives outputs in float32, where weights of what is no half are rounded.
+    # Fabric returns outputs in float32, which rounds float64 values.
     is_rounded = host == "fabric" and precision == "float64"
     of_losses = 1e-6 if is_rounded else close
     assert ours.losses == pytest.approx(plain.losses, rel=of_losses, abs=of_losses)
@@ -79,23 +79,21 @@ def test_in_half_of_the_memory_the_plain_loop_dies_and_ours_gives_its_numbers(
 
 @pytest.mark.filterwarnings("ignore:Detected call of .lr_scheduler.step")
 @pytest.mark.parametrize("steps", [1, 2])
-@pytest.mark.parametrize("scale", [2.0**15, 2.0**30])  # at which the first steps are skipped
+@pytest.mark.parametrize("scale", [2.0**15, 2.0**30])  # the larger one skips the first steps
 @each_host
-def test_the_scaler_of_fp16_has_the_scale_of_the_plain_loop(
-    host: str, scale: float, steps: int
-) -> None:
+def test_fp16_loss_scale_matches_plain_loop(host: str, scale: float, steps: int) -> None:
     run = running(CV, host, precision="fp16", scale=scale, steps=steps)
     _, whole = with_and_without(run)
     plain, limited = in_less_memory(run)
     assert limited.ooms >= 1
     assert limited.scale == whole.scale == plain.scale != scale
-    # A step that is skipped is none of the scheduler's.
+    # The scheduler does not count a skipped step.
     check_rows(limited.logged, plain.logged, 1e-2)
 
 
 @pytest.mark.sweep
 @each_host
-def test_whatever_the_limit_nothing_comes_out_but_that_a_row_does_not_fit(host: str) -> None:
+def test_loop_at_any_limit_matches_or_raises_sample_too_large(host: str) -> None:
     example = dataclasses.replace(
         CV, data=lambda dtype: tuple(part[:130] for part in digits(dtype))
     )
@@ -105,10 +103,10 @@ def test_whatever_the_limit_nothing_comes_out_but_that_a_row_does_not_fit(host: 
 @pytest.mark.parametrize("first", [False, True])
 @pytest.mark.parametrize("second", [False, True])
 @each_host
-def test_what_either_has_saved_is_resumed_by_the_plain_loop_and_by_ours(
+def test_saved_state_resumes_with_or_without_automicro(
     host: str, first: bool, second: bool, tmp_path: Path
 ) -> None:
-    """With dropout and shuffled rows; sizes travel in it, where the step is registered."""
+    """Use dropout and shuffled rows; sizes are saved if the step is registered."""
     through = train(CV, host, ours=False, dropout=0.2)
     saved = train(CV, host, ours=first, dropout=0.2, epochs=1, saves=tmp_path)
     rest = train(CV, host, ours=second, dropout=0.2, epochs=1, loads=tmp_path)
@@ -124,8 +122,8 @@ def prepared(**how: Any) -> tuple[Any, Any, Any]:
     return accelerator, *accelerator.prepare(model, optimizer)
 
 
-def changed(owner: str = "state", **attributes: Any) -> Callable[[], Any]:
-    """What is made of an accelerator, or its state, that says otherwise of itself."""
+def with_attributes(owner: str = "state", **attributes: Any) -> Callable[[], Any]:
+    """Set attributes of an accelerator, or of its state, and create a microbatcher for it."""
 
     def make() -> Any:
         accelerator, model, optimizer = prepared()
@@ -136,35 +134,35 @@ def changed(owner: str = "state", **attributes: Any) -> Callable[[], Any]:
     return make
 
 
-def of_kind(kind: str) -> Callable[[], Any]:
+def with_distributed_type(kind: str) -> Callable[[], Any]:
     plugin = FullyShardedDataParallelPlugin(fsdp_version=1)
-    return changed(distributed_type=DistributedType[kind], fsdp_plugin=plugin)
+    return with_attributes(distributed_type=DistributedType[kind], fsdp_plugin=plugin)
 
 
-def of_another_model() -> Any:
+def optimizer_of_other_model() -> Any:
     accelerator, model, _ = prepared()
     other = accelerator.prepare(torch.optim.SGD(nn.Linear(3, 3).parameters(), lr=0.1))
     return microbatcher(accelerator, model, other, loss_fn=nn.MSELoss())
 
 
-def not_prepared_model() -> Any:
+def unprepared_model() -> Any:
     accelerator, _, optimizer = prepared()
     return microbatcher(accelerator, nn.Linear(4, 2), optimizer)
 
 
-def not_prepared_optimizer() -> Any:
+def unprepared_optimizer() -> Any:
     accelerator, model, optimizer = prepared()
     return microbatcher(accelerator, model, optimizer.optimizer)
 
 
-def several_batches_in_accumulation() -> Any:
+def accumulate_under_accumulation() -> Any:
     accelerator, model, optimizer = prepared(gradient_accumulation_steps=2)
     step = microbatcher(accelerator, model, optimizer, loss_fn=nn.MSELoss())
     batch = torch.randn(3, 4), torch.randn(3, 2)
     return step.accumulate([batch, batch])
 
 
-def another_mean() -> Any:
+def summed_loss() -> Any:
     accelerator, model, optimizer = prepared()
     step = microbatcher(
         accelerator, model, optimizer, forward=lambda model, batch: model(batch).square().sum()
@@ -175,27 +173,27 @@ def another_mean() -> Any:
 @pytest.mark.parametrize(
     ("wrong", "kind", "says"),
     [
-        (of_kind("DEEPSPEED"), ValueError, "DeepSpeed keeps its own gradients"),
-        (of_kind("MEGATRON_LM"), ValueError, "Megatron-LM keeps its own gradients"),
-        (of_kind("XLA"), ValueError, "torch_xla keeps its own gradients"),
-        (of_kind("FSDP"), ValueError, "fsdp_version=2"),
-        (changed(_mixed_precision="fp8"), ValueError, "mixed_precision='bf16'"),
-        (changed("", has_lomo_optimizer=True), ValueError, "LOMO changes parameters"),
+        (with_distributed_type("DEEPSPEED"), ValueError, "DeepSpeed keeps its own gradients"),
+        (with_distributed_type("MEGATRON_LM"), ValueError, "Megatron-LM keeps its own gradients"),
+        (with_distributed_type("XLA"), ValueError, "torch_xla keeps its own gradients"),
+        (with_distributed_type("FSDP"), ValueError, "fsdp_version=2"),
+        (with_attributes(_mixed_precision="fp8"), ValueError, "mixed_precision='bf16'"),
+        (with_attributes("", has_lomo_optimizer=True), ValueError, "LOMO changes parameters"),
         (
-            changed(parallelism_config=SimpleNamespace(cp_size=2)),
+            with_attributes(parallelism_config=SimpleNamespace(cp_size=2)),
             ValueError,
             r"ParallelismConfig\(cp_size=2\)",
         ),
-        (changed(num_processes=2), ValueError, "its gradients would not be averaged"),
-        (of_another_model, ValueError, "parameters are not in the model"),
-        (not_prepared_model, ValueError, "prepare did not return this Linear"),
-        (not_prepared_optimizer, ValueError, "prepare did not return this SGD"),
+        (with_attributes(num_processes=2), ValueError, "its gradients would not be averaged"),
+        (optimizer_of_other_model, ValueError, "parameters are not in the model"),
+        (unprepared_model, ValueError, "prepare did not return this Linear"),
+        (unprepared_optimizer, ValueError, "prepare did not return this SGD"),
         (
-            several_batches_in_accumulation,
+            accumulate_under_accumulation,
             ValueError,
             "also divides by gradient_accumulation_steps=2",
         ),
-        (another_mean, LossAverageError, "splitting changes this batch"),
+        (summed_loss, LossAverageError, "splitting changes this batch"),
         (lambda: microbatcher(nn.Linear(2, 2), nn.Linear(2, 2)), TypeError, "not an accelerate"),
         (
             lambda: microbatcher(*prepared(), backward=print),
@@ -205,12 +203,12 @@ def another_mean() -> Any:
         (lambda: microbatcher(*prepared(), precision="bf16"), TypeError, "Accelerator.mixed"),
     ],
 )
-def test_what_would_be_wrong_without_a_word_is_refused(wrong: Any, kind: Any, says: str) -> None:
+def test_unsupported_setups_are_rejected(wrong: Any, kind: Any, says: str) -> None:
     with pytest.raises(kind, match=says):
         wrong()
 
 
-def test_a_seam_that_is_gone_is_named_with_the_version(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_host_method_error_names_version(monkeypatch: pytest.MonkeyPatch) -> None:
     accelerator, model, optimizer = prepared()
     monkeypatch.setattr(Accelerator, "backward", lambda self, value: None)
     with pytest.raises(ImportError, match=r"accelerate \d+.* lacks the parameter 'loss'"):
@@ -218,7 +216,7 @@ def test_a_seam_that_is_gone_is_named_with_the_version(monkeypatch: pytest.Monke
 
 
 @pytest.mark.parametrize("host", ["accelerate", "keras"])
-def test_a_host_that_is_missing_is_named_with_its_extra(host: str) -> None:
+def test_missing_host_error_names_extra(host: str) -> None:
     hidden = f"import sys; sys.modules[{host!r}] = None; import automicro.integrations.{host}"
     ended = subprocess.run(
         [sys.executable, "-c", hidden], capture_output=True, text=True, timeout=120
@@ -227,7 +225,7 @@ def test_a_host_that_is_missing_is_named_with_its_extra(host: str) -> None:
     assert f"pip install 'automicro[{host}]'" in ended.stderr.splitlines()[-1]
 
 
-def test_several_batches_are_one_step_where_the_accelerator_does_not_divide() -> None:
+def test_accumulated_batches_match_one_batch_in_accelerate() -> None:
     accelerator, model, optimizer = prepared()
     step = microbatcher(accelerator, model, optimizer, loss_fn=nn.MSELoss())
     rows = [(torch.randn(n, 4), torch.randn(n, 2)) for n in (3, 5)]
@@ -249,9 +247,9 @@ def world() -> Iterator[World]:
 def compare(
     rank: int, host: str, name: str, share: float | None, uneven: bool = False, **case: Any
 ) -> dict[str, Any]:
-    """The plain loop and ours, which on rank 1 alone has little memory."""
+    """Run the plain loop, and one with automicro and little memory on rank 1."""
     example = EXAMPLES[name]
-    if uneven and rank == 1:  # as many batches, of half the rows
+    if uneven and rank == 1:  # as many batches, with half of the rows
         example = dataclasses.replace(
             example,
             data=lambda dtype: tuple(part[: len(part) // 2] for part in EXAMPLES[name].data(dtype)),
@@ -264,7 +262,7 @@ def compare(
     is_short = share is not None and rank == 1
     with MemoryBudget(int(budget.peak_bytes * share) if is_short and share else "1GiB"):
         ours = run({})
-    gap = furthest(ours.parameters, plain.parameters)
+    gap = max_diff(ours.parameters, plain.parameters)
     return {"ooms": ours.ooms, "parameters": gap, "logged": (ours.logged, plain.logged)}
 
 
@@ -279,14 +277,14 @@ EVALUATED = {"cv": 100, "tags": 24}
 
 @pytest.mark.sweep
 @pytest.mark.parametrize(("name", "steps"), [("cv", 1), ("tags", 3)])
-def test_two_ranks_are_plain_ddp_also_where_one_runs_out_of_memory(
+def test_two_ranks_match_ddp_when_one_runs_out_of_memory(
     world: World, name: str, steps: int
 ) -> None:
     for share in (None, 0.5):
         for found in world.run(on_ranks, compare, "accelerate", name, share, steps=steps, epochs=3):
             check_rank(found, ooms=share is not None)
             [rows, *_] = [each["rows"] for each in found["logged"][0] if "rows" in each]
-            assert rows == EVALUATED[name]  # none twice
+            assert rows == EVALUATED[name]  # no row twice
 
 
 @pytest.mark.slow
@@ -294,7 +292,7 @@ def test_two_ranks_are_plain_ddp_also_where_one_runs_out_of_memory(
     ("uneven", "is_sharded", "steps"),
     [(False, False, 1), (False, False, 2), (True, False, 1), (False, True, 1)],
 )
-def test_two_ranks_of_a_fabric_loop_are_plain_ones(
+def test_two_fabric_ranks_match_plain_loop(
     world: World, uneven: bool, is_sharded: bool, steps: int
 ) -> None:
     how = {"devices": 2, "is_sharded": is_sharded}
@@ -315,29 +313,27 @@ def compare_loaders(rank: int, share: float | None, config: dict[str, Any], **ca
     [{}, {"split_batches": True}, {"dispatch_batches": True}, {"use_seedable_sampler": True}],
     ids=lambda config: "".join(config) or "default",
 )
-def test_ranks_with_other_numbers_of_tokens_have_the_means_of_plain_ddp(
-    world: World, config: dict[str, Any]
-) -> None:
+def test_ranks_with_unequal_token_counts_match_ddp(world: World, config: dict[str, Any]) -> None:
     for share in (None, 0.6):
         for found in world.run(on_ranks, compare_loaders, share, config):
             check_rank(found, ooms=share is not None)
 
 
 @pytest.mark.sweep
-def test_all_tokens_of_all_ranks_are_one_batch_where_that_is_asked_for(world: World) -> None:
+def test_scales_for_ranks_weights_by_all_tokens(world: World) -> None:
     for found in world.run(on_ranks, compare_loaders, None, {}, scales_for_ranks=True):
         assert found["parameters"] > 1e-4
 
 
 @pytest.mark.sweep
-def test_ranks_may_run_dry_one_after_the_other(world: World) -> None:
-    """``even_batches=False``: the rank that has no more batch goes on with None."""
-    for found in world.run(on_ranks, run_dry):
+def test_ranks_may_run_out_of_batches_separately(world: World) -> None:
+    """With ``even_batches=False``, a rank without further batches continues with None."""
+    for found in world.run(on_ranks, run_out_of_batches):
         assert found == {"steps": 4, "own": [4, 4, 4, found["last"]], "last": found["last"]}
 
 
-def run_dry(rank: int) -> dict[str, Any]:
-    forget()
+def run_out_of_batches(rank: int) -> dict[str, Any]:
+    reset()
     accelerator = Accelerator(
         cpu=True, dataloader_config=DataLoaderConfiguration(even_batches=False)
     )
@@ -358,7 +354,7 @@ def run_dry(rank: int) -> dict[str, Any]:
 
 @pytest.mark.sweep
 @pytest.mark.parametrize("steps", [1, 2])
-def test_two_ranks_of_fsdp2_are_plain_fsdp2(world: World, steps: int) -> None:
+def test_two_fsdp2_ranks_match_plain_fsdp2(world: World, steps: int) -> None:
     plugin = GradientAccumulationPlugin(num_steps=steps, sync_each_batch=True)
     how = {"plugin": plugin, "is_sharded": True}
     for share in (None, 0.7):
@@ -373,13 +369,13 @@ def accumulate_sharded(rank: int) -> str:
 
 
 @pytest.mark.sweep
-def test_fsdp2_that_keeps_gradients_back_is_refused_by_name(world: World) -> None:
+def test_fsdp2_without_sync_each_batch_is_rejected(world: World) -> None:
     for message in world.run(on_ranks, accumulate_sharded):
         assert "num_steps=2" in message
 
 
 def join(rank: int) -> str:
-    forget()
+    reset()
     accelerator = Accelerator(cpu=True)
     model = nn.Linear(5, 3)
     rows = TensorDataset(torch.randn(28, 5), torch.randint(3, (28,)))
@@ -387,7 +383,7 @@ def join(rank: int) -> str:
         model, torch.optim.SGD(model.parameters(), lr=0.1), DataLoader(rows, 4)
     )
     step = microbatcher(accelerator, model, optimizer, loss_fn=nn.functional.cross_entropy)
-    accelerator.state.distributed_type = DistributedType.MULTI_GPU  # elsewhere it does nothing
+    accelerator.state.distributed_type = DistributedType.MULTI_GPU  # else join does nothing
 
     def loop() -> None:
         with accelerator.join_uneven_inputs([model], even_batches=False):
@@ -400,12 +396,12 @@ def join(rank: int) -> str:
 
 
 @pytest.mark.sweep
-def test_joining_uneven_inputs_is_refused_and_nobody_waits(world: World) -> None:
+def test_join_uneven_inputs_is_rejected_without_deadlock(world: World) -> None:
     for message in world.run(on_ranks, join):
         assert "backward(None)" in message
 
 
-def test_a_model_that_fabric_has_not_set_up_is_refused() -> None:
+def test_model_without_fabric_setup_is_rejected() -> None:
     fabric, plain, loss_fn = Fabric(accelerator="cpu"), nn.Linear(6, 3), nn.CrossEntropyLoss()
     model, optimizer = fabric.setup(plain, torch.optim.Adam(plain.parameters()))
     with pytest.raises(ValueError, match=r"Pass what fabric\.setup"):

@@ -1,4 +1,4 @@
-"""Random steps in the trainers of others; five hundred of each by ``told.main``."""
+"""Random steps in other trainers; ``told.main`` runs five hundred of them."""
 
 import warnings
 from types import SimpleNamespace
@@ -19,7 +19,7 @@ pytest.importorskip("lightning")
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("seed", range(6))
 @pytest.mark.parametrize("name", ["lightning", "transformers"])
-def test_what_a_step_tells_is_the_hosts_own_or_named(name: str, seed: int) -> None:
+def test_reported_values_match_host_or_warn(name: str, seed: int) -> None:
     host = host_of(name)
     with quietly():
         verdict = judge(host, Program.drawn(host, seed))
@@ -29,7 +29,7 @@ def test_what_a_step_tells_is_the_hosts_own_or_named(name: str, seed: int) -> No
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("cut", ["size", "oom"])
 @pytest.mark.parametrize("name", ["lightning", "transformers"])
-def test_each_way_to_tell_something_is_the_hosts_own_or_named(name: str, cut: str) -> None:
+def test_each_way_of_reporting_matches_host_or_warns(name: str, cut: str) -> None:
     host = host_of(name)
     for program in Program.of_every_way(host, cut):
         with quietly():
@@ -37,7 +37,7 @@ def test_each_way_to_tell_something_is_the_hosts_own_or_named(name: str, cut: st
         assert verdict.kind != "silent", verdict.about
 
 
-def test_parts_of_one_check_are_not_those_of_another() -> None:
+def test_checks_do_not_share_recorded_parts() -> None:
     recorded, told = Recorded(), list[float]()
 
     def step(rows: int, number: float) -> None:
@@ -57,8 +57,8 @@ def test_parts_of_one_check_are_not_those_of_another() -> None:
     assert told == [0.5]
 
 
-def test_a_list_of_as_many_tensors_as_there_are_rows_is_joined_tensor_by_tensor() -> None:
-    """Each has as many entries as a microbatch has rows, and each tensor its rows."""
+def test_list_with_row_count_tensors_is_joined_per_tensor() -> None:
+    """Each list has as many entries as a microbatch has rows, and each tensor has those rows."""
     kept = SimpleNamespace(both=[])
     recorded = Recorded(lambda: {"kept": kept})
     outputs = torch.arange(12.0).reshape(6, 2)
@@ -74,7 +74,7 @@ def test_a_list_of_as_many_tensors_as_there_are_rows_is_joined_tensor_by_tensor(
         assert len(found) == 2
 
 
-def test_a_list_that_each_step_puts_in_place_of_another_is_named() -> None:
+def test_replaced_list_warns() -> None:
     kept = SimpleNamespace(last=[0.0])
     recorded = Recorded(lambda: {"kept": kept})
     recorded.begin()
@@ -88,7 +88,7 @@ def test_a_list_that_each_step_puts_in_place_of_another_is_named() -> None:
 
 
 class Counter:
-    """What a step counts beside its model, from nothing or from 0."""
+    """Values that a step counts next to its model, starting unset or from 0."""
 
     def __init__(self) -> None:
         self.added, self.here, self.table = 0, torch.zeros(()), {"added": 0.0}
@@ -119,10 +119,10 @@ def count(kept: Any, way: str, number: int) -> None:
     ["added", "added in a dict", "added to a tensor", "set", "set in a dict", "set in a tensor",
      "set anew"],
 )  # fmt: skip
-def test_one_batch_tells_a_count_that_is_set_from_one_that_adds_up(
+def test_single_check_distinguishes_set_and_accumulated_counts(
     way: str, hits: tuple[int, ...]
 ) -> None:
-    """Though parts of a number that is set from 0 add up to it, as those of a count do."""
+    """A value set from 0 also equals the sum of its parts, like a count."""
     kept = Counter()
     recorded = Recorded(lambda: {"kept": kept})
 
@@ -144,7 +144,7 @@ def test_one_batch_tells_a_count_that_is_set_from_one_that_adds_up(
     assert [str(each.message).startswith("kept.") for each in said] == [True] * ("set" in way)
 
 
-def test_a_filler_for_other_ranks_tells_nothing_and_leaves_no_trace() -> None:
+def test_filler_step_for_other_ranks_leaves_no_trace() -> None:
     kept, told = SimpleNamespace(total=0.0), list[float]()
     recorded = Recorded(lambda: {"kept": kept})
     recorded.begin()
@@ -159,7 +159,7 @@ def test_a_filler_for_other_ranks_tells_nothing_and_leaves_no_trace() -> None:
     assert (recorded.is_split, kept.total, told) == (False, 1.0, [1.0])
 
 
-def test_what_a_step_changes_only_after_many_batches_is_named() -> None:
+def test_change_after_many_batches_warns() -> None:
     kept = SimpleNamespace(early=0, late=0.0)
     recorded = Recorded(lambda: {"kept": kept})
 
@@ -179,4 +179,4 @@ def test_what_a_step_changes_only_after_many_batches_is_named() -> None:
     for number in range(1, 7):
         batch(number)
     with pytest.warns(MetricWarning, match=r"kept\.late changed"):
-        batch(7)  # the eighth is looked at again
+        batch(7)  # the eighth batch is checked again

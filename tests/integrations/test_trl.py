@@ -1,4 +1,4 @@
-"""TRL's trainers with one line: pairs in two blocks, rows without padding, numbers in lists."""
+"""The trainers of TRL with one line: pairs in two blocks, padding-free rows, values in lists."""
 
 import functools
 from collections.abc import Iterator
@@ -16,11 +16,11 @@ from transformers.utils import logging
 from automicro import BatchError
 from automicro.batch.layout import BatchLayout
 from automicro.integrations.transformers import Pairs, enable
-from tests.integrations.both import furthest
+from tests.integrations.both import max_diff
 from tests.integrations.transformers_runs import losses, run
 from tests.integrations.trl_runs import make
 
-pytestmark = pytest.mark.filterwarnings("ignore")  # of theirs, which change with each version
+pytestmark = pytest.mark.filterwarnings("ignore")  # warnings of TRL, which change with each version
 
 
 @pytest.fixture(autouse=True)
@@ -31,7 +31,7 @@ def quiet(capsys: pytest.CaptureFixture[str]) -> Iterator[None]:
     capsys.readouterr()
 
 
-def test_pairs_are_cut_as_pairs() -> None:
+def test_pairs_are_split_together() -> None:
     batch = {"input_ids": torch.arange(8), "ref_chosen_logps": torch.arange(4), "name": "kept"}
     layout = BatchLayout(0)
     part = layout.split(Pairs.read(batch), [1, 2, 1])[1].flat()
@@ -43,7 +43,7 @@ def test_pairs_are_cut_as_pairs() -> None:
 
 
 @pytest.mark.parametrize("loss_type", ["aot", "sft", "bco_pair"])
-def test_a_loss_that_compares_pairs_is_refused(loss_type: str, tmp_path: Path) -> None:
+def test_loss_that_compares_pairs_is_rejected(loss_type: str, tmp_path: Path) -> None:
     trainer = make("DPO", tmp_path)
     trainer.loss_types = [loss_type]
     with pytest.raises(ValueError, match=f"loss_type={loss_type} compares the pairs .* whole with"):
@@ -51,7 +51,7 @@ def test_a_loss_that_compares_pairs_is_refused(loss_type: str, tmp_path: Path) -
     enable(trainer, microbatch_size=None)
 
 
-def test_trainers_that_make_their_batches_are_refused_by_name(tmp_path: Path) -> None:
+def test_trainer_that_builds_batches_in_step_is_rejected(tmp_path: Path) -> None:
     trainer = make("SFT", tmp_path)
     kind = type("KTOTrainer", (type(trainer).__mro__[2],), {"__module__": "trl.trainer.kto"})
     trainer.__class__ = kind
@@ -64,18 +64,18 @@ VARIANTS: list[dict[str, Any]] = [{}, {"with_us": True, "options": SIZES}]
 
 
 @pytest.mark.parametrize("name", ["DPO", "Reward"])
-def test_pairs_of_a_collator_of_ones_own_are_cut_as_pairs(name: str, tmp_path: Path) -> None:
+def test_pairs_from_custom_collator_are_split_together(name: str, tmp_path: Path) -> None:
     found = []
     for options in VARIANTS:
         trainer = make(name, tmp_path, **options)
         trainer.data_collator = functools.partial(trainer.data_collator)
         found.append((run(trainer), trainer.evaluate()["eval_loss"]))
     (plain, expected), (ours, evaluated) = found
-    assert furthest(ours[0], plain[0]) < (1e-12 if name == "Reward" else 1e-7)
+    assert max_diff(ours[0], plain[0]) < (1e-12 if name == "Reward" else 1e-7)
     assert evaluated == pytest.approx(expected, rel=2e-6)
 
 
-def test_prompts_that_are_learned_count_the_first_token_of_a_row(tmp_path: Path) -> None:
+def test_prompt_tuning_counts_first_token_of_each_row(tmp_path: Path) -> None:
     peft = pytest.importorskip("peft")
     found = []
     for options in VARIANTS:
@@ -89,8 +89,8 @@ def test_prompts_that_are_learned_count_the_first_token_of_a_row(tmp_path: Path)
         assert ours[key] == pytest.approx(plain[key], rel=2e-6), key
 
 
-def test_a_subclass_with_a_loss_of_its_own_declares_tokens_and_is_right(tmp_path: Path) -> None:
-    """Its evaluation is a mean over shifted targets, as its model's is."""
+def test_subclass_with_declared_token_loss_matches_trainer(tmp_path: Path) -> None:
+    """Its evaluation averages over shifted targets, like its model."""
     found = []
     for options in VARIANTS:
         if options:

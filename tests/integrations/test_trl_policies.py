@@ -1,4 +1,4 @@
-"""TRL's policies: completions are drawn and scored once a batch, and trained in microbatches."""
+"""Policy trainers of TRL: completions are drawn and scored once per batch."""
 
 import tempfile
 from typing import Any
@@ -14,7 +14,7 @@ from peft import LoraConfig
 
 from automicro import LossAverageError
 from automicro.integrations.transformers import enable
-from tests.integrations.both import furthest
+from tests.integrations.both import max_diff
 from tests.integrations.transformers_runs import run
 from tests.integrations.trl_runs import ON_THE_CPU, WORDS, model, tokenizer
 
@@ -24,7 +24,7 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 TWICE: dict[str, Any] = {"num_iterations": 2, "epsilon": 0.01, "beta": 0.1, "max_steps": 4}
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     **{f"GRPO, {kind}": ("GRPO", {**TWICE, "loss_type": kind}) for kind in ("dapo", "grpo")},
-    "GRPO, a fixed divisor": ("GRPO", {**TWICE, "loss_type": "dr_grpo"}),
+    "GRPO, fixed divisor": ("GRPO", {**TWICE, "loss_type": "dr_grpo"}),
     "GRPO, clipped weights": ("GRPO", {**TWICE, "loss_type": "cispo"}),
     "GRPO, sequences": (
         "GRPO",
@@ -35,12 +35,12 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "GRPO",
         {"eval_strategy": "steps", "eval_steps": 1, "per_device_eval_batch_size": 8},
     ),
-    "GRPO, truncated ones left out": ("GRPO", {**TWICE, "mask_truncated_completions": True}),
+    "GRPO, truncated completions masked": ("GRPO", {**TWICE, "mask_truncated_completions": True}),
     "RLOO": ("RLOO", TWICE),
 }
 
 
-QUICK = ("GRPO, dapo", "GRPO, sequences", "GRPO, truncated ones left out", "RLOO")
+QUICK = ("GRPO, dapo", "GRPO, sequences", "GRPO, truncated completions masked", "RLOO")
 
 
 def reward(completions: list[str], **_: Any) -> list[float]:
@@ -71,7 +71,7 @@ def make(name: str, **changed: Any) -> Any:
         train_dataset=rows,
         eval_dataset=rows,
         processing_class=tokenizer(),
-        # The weights without it are those of the reference.
+        # The base weights without the adapter serve as the reference model.
         peft_config=LoraConfig(r=4, target_modules=["q_proj", "v_proj"]),
     )
 
@@ -87,7 +87,7 @@ def numbers(log: list[dict[str, Any]]) -> list[dict[str, Any]]:
     "name",
     [each if each in QUICK else pytest.param(each, marks=pytest.mark.slow) for each in CASES],
 )
-def test_a_policy_learns_and_logs_as_from_whole_batches(name: str) -> None:
+def test_policy_training_and_logs_match_whole_batches(name: str) -> None:
     plain = run(make(name))
     whole = run(enable(make(name), microbatch_size=None, eval_microbatch_size=None))
     assert all(map(torch.equal, whole[0], plain[0]))
@@ -95,7 +95,7 @@ def test_a_policy_learns_and_logs_as_from_whole_batches(name: str) -> None:
     ours = enable(make(name), microbatch_size=3, eval_microbatch_size=3)
     found = run(ours)
     assert ours.automicro.last.num_microbatches == 3
-    assert furthest(found[0], plain[0]) < 1e-12
+    assert max_diff(found[0], plain[0]) < 1e-12
     for row, other in zip(numbers(found[1]), numbers(plain[1]), strict=True):
         assert row.keys() == other.keys()
         for key, number in other.items():
@@ -103,7 +103,7 @@ def test_a_policy_learns_and_logs_as_from_whole_batches(name: str) -> None:
             assert row[key] == expected, key
 
 
-def test_completions_are_drawn_once_however_often_memory_runs_out() -> None:
+def test_completions_are_drawn_once_despite_retries() -> None:
     plain = run(make("GRPO, dapo"))
     trainer = make("GRPO, dapo")
     forward = trainer.model.forward
@@ -117,11 +117,11 @@ def test_completions_are_drawn_once_however_often_memory_runs_out() -> None:
     found = run(enable(trainer))
     assert trainer.automicro.microbatch_size <= 3
     assert trainer.automicro.last.ooms == 0, "the size was found in the first batch"
-    assert furthest(found[0], plain[0]) < 1e-12
+    assert max_diff(found[0], plain[0]) < 1e-12
     assert [row.get("reward") for row in found[1]] == [row.get("reward") for row in plain[1]]
 
 
-def test_a_mean_over_the_tokens_of_a_batch_is_named_until_it_is_declared() -> None:
+def test_batch_token_mean_must_be_declared() -> None:
     options: dict[str, Any] = {"loss_type": "bnpo"}
     with pytest.raises(LossAverageError, match="splitting changes this batch"):
         enable(make("GRPO, dapo", **options), microbatch_size=3).train()
@@ -132,17 +132,17 @@ def test_a_mean_over_the_tokens_of_a_batch_is_named_until_it_is_declared() -> No
         loss_average=lambda batch: batch["completion_mask"].sum(),
     )
     # TRL divides in fp32.
-    assert furthest(run(declared)[0], plain[0]) < 1e-5
+    assert max_diff(run(declared)[0], plain[0]) < 1e-5
 
 
 @pytest.mark.parametrize(
     ("changed", "error"),
     [
-        ({"top_entropy_quantile": 0.5}, LossAverageError),  # of all tokens of a batch
-        ({"entropy_coef": 0.1}, ValueError),  # a mean over tokens beside a sum over items
+        ({"top_entropy_quantile": 0.5}, LossAverageError),  # over all tokens of a batch
+        ({"entropy_coef": 0.1}, ValueError),  # a mean over tokens next to a sum over items
     ],
     ids=str,
 )
-def test_terms_that_no_microbatch_has_alone_are_named(changed: dict[str, Any], error: Any) -> None:
+def test_terms_across_microbatches_are_rejected(changed: dict[str, Any], error: Any) -> None:
     with pytest.raises(error):
         enable(make("GRPO, dapo", **changed), microbatch_size=3).train()

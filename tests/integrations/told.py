@@ -1,7 +1,7 @@
-"""Random steps inside the trainers of others: what a step tells, how, and where.
+"""Random steps inside other trainers: which values a step reports, how, and where.
 
-A program is a few tellings that are drawn; it runs in the host alone, then with automicro in
-pieces or after running out of memory, and each of its numbers has to be the host's own, or named.
+A program draws a few reports. It runs in the host alone, then with automicro in microbatches or
+after running out of memory. Each of its numbers must equal that of the host or cause a warning.
 
     python -m tests.integrations.told lightning 500
 """
@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from automicro import AutomicroError
 from automicro.loss.passes import is_extra_pass
 
-ROWS, BATCH = 24, 10  # 10, 10 and 4 rows
+ROWS, BATCH = 24, 10  # batches of 10, 10 and 4 rows
 
 Values = Mapping[str, Any]
 VALUES: dict[str, Callable[[Values], Any]] = {
@@ -51,8 +51,8 @@ PER_ROW: dict[str, Callable[[Values], Any]] = {
 
 
 @dataclass(frozen=True)
-class Telling:
-    """One number of a step: how it is told, what it is, and in which step."""
+class Report:
+    """One reported value of a step: how it is reported, its content, and the step."""
 
     way: str
     value: str
@@ -64,9 +64,9 @@ class Telling:
 
 @dataclass(frozen=True)
 class Program:
-    """Some tellings, and how batches come to be cut."""
+    """A few reports, and the reason for splitting batches."""
 
-    tellings: tuple[Telling, ...]
+    tellings: tuple[Report, ...]
     cut: str  # "size" or "oom"
     seed: int
 
@@ -77,14 +77,14 @@ class Program:
         for _ in range(draw.randint(1, 3)):
             way = draw.choice(sorted(host.WAYS))
             values = sorted(PER_ROW if way in host.OF_ROWS else VALUES)
-            tellings.append(Telling(way, draw.choice(values), draw.choice(host.WHERE)))
+            tellings.append(Report(way, draw.choice(values), draw.choice(host.WHERE)))
         return cls(tuple(tellings), draw.choice(("size", "oom")), seed)
 
     @classmethod
     def of_every_way(cls, host: Any, cut: str) -> Iterator["Program"]:
-        """Programs of three ways each, until all that the host has were there."""
+        """Return programs of three ways each that cover all ways of the host."""
         tellings = [
-            Telling(way, "each row's" if way in host.OF_ROWS else "a mean", host.WHERE[nth % 2])
+            Report(way, "each row's" if way in host.OF_ROWS else "a mean", host.WHERE[nth % 2])
             for nth, way in enumerate(sorted(host.WAYS))
         ]
         for each in range(0, len(tellings), 3):
@@ -92,7 +92,7 @@ class Program:
 
 
 class Thing:
-    """An object that a host's module keeps."""
+    """An object that a module of the host keeps."""
 
     total: Any = 0.0
 
@@ -111,7 +111,7 @@ def add_in_dict(owner: Any, name: str, value: Any) -> None:
     table["total"] = table.get("total", 0.0) + value
 
 
-# What a step keeps by itself, in whichever host.
+# Values that a step keeps itself, in any host.
 KEEPING: dict[str, Callable[[Any, str, Any], Any]] = {
     "attribute": setattr,
     "added to an attribute": add,
@@ -125,7 +125,7 @@ KEEPING: dict[str, Callable[[Any, str, Any], Any]] = {
     "rows appended": lambda m, n, v: getattr(m, n).append(v),
     "rows extended": lambda m, n, v: getattr(m, n).extend(v.tolist()),
 }
-# Whole numbers that are set, whose parts add up to them, and one that adds up.
+# Whole numbers that are set, whose parts add up to them, and one that accumulates.
 SETTING: dict[str, Callable[[Any, str, Any], Any]] = {
     "set to a whole number": lambda m, n, v: setattr(m, n, int(v)),
     "set to 0 and added": set_and_add,
@@ -135,7 +135,7 @@ SETTING: dict[str, Callable[[Any, str, Any], Any]] = {
 
 
 class Kept:
-    """What a program keeps at its owner, made before a run and read after it."""
+    """Values that a program keeps at its owner, created before a run and read after it."""
 
     _START: Mapping[str, Callable[[], Any]] = {
         "added in a dict": dict,
@@ -158,7 +158,7 @@ class Kept:
                 setattr(owner, f"n{nth}", self._START[each.way]())
 
     def found(self) -> dict[str, Any]:
-        """A list for each telling, of what was kept."""
+        """Return the kept values as one list for each report."""
         found, known = {}, KEEPING.keys() | SETTING.keys() | self._START.keys()
         for nth, each in enumerate(self._program.tellings):
             kept = getattr(self._owner, f"n{nth}", None) if each.way in known else None
@@ -168,7 +168,7 @@ class Kept:
 
 
 class Net(nn.Module):
-    """A classifier, for which memory may suffice for a few rows alone."""
+    """A classifier that may run out of memory above a given number of rows."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -194,7 +194,7 @@ def values_of(x: Tensor, y: Tensor, out: Tensor) -> dict[str, Any]:
 
 
 def flat(value: Any) -> list[float]:
-    """All numbers in what was told."""
+    """Return all numbers in a reported value."""
     if isinstance(value, Mapping):
         return [each for key in sorted(value) for each in flat(value[key])]
     if isinstance(value, list | tuple | collections.deque):
@@ -206,19 +206,19 @@ def flat(value: Any) -> list[float]:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What came of a program: "right", "named", "refused", or "silent", and about what."""
+    """The outcome of a program: "right", "named", "refused" or "silent", with details."""
 
     kind: str
     about: str = ""
 
 
 def judge(host: Any, program: Program) -> Verdict:
-    """Run a program in a host alone, then with automicro, and compare all that it told."""
+    """Run a program in a host alone, then with automicro, and compare all reported values."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
             plain = host.run(program, ours=False)
-        except TypeError as error:  # of the host, which takes no such value
+        except TypeError as error:  # the host does not accept such a value
             return Verdict("the host's own", str(error))
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
@@ -238,7 +238,7 @@ def judge(host: Any, program: Program) -> Verdict:
         )
         if is_close:
             continue
-        # Of ten and more, the first is no other's beginning.
+        # `n1` must not match the beginning of `n10`.
         ends = [re.escape(n) + r"(?!\d)" * n[-1].isdigit() for n in host.names(program, nth)]
         if not any(re.search(end, text) for end in ends for text in told):
             return Verdict("silent", f"{telling}: {one[:4]} became {other[:4]}; said {told}")

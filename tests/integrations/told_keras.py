@@ -1,4 +1,4 @@
-"""What steps tell inside Keras' ``fit``, for `told`; with ``KERAS_BACKEND=torch``."""
+"""Values that steps report inside ``fit`` of Keras, for `told`; with ``KERAS_BACKEND=torch``."""
 
 from typing import Any
 
@@ -11,8 +11,8 @@ from automicro.loss.passes import is_extra_pass
 from tests.integrations.told import BATCH, KEEPING, Kept, Program, add, data, values_of
 
 
-class Adds(keras.metrics.Metric):
-    """A metric of one's own: a mean of what it is told, each time with the same weight."""
+class OwnMean(keras.metrics.Metric):
+    """A custom metric: the mean of its updates, each with the same weight."""
 
     def __init__(self, name: str) -> None:
         super().__init__(name=name)
@@ -31,10 +31,10 @@ def update(model: Any, name: str, value: Any) -> None:
     model.told[name].update_state(value)
 
 
-NOW: dict[str, Any] = {}  # of the step that runs
+NOW: dict[str, Any] = {}  # of the current step
 METRICS = {
-    "mean": keras.metrics.Mean, "sum": keras.metrics.Sum, "own": Adds,
-    "weighted": keras.metrics.Mean, "rows to a mean": keras.metrics.Mean, "rows to an own": Adds,
+    "mean": keras.metrics.Mean, "sum": keras.metrics.Sum, "own": OwnMean,
+    "weighted": keras.metrics.Mean, "rows to a mean": keras.metrics.Mean, "rows to an own": OwnMean,
 }  # fmt: skip
 WAYS: dict[str, Any] = {
     "mean metric": update,
@@ -50,14 +50,14 @@ WAYS: dict[str, Any] = {
 
 
 class Keeper(keras.layers.Layer):
-    """A layer of one's own, which may keep numbers."""
+    """A custom layer that may keep numbers."""
 
     def call(self, x: Any) -> Any:
         return x
 
 
-class Telling(keras.Model):
-    """Runs a program."""
+class Reporting(keras.Model):
+    """Run a program."""
 
     def __init__(self, program: Program) -> None:
         super().__init__()
@@ -104,7 +104,7 @@ class Telling(keras.Model):
 
 
 class Host:
-    """Keras' ``Model.fit``, in fp32 as it computes on torch."""
+    """``Model.fit`` of Keras, which computes in fp32 on torch."""
 
     WAYS, WHERE, CLOSE = WAYS, ("fit", "evaluate"), 2e-5
     OF_ROWS = (
@@ -116,7 +116,7 @@ class Host:
 
     def run(self, program: Program, *, ours: bool) -> dict[str, Any]:
         keras.utils.set_random_seed(3)
-        model = Telling(program)
+        model = Reporting(program)
         model.compile("sgd")
         x, y = (each.numpy() for each in data())
         model(torch.zeros(1, 6))

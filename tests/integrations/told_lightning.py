@@ -1,4 +1,4 @@
-"""What steps tell inside Lightning, for `told`."""
+"""Values that steps report inside Lightning, for `told`."""
 
 import logging
 import tempfile
@@ -26,7 +26,7 @@ from tests.integrations.told import (
 
 
 class Each(Metric):
-    """A metric of one's own: a mean over its updates, each of which is one number of some rows."""
+    """A custom metric: the mean over its updates, each of which is one number for some rows."""
 
     total: Tensor
     times: Tensor
@@ -52,7 +52,7 @@ MAKES: dict[str, Any] = {
     "rows to one of its own": Each,
     "tracked": lambda: MetricTracker(MeanMetric(), maximize=True),
 }
-# What a warning calls some by.
+# Names by which warnings refer to some ways.
 CALLED = {
     "rows to one of its own": "Each",
     "read again": "callback_metrics",
@@ -60,8 +60,8 @@ CALLED = {
 }
 
 
-class Told(pl.loggers.logger.DummyLogger):
-    """Keeps what it is given."""
+class RecordingLogger(pl.loggers.logger.DummyLogger):
+    """A logger that keeps all values."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -113,7 +113,7 @@ WAYS: dict[str, Any] = {
 
 
 class Module(pl.LightningModule):
-    """Runs a program."""
+    """Run a program."""
 
     def __init__(self, program: Program) -> None:
         super().__init__()
@@ -125,7 +125,7 @@ class Module(pl.LightningModule):
             for start, make in MAKES.items():
                 if way.startswith(start):
                     setattr(self, name, make())
-            if way == "mean metric in a dict":  # which makes it no module of this one
+            if way == "mean metric in a dict":  # hides it from the modules of this one
                 self.metrics = {**getattr(self, "metrics", {}), name: getattr(self, name)}
                 delattr(self, name)
 
@@ -160,10 +160,10 @@ class Module(pl.LightningModule):
 
 
 class Host:
-    """Lightning's ``Trainer``."""
+    """The ``Trainer`` of Lightning."""
 
     WAYS, WHERE = WAYS, ("fit", "validate")
-    CLOSE = 1e-6  # also of float64, which Lightning keeps in fp32
+    CLOSE = 1e-6  # also for float64, which Lightning stores in fp32
     OF_ROWS = ("rows appended", "rows extended", "rows returned", "rows to a mean",
         "rows to one of its own")  # fmt: skip
 
@@ -171,7 +171,7 @@ class Host:
         return [f"n{nth}", CALLED.get(program.tellings[nth].way, f"n{nth}")]
 
     def run(self, program: Program, *, ours: bool) -> dict[str, Any]:
-        module, told = Module(program), Told()
+        module, told = Module(program), RecordingLogger()
         kept = Kept(module, program)
         callbacks: list[Any] = []
         if ours:

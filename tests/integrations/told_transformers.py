@@ -1,4 +1,4 @@
-"""What steps tell inside transformers' ``Trainer``, for `told`."""
+"""Values that steps report inside the ``Trainer`` of transformers, for `told`."""
 
 import tempfile
 from typing import Any
@@ -27,15 +27,15 @@ WAYS: dict[str, Any] = {
 }
 
 
-class Labelled(Net):
-    """Whose batch is made of words."""
+class NamedInputs(Net):
+    """A model with named inputs."""
 
     def forward(self, x: Any, labels: Any = None) -> Any:
         return {"logits": super().forward(x)}
 
 
-class Telling(Trainer):
-    """Runs a program."""
+class Reporting(Trainer):
+    """Run a program."""
 
     program: Program
     returned: dict[str, Any]
@@ -56,13 +56,13 @@ class Telling(Trainer):
 
 
 class Host:
-    """transformers' ``Trainer``."""
+    """The ``Trainer`` of transformers."""
 
     WAYS, WHERE, CLOSE = WAYS, ("train", "evaluate"), 1e-6
     OF_ROWS = ("rows appended", "rows extended", "rows returned", "rows to a mean metric")
 
     def names(self, program: Program, nth: int) -> list[str]:
-        # What an evaluation returns has lost its name: all of it lies behind the logits.
+        # Evaluation outputs lose their names: all of them follow the logits.
         is_returned = "returned" in program.tellings[nth].way
         return [f"n{nth}", "['logits'][" if is_returned else f"n{nth}"]
 
@@ -75,8 +75,8 @@ class Host:
             logging_steps=1, report_to=[], save_strategy="no", disable_tqdm=True, use_cpu=True,
             seed=3, remove_unused_columns=False, eval_strategy="epoch", optim="sgd",
         )  # fmt: skip
-        trainer: Any = Telling(
-            Labelled(), arguments, train_dataset=rows, eval_dataset=rows,
+        trainer: Any = Reporting(
+            NamedInputs(), arguments, train_dataset=rows, eval_dataset=rows,
             compute_metrics=lambda found: {
                 f"n_{k}": float(abs(each).sum())
                 for k, each in enumerate(

@@ -1,4 +1,4 @@
-"""Trainers of Hugging Face's or TRL's on two ranks, plain and with automicro."""
+"""Trainers of Hugging Face and TRL on two ranks, plain and with automicro."""
 
 from pathlib import Path
 from typing import Any
@@ -8,13 +8,13 @@ from transformers import GPT2LMHeadModel
 
 from automicro.integrations.transformers import enable
 from tests.integrations import transformers_runs as runs
-from tests.integrations.both import furthest
+from tests.integrations.both import max_diff
 
 
 def shard(trainer: Any) -> Any:
-    """FSDP2 as transformers sets it up, which accelerate lets it do on accelerators only.
+    """Set up FSDP2 as transformers does on accelerator devices.
 
-    Elsewhere ``fsdp=True`` is DDP, without a word.
+    On other devices, ``fsdp=True`` falls back to DDP silently.
     """
     from accelerate.state import DistributedType, PartialState
     from accelerate.utils import FullyShardedDataParallelPlugin
@@ -36,10 +36,10 @@ def shard(trainer: Any) -> Any:
 
 
 def make(folder: Path, name: str, accumulation: int, *, with_us: bool, is_sharded: bool) -> Any:
-    """A trainer of a case of theirs."""
+    """Return a trainer of a Hugging Face or TRL case."""
     arguments: dict[str, Any] = {"gradient_accumulation_steps": accumulation}
     options: dict[str, Any] = {"eval_microbatch_size": 3}
-    if is_sharded:  # else whole gradients of all but the last batch are kept back
+    if is_sharded:  # otherwise all but the last batch hold back whole gradients
         each = {"gradient_accumulation_kwargs": {"sync_each_batch": True}}
         arguments["accelerator_config"] = each
         arguments |= {"eval_on_start": True, "eval_strategy": "epoch"}
@@ -53,7 +53,7 @@ def make(folder: Path, name: str, accumulation: int, *, with_us: bool, is_sharde
 
 
 def fail_above(trainer: Any, rows: int, *, of_pairs: bool) -> Any:
-    """Let a trainer's model run out of memory with more rows than these, while it trains."""
+    """Let a trainer's model run out of memory above a number of rows during training."""
     most = 2 * rows if of_pairs else rows
 
     def fail(module: Any, args: Any, kwargs: Any) -> None:
@@ -66,7 +66,7 @@ def fail_above(trainer: Any, rows: int, *, of_pairs: bool) -> Any:
 def compare_on_ranks(
     rank: int, folder: str, name: str, accumulation: int, strategy: str = "ddp"
 ) -> dict[str, Any]:
-    """One rank's part; rank 1 alone runs out of memory with more than half of a batch."""
+    """Run one rank; only rank 1 runs out of memory above half of a batch."""
     how: dict[str, Any] = {"is_sharded": strategy == "fsdp2"}
     alone = make(Path(folder), name, accumulation, with_us=False, **how)
     plain = runs.run(alone)
@@ -81,7 +81,7 @@ def compare_on_ranks(
     evaluations.append(float(ours.evaluate()["eval_loss"]))
     return {
         "kind": type(alone.model_wrapped).__name__,
-        "differs": furthest(got[0], plain[0]),
+        "differs": max_diff(got[0], plain[0]),
         "losses": [runs.losses(each[1]) for each in (plain, got)],
         "microbatch_size": size,
         "evaluations": evaluations,

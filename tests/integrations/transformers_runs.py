@@ -1,4 +1,4 @@
-"""Trainers of Hugging Face's on tiny models and data made here, with and without automicro."""
+"""Hugging Face trainers on tiny models and generated data, with and without automicro."""
 
 import copy
 import dataclasses
@@ -29,7 +29,7 @@ VOCABULARY, LENGTH, ROWS = 50, 40, 44  # 44 rows: 5 batches of 8, and one of 4
 
 
 class Scales(TrainerCallback):
-    """The loss scales of fp16, on a device without it, after each step."""
+    """Record the fp16 loss scale after each step, on a device without fp16."""
 
     def __init__(self, trainer: Any, start: float) -> None:
         self.scaler = torch.amp.GradScaler("cpu", init_scale=start, growth_interval=2)
@@ -42,7 +42,7 @@ class Scales(TrainerCallback):
 
 
 def tokens(rows: int = ROWS, *, seed: int = 0) -> list[dict[str, Tensor]]:
-    """Rows of a language model, each with another number of ignored targets."""
+    """Return language model rows with different numbers of ignored targets."""
     drawn = torch.Generator().manual_seed(seed)
     found = []
     for _ in range(rows):
@@ -57,7 +57,7 @@ def classes(rows: int = ROWS) -> list[dict[str, Tensor]]:
     return [{**row, "labels": row["input_ids"][0] % 3} for row in tokens(rows)]
 
 
-def unlabelled(rows: int = ROWS) -> list[dict[str, Tensor]]:
+def unlabeled(rows: int = ROWS) -> list[dict[str, Tensor]]:
     return [{"input_ids": row["input_ids"]} for row in tokens(rows)]
 
 
@@ -91,7 +91,7 @@ def bert(dropout: float) -> nn.Module:
 
 
 class Own(nn.Module):
-    """A module of one's own: a mean over samples, that nobody declares."""
+    """A user-defined module with an undeclared mean over samples."""
 
     def __init__(self, dropout: float) -> None:
         super().__init__()
@@ -107,8 +107,8 @@ class Own(nn.Module):
         return found
 
 
-class Deaf(Own):
-    """Accepts ``num_items_in_batch``, and ignores it: a mean over its targets all the same."""
+class IgnoresItems(Own):
+    """Accept ``num_items_in_batch`` but ignore it: still a mean over its targets."""
 
     def forward(
         self, input_ids: Tensor, labels: Tensor | None = None, **kwargs: Any
@@ -117,7 +117,7 @@ class Deaf(Own):
 
 
 class TwoLosses(Own):
-    """Divides one loss by the number of items and adds another, which it does not divide."""
+    """Divide one loss by the number of items and add a second, undivided one."""
 
     def forward(
         self, input_ids: Tensor, labels: Tensor | None = None, **kwargs: Any
@@ -151,13 +151,13 @@ def mean_of_rows(outputs: Any, labels: Tensor, num_items_in_batch: Any = None) -
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Case:
-    """One kind of trainer: its model, its data, its arguments."""
+    """A kind of trainer: its model, data and arguments."""
 
     model: Callable[[float], nn.Module] = gpt2
     data: Callable[..., list[Any]] = tokens
     kind: Any = Trainer
-    arguments: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # its own, too
-    options: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # for `enable`
+    arguments: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # also of the trainer
+    options: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # options of `enable`
 
 
 _NAMES = {each.name for each in dataclasses.fields(TrainingArguments)}
@@ -179,7 +179,7 @@ CASES = {
     "classifier": Case(model=bert, data=classes),
     "own module": Case(model=Own, data=classes, arguments={"gradient_accumulation_steps": 4}),
     "ignores num_items": Case(
-        model=Deaf, data=classes, arguments={"gradient_accumulation_steps": 2}
+        model=IgnoresItems, data=classes, arguments={"gradient_accumulation_steps": 2}
     ),
     "loss function, a sum": Case(
         arguments={"gradient_accumulation_steps": 2, "compute_loss_func": sum_over_items}
@@ -191,7 +191,7 @@ CASES = {
 }  # fmt: skip
 
 
-# Of TRL's: the kind of trainer, and its arguments.
+# TRL cases: the kind of trainer and its arguments.
 OF_TRL: dict[str, tuple[str, dict[str, Any]]] = {
     "SFT": ("sft", {}),
     "SFT, accumulation": ("sft", {"gradient_accumulation_steps": 2}),
@@ -204,7 +204,7 @@ OF_TRL: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 class Events(TrainerCallback):
-    """The order of everything that a trainer tells its callbacks."""
+    """Record the order of all callback events of a trainer."""
 
     def __init__(self) -> None:
         self.told: list[str] = []
@@ -226,9 +226,9 @@ def make(
     kind: Any = None,
     **arguments: Any,
 ) -> Any:
-    """A trainer of two epochs: 12 steps of at most 8 rows, the last of each epoch of 4.
+    """Return a trainer of two epochs: 12 steps of at most 8 rows, the last of each epoch of 4.
 
-    A name is that of a case of TRL's.
+    A string names a case of TRL.
     """
     if isinstance(case, str):
         from tests.integrations import trl_runs
@@ -264,7 +264,7 @@ def make(
 
 
 def run(trainer: Any) -> Ran:
-    """Train to the end."""
+    """Train to the end and return the results."""
     events = Events()
     trainer.add_callback(events)
     trainer.train()
@@ -272,7 +272,7 @@ def run(trainer: Any) -> Ran:
 
 
 def parameters(trainer: Any) -> list[Tensor]:
-    """All of a trainer's model; whole, where each rank has a part."""
+    """Return all parameters of a trainer's model, gathered from shards."""
     found = (each.detach() for each in trainer.model.parameters())
     return [
         each.full_tensor() if isinstance(each, DTensor) else copy.deepcopy(each) for each in found
@@ -280,7 +280,7 @@ def parameters(trainer: Any) -> list[Tensor]:
 
 
 def logged(trainer: Any) -> list[dict[str, Any]]:
-    """All that was logged but times."""
+    """Return all logs except timings."""
     return list(map(timeless, trainer.state.log_history))
 
 

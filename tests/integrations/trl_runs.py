@@ -1,4 +1,4 @@
-"""TRL's trainers on tiny Llamas and text made here."""
+"""TRL trainers on tiny Llama models and generated text."""
 
 import dataclasses
 import functools
@@ -83,7 +83,7 @@ def make(
     words: tuple[int, int] = (3, 13),
     **changed: Any,
 ) -> Any:
-    """A trainer of one epoch: two steps of 8 rows, and one of 4, if nothing else is asked for."""
+    """Return a trainer of one epoch: two steps of 8 rows and one of 4 by default."""
     kind, arguments = OF_TRL[name]
     trainer, config = (getattr(trl, _NAMES[kind] + each) for each in ("Trainer", "Config"))
     fields = {each.name for each in dataclasses.fields(config)}

@@ -129,7 +129,7 @@ CASES: dict[str, Callable[[float, bool], tuple[nn.Module, tuple[Tensor, ...]]]] 
 }
 
 
-def made(name: str, *, p: float = 0.0, ragged: bool = True) -> tuple[Any, tuple[Any, ...]]:
+def make_part(name: str, *, p: float = 0.0, ragged: bool = True) -> tuple[Any, tuple[Any, ...]]:
     """Return a module in double precision and its arguments."""
     torch.manual_seed(3)
     part, given = CASES[name](p, ragged)
@@ -186,5 +186,5 @@ def same(found: Any, wanted: Any, *, rtol: float = 1e-9, atol: float = 1e-12) ->
         torch.testing.assert_close(one, other, rtol=rtol, atol=atol)
 
 
-def twin(part: nn.Module) -> Any:
+def copy_of(part: nn.Module) -> Any:
     return copy.deepcopy(part)

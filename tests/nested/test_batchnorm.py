@@ -454,7 +454,7 @@ def test_changes_between_batches_apply_to_next_batch() -> None:
         assert_same(found(sliced, x, targets), found(whole, x, targets))
 
 
-class HalfAsWide(nn.BatchNorm2d):
+class ScaledInTraining(nn.BatchNorm2d):
     def forward(self, input: Tensor) -> Tensor:
         return super().forward(input) * (0.5 if self.training else 1.0)
 
@@ -472,7 +472,7 @@ class WithoutGradient(WithConv):
         return cast(Tensor, self.bn(self.conv(x) + fixed))
 
 
-class FrozenForAWhile(WithConv):
+class FrozenInForward(WithConv):
     def forward(self, x: Tensor) -> Tensor:
         self.bn.eval()
         output = self.bn(self.conv(x))
@@ -497,9 +497,9 @@ def hooked() -> nn.Module:
         (Branches, r"torch\.fx cannot trace it"),
         (lambda: nn.Sequential(Functional(), nn.BatchNorm2d(CHANNELS)), "as a function"),
         (WritesInPlace, "writes into conv, which bn also reads"),
-        (lambda: nn.Sequential(HalfAsWide(CHANNELS)), "another result than its forward"),
+        (lambda: nn.Sequential(ScaledInTraining(CHANNELS)), "another result than its forward"),
         (WithoutGradient, "another gradient than its forward"),
-        (FrozenForAWhile, "another result than its forward"),
+        (FrozenInForward, "another result than its forward"),
         (lambda: nn.Sequential(nn.SyncBatchNorm(CHANNELS)), "is a SyncBatchNorm"),
         (Counts, "its forward changes 'seen', and a trace does not"),
         (Noisy, "draws random numbers that do not depend on its input"),
@@ -578,18 +578,18 @@ def some_rows(num_rows: int) -> tuple[Tensor, Tensor]:
     return torch.randn(num_rows, 5, dtype=torch.double), torch.randint(3, (num_rows,))
 
 
-def everything(model: nn.Module) -> dict[str, Tensor]:
+def snapshot(model: nn.Module) -> dict[str, Tensor]:
     found = {name: each.clone() for name, each in model.named_buffers()}
     return found | {
         name: each.grad for name, each in model.named_parameters() if each.grad is not None
     }
 
 
-def of_whole_batches(model: nn.Module, *sizes: int) -> dict[str, Tensor]:
+def train_whole_batches(model: nn.Module, *sizes: int) -> dict[str, Tensor]:
     for size in sizes:
         rows, targets = some_rows(size)
         (F.cross_entropy(model(rows), targets) * size / sum(sizes)).backward()
-    return everything(model)
+    return snapshot(model)
 
 
 def assert_equal(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
@@ -625,7 +625,7 @@ def test_combination_with_other_features_matches_whole_batch(name: str) -> None:
     result = microbatcher.accumulate([some_rows(size) for size in sizes], metrics=metric)
     assert result.level in ("plain" if level == 0 else " + ".join(LEVELS[:level]), "offload")
     assert metric._update_count == len(sizes)
-    assert_equal(everything(model), of_whole_batches(combined(freezes), *sizes))
+    assert_equal(snapshot(model), train_whole_batches(combined(freezes), *sizes))
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
@@ -646,7 +646,7 @@ def test_half_precision_matches_whole_batch_up_to_rounding(precision: Any) -> No
         loss = F.cross_entropy(whole(rows.float()), targets)
     (loss * scale).backward()
     found, wanted = (
-        torch.cat([each.flatten() for each in everything(one).values()]) for one in (model, whole)
+        torch.cat([each.flatten() for each in snapshot(one).values()]) for one in (model, whole)
     )
     rounding = {"bf16": 2.0**-8, "fp16": 2.0**-11}[precision]
     assert (found - wanted).norm() < 4 * rounding * wanted.norm()
@@ -669,7 +669,7 @@ def test_nested_part_with_batchnorm_in_exact_mode_is_rejected(options: Any) -> N
 @pytest.mark.sweep
 @pytest.mark.parametrize("nested", [{}, {"2": "auto"}])
 def test_oom_at_any_operation_gives_exact_or_no_gradients(nested: Any) -> None:
-    wanted = of_whole_batches(combined(), 13)
+    wanted = train_whole_batches(combined(), 13)
 
     def run(*failing: int) -> tuple[nn.Module, FaultMode, Any]:
         model = combined()
@@ -694,9 +694,9 @@ def test_oom_at_any_operation_gives_exact_or_no_gradients(nested: Any) -> None:
         numbers = random.Random(seed).sample(range(mode.num_operations), 1 + seed % 2)
         model, _, result = run(*sorted(numbers))
         if result is None:
-            assert_equal(everything(model), everything(combined()))
+            assert_equal(snapshot(model), snapshot(combined()))
         else:
-            assert_equal(everything(model), wanted)
+            assert_equal(snapshot(model), wanted)
         outcomes.add(None if result is None else result.nested_sizes["model"])
     assert len(outcomes) > 2
 
@@ -727,7 +727,7 @@ def test_oom_during_tracing_is_retried() -> None:
     )
     microbatcher.backward((rows, torch.zeros(7)))
     assert trigger.has_failed
-    assert_equal(everything(model), everything(twin))
+    assert_equal(snapshot(model), snapshot(twin))
 
 
 def test_memory_levels_work_with_whole_batches() -> None:
@@ -753,7 +753,7 @@ def test_memory_levels_work_with_whole_batches() -> None:
         assert (result.num_microbatches, result.level) == (1, "recompute")
         F.cross_entropy(whole(rows[0]), rows[1]).backward()
     assert result.attempts == 1
-    assert_equal(everything(model), everything(whole))
+    assert_equal(snapshot(model), snapshot(whole))
 
 
 def test_unsplit_part_is_split_after_oom_in_later_layer() -> None:
@@ -778,4 +778,4 @@ def test_unsplit_part_is_split_after_oom_in_later_layer() -> None:
     result = microbatcher.backward(some_rows(32))
     assert (result.attempts, result.ooms, result.nested_ooms) == (2, 1, 1)
     assert result.nested_sizes == {"1": 16}
-    assert_equal(everything(model), of_whole_batches(combined(), 32))
+    assert_equal(snapshot(model), train_whole_batches(combined(), 32))

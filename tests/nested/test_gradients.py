@@ -19,18 +19,18 @@ from tests.nested.parts_in_slices import (
     Mlp,
     MlpTail,
     by_hand,
+    copy_of,
     floats,
     gradients,
-    made,
+    make_part,
     same,
-    twin,
 )
 
 
 @pytest.mark.parametrize(("size", "ragged"), [(1, True), (3, False)])
 @pytest.mark.parametrize("name", CASES)
 def test_slices_match_whole_part(name: str, size: int, ragged: bool) -> None:
-    part, given = made(name, ragged=ragged)
+    part, given = make_part(name, ragged=ragged)
     wanted = gradients(part, part, given)
     nested = split(part, microbatch_size=size)
     for _ in range(2):
@@ -41,8 +41,8 @@ def test_slices_match_whole_part(name: str, size: int, ragged: bool) -> None:
 
 @pytest.mark.parametrize("name", CASES)
 def test_dropout_draws_same_numbers_as_manual_slices(name: str) -> None:
-    part, given = made(name, p=0.5)
-    other = twin(part)
+    part, given = make_part(name, p=0.5)
+    other = copy_of(part)
     split(
         part,
         microbatch_size=3,
@@ -59,7 +59,7 @@ def test_dropout_draws_same_numbers_as_manual_slices(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["mlp", "mlp tail"])
 def test_gradients_accumulate_and_hooks_run_once(name: str) -> None:
-    part, given = made(name)
+    part, given = make_part(name)
     split(part, microbatch_size=2)
     _, [of_input, *of_parameters] = gradients(part, part, given)
     seen: list[Tensor] = []
@@ -76,7 +76,7 @@ def test_gradients_accumulate_and_hooks_run_once(name: str) -> None:
 
 
 def test_only_middle_part_supports_second_backward_and_derivative() -> None:
-    part, given = made("mlp tail")
+    part, given = make_part("mlp tail")
     split(part, microbatch_size=2)
     loss = part(*given)
     loss.backward(retain_graph=True)
@@ -84,7 +84,7 @@ def test_only_middle_part_supports_second_backward_and_derivative() -> None:
         loss.backward()
     with pytest.raises(RuntimeError, match="has no second derivative"):
         torch.autograd.grad(part(*given), given[0], create_graph=True)
-    middle, given = made("mlp")
+    middle, given = make_part("mlp")
     split(middle, microbatch_size=2)
     output = middle(*given).sum()
     output.backward(retain_graph=True)
@@ -143,7 +143,7 @@ def test_containers_defaults_and_none_pass_through_part() -> None:
 
 
 def test_outputs_without_grad_get_no_gradient() -> None:
-    part, (hidden,) = made("mlp")
+    part, (hidden,) = make_part("mlp")
     split(part, microbatch_size=2)
     with torch.no_grad():
         assert not part(hidden).requires_grad
@@ -230,7 +230,7 @@ def test_copied_and_saved_models_keep_part_sizes() -> None:
 
 
 def test_replaced_forward_is_kept_after_removal() -> None:
-    part, (x,) = made("mlp")
+    part, (x,) = make_part("mlp")
     given = part.forward
     part.forward = lambda hidden: given(hidden) * 2
     mine = part.forward
@@ -243,7 +243,7 @@ def test_replaced_forward_is_kept_after_removal() -> None:
 
 @pytest.mark.parametrize("name", ["mlp tail", "tied tail"])
 def test_batch_without_targets_gives_zero_loss_and_gradients(name: str) -> None:
-    part, given = made(name)
+    part, given = make_part(name)
     split(part, microbatch_size=2)
     part(*given)
     loss, found = gradients(part, part, (*given[:-1], torch.full_like(given[-1], -100)))
@@ -266,7 +266,7 @@ def test_slice_without_targets_adds_no_nan() -> None:
 
 
 def test_nan_loss_stays_nan() -> None:
-    part, (hidden, targets) = made("mlp tail")
+    part, (hidden, targets) = make_part("mlp tail")
     split(part, microbatch_size=2)
     part(hidden, targets)
     spoiled = hidden.detach().clone()
@@ -279,10 +279,10 @@ def test_nan_loss_stays_nan() -> None:
 
 def test_autocast_matches_manual_slices() -> None:
     for name in ("mlp", "mlp tail"):
-        part, doubles = made(name)
+        part, doubles = make_part(name)
         part = part.float()
         given = [each.detach().float() if each.is_floating_point() else each for each in doubles]
-        other = twin(part)
+        other = copy_of(part)
         split(part, microbatch_size=3)
         leaf, leaf_again = (given[0].clone().requires_grad_() for _ in range(2))
         with torch.autocast("cpu", torch.bfloat16):
@@ -334,7 +334,7 @@ def test_batchnorm_warns_and_counts_each_slice_once() -> None:
     split(part, microbatch_size=1)  # two rows, because BatchNorm needs them
     with pytest.warns(BatchNormWarning, match="a part with its own size"):
         output = part(torch.randn(ROWS, 6))
-    other = twin(part)
+    other = copy_of(part)
     output.sum().backward()
     assert part[1].num_batches_tracked == 3
     assert torch.equal(part[1].running_mean, other[1].running_mean)
@@ -365,7 +365,7 @@ def test_compiled_model_breaks_graph_around_part() -> None:
     x = floats(ROWS, 6)
     wanted = gradients(model, model, [x])
     for how in ("model", "part", "forward"):
-        other = twin(model)
+        other = copy_of(model)
         run: Any = other
         if how == "part":
             other[1].compile(backend="aot_eager")
@@ -377,7 +377,7 @@ def test_compiled_model_breaks_graph_around_part() -> None:
         for _ in range(2):
             same(gradients(run, other, [x]), wanted)
     torch.compiler.reset()
-    whole = twin(model)
+    whole = copy_of(model)
     split(whole[1], microbatch_size=3)
     with pytest.raises(Exception, match="a part with its own size"):
         torch.compile(whole, backend="eager", fullgraph=True)(x)
@@ -418,7 +418,7 @@ def test_eval_before_backward_does_not_change_gradients() -> None:
 
 def test_functional_call_parameters_are_used_in_backward() -> None:
     part, x = Noisy().eval(), floats(ROWS, 6)
-    other = twin(part)
+    other = copy_of(part)
     split(other, microbatch_size=2)
     found = []
     for each in (part, other):
@@ -458,7 +458,7 @@ def test_frozen_parameter_modified_before_backward_is_restored_or_rejected() -> 
 
 
 def test_cached_parametrized_weights_keep_gradients() -> None:
-    part, given = made("mlp")
+    part, given = make_part("mlp")
     for layer in [each for each in part.modules() if isinstance(each, nn.Linear)]:
         torch.nn.utils.parametrizations.weight_norm(layer)
 

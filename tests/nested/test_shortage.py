@@ -25,7 +25,7 @@ from automicro.errors import LossAverageError
 from automicro.features import Nested, WhenTooLarge
 from automicro.savers.levels import make_levels
 from automicro.torch_private import in_backward
-from tests.nested.parts_in_slices import ROWS, gradients, made, same, twin
+from tests.nested.parts_in_slices import ROWS, copy_of, gradients, make_part, same
 from tests.sweeps import mostly_in_sweeps
 from tests.torture.engine.faults import Fault, FaultMode
 from tests.torture.engine.subject import begin_at_level
@@ -33,7 +33,7 @@ from tests.torture.engine.subject import begin_at_level
 CPU = torch.device("cpu")
 
 
-def repeated(nested: NestedSplit, attempt: Callable[[], Any]) -> Any:
+def retry(nested: NestedSplit, attempt: Callable[[], Any]) -> Any:
     """Run an attempt again as long as the part reduces its size, and return its result."""
     while True:
         torch.manual_seed(7)
@@ -54,10 +54,10 @@ def repeated(nested: NestedSplit, attempt: Callable[[], Any]) -> Any:
 )
 def test_oom_at_any_operation_of_part_leaves_no_trace(name: str) -> None:
     """The result equals, bit for bit, a run with the final sizes from the start."""
-    part, given = made(name, p=0.3)
+    part, given = make_part(name, p=0.3)
     averages = {"sum tail": "none", "joint tail": "samples"}
     options: Any = {"microbatch_size": "auto", "loss_average": averages.get(name, "tokens")}
-    warm = twin(part)
+    warm = copy_of(part)
     nested = split(warm, **options)
     for _ in range(2):  # the first calls compare rows
         warm(*given)
@@ -65,7 +65,7 @@ def test_oom_at_any_operation_of_part_leaves_no_trace(name: str) -> None:
     def run(*numbers: int) -> tuple[Any, list[int], int]:
         nested.load_state_dict({})
         with FaultMode([Fault(each) for each in numbers]) as mode:
-            found = repeated(nested, lambda: gradients(warm, warm, given))
+            found = retry(nested, lambda: gradients(warm, warm, given))
         return found, nested.sizes, mode.num_operations
 
     _, _, count = run()
@@ -97,7 +97,7 @@ def test_oom_in_backward_of_middle_part_reduces_its_size() -> None:
     hidden = torch.randn(16, 16, dtype=torch.double, requires_grad=True)
     wanted = part(hidden).detach()
     nested = split(part, microbatch_size=Halving(initial=8))
-    found = repeated(nested, lambda: gradients(part, part, [hidden]))
+    found = retry(nested, lambda: gradients(part, part, [hidden]))
     torch.testing.assert_close(found[0], wanted)
     assert (max(nested.sizes), nested.ooms) == (2, 2)
     nested.remove()
@@ -123,7 +123,7 @@ def test_microbatch_shrinks_only_if_part_cannot(limit: str) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(16, 16), nn.Dropout(0.5), Heavy(1024))
     batch = torch.randn(64, 16), torch.randn(64, 2)
-    other = twin(model)
+    other = copy_of(model)
     plain = Microbatcher(other, loss_fn=nn.MSELoss(), memory_limit=limit)
     nested = Microbatcher(
         model, loss_fn=nn.MSELoss(), features=[Nested({"2": "auto"})], memory_limit=limit
@@ -221,12 +221,12 @@ def test_calls_with_varying_row_counts_keep_size_limit() -> None:
     for num_rows in (16, 15, 16, 5, 1, 16):
         hidden = torch.randn(num_rows, 4, requires_grad=True)
         targets = torch.randint(4, (num_rows,))
-        repeated(nested, functools.partial(train, hidden, targets))
+        retry(nested, functools.partial(train, hidden, targets))
         assert sum(nested.sizes) == num_rows
         assert max(nested.sizes) <= 3
 
 
-class Changing(Fixed):
+class ChangingSize(Fixed):
     """A policy that proposes another size in the backward than in the forward."""
 
     def propose(self, num_rows: int, cost: float | None = None) -> int:
@@ -286,7 +286,7 @@ def test_recomputed_part_repeats_its_slices(around: str) -> None:
         split(first, microbatch_size=6)
     level = make_levels("recompute" if "recompute" in around else "error", [model], CPU)[-1]
     with level.applied():
-        same(run(model, Changing(3)), wanted)
+        same(run(model, ChangingSize(3)), wanted)
 
 
 def test_oversized_part_in_recomputed_block_is_split() -> None:
@@ -332,7 +332,7 @@ def test_nested_ooms_are_counted_in_summary() -> None:
     assert "0 (0 in train, 0 in eval), and 2 in nested modules" in str(summary)
 
 
-class Scarce(nn.Module):
+class LowBackwardMemory(nn.Module):
     """Dropout between two layers, with less memory in a surrounding backward than in a forward."""
 
     def __init__(self, most: int) -> None:
@@ -350,12 +350,12 @@ class Scarce(nn.Module):
         return output
 
 
-class Held(nn.Module):
+class BlockWithPart(nn.Module):
     """A block that contains a part."""
 
     def __init__(self, most: int = 99) -> None:
         super().__init__()
-        self.norm, self.part = nn.LayerNorm(6).double(), Scarce(most)
+        self.norm, self.part = nn.LayerNorm(6).double(), LowBackwardMemory(most)
 
     def forward(self, hidden: Tensor) -> Tensor:
         output: Tensor = hidden + self.part(self.norm(hidden))
@@ -364,7 +364,7 @@ class Held(nn.Module):
 
 @pytest.mark.filterwarnings("ignore:.* changes masks once per slice")
 def test_part_inside_checkpointed_block_repeats_its_slices() -> None:
-    block = Held(most=4)
+    block = BlockWithPart(most=4)
     nested = split(block.part, microbatch_size="auto")
     hidden = torch.randn(8, 6, dtype=torch.double, requires_grad=True)
     block(hidden)  # checks a few rows
@@ -388,7 +388,7 @@ def test_part_inside_checkpointed_block_repeats_its_slices() -> None:
 
 @pytest.mark.filterwarnings("ignore:.* changes masks once per slice")
 def test_oom_in_checkpointed_forward_is_raised_and_next_call_fits() -> None:
-    block = Held()
+    block = BlockWithPart()
     nested = split(block.part, microbatch_size="auto")
     hidden = torch.randn(8, 6, dtype=torch.double, requires_grad=True)
     block(hidden)

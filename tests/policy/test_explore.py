@@ -103,7 +103,7 @@ def test_varying_costs_are_compared_per_row_and_cost() -> None:
 
 
 @dataclass(frozen=True)
-class Ended:
+class ExplorationOutcome:
     """The outcome of one exploration."""
 
     last: Exploration
@@ -111,7 +111,7 @@ class Ended:
     regret: float
 
 
-def explore(seed: int) -> Ended | None:
+def explore(seed: int) -> ExplorationOutcome | None:
     machine, policy = Machine(seed), Explore()
     told: list[Exploration] = []
     while not told or told[-1].ended is None:
@@ -128,7 +128,7 @@ def explore(seed: int) -> Ended | None:
         return machine.true_seconds(exploration.microbatch_size) / best - 1
 
     claims = [(each.confidence, regret(each) <= 0.01) for each in told]
-    return Ended(told[-1], claims, regret(told[-1]))
+    return ExplorationOutcome(told[-1], claims, regret(told[-1]))
 
 
 def check_promises(seeds: range, *, claims_hold: tuple[float, float]) -> None:

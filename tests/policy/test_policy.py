@@ -37,9 +37,6 @@ def test_canonical_size_is_largest_slice_of_cut(num_rows: int, size: int) -> Non
     assert canonical_size(num_rows, canonical) == canonical
 
 
-# Fixed
-
-
 # Halving
 
 

@@ -87,7 +87,7 @@ def run(
     return run_step(step, Attempt(attempt, parts, residents), phase)
 
 
-def normalized(most_rows: int, tried: Sequence[list[int]] = ()) -> Callable[[list[int]], str]:
+def needs_two(most_rows: int, tried: Sequence[list[int]] = ()) -> Callable[[list[int]], str]:
     """Reject slices of one row, as BatchNorm does."""
     run = fits(most_rows, tried if isinstance(tried, list) else [])
 
@@ -237,7 +237,7 @@ def test_minimum_rows_rise_to_two_when_layer_rejects_one() -> None:
     tried: list[list[int]] = []
     rule = CutRule()
 
-    assert run(normalized(2, tried), 4, Halving(initial=1), rule).attempts == 1
+    assert run(needs_two(2, tried), 4, Halving(initial=1), rule).attempts == 1
     assert tried == [[2, 2]]
     assert rule.min_rows == 2
 
@@ -369,7 +369,7 @@ def test_smaller_samples_are_advised_when_limit_allows_or_is_unknown() -> None:
 
 def test_error_explains_two_row_minimum_without_repeating_sizes() -> None:
     with pytest.raises(SampleTooLargeError) as caught:
-        run(normalized(0), 8, Halving())
+        run(needs_two(0), 8, Halving())
     text = str(caught.value)
     assert "a microbatch of 2 of 8 rows does not fit" in text
     assert "no smaller one, because BatchNorm cannot train on one row (tried: 8, 4, 2)" in text
@@ -398,7 +398,7 @@ def test_policy_records_outcome_of_batch_with_largest_slice() -> None:
 
 
 def test_two_row_minimum_applies_to_every_accumulated_batch() -> None:
-    cuts = run(normalized(2), [4, 2, 6], Halving()).plan.cuts
+    cuts = run(needs_two(2), [4, 2, 6], Halving()).plan.cuts
     assert [cut.sizes for cut in cuts] == [[2, 2], [2], [2, 2, 2]]
 
 

@@ -220,7 +220,7 @@ def detached(carry: Any) -> Any:
     return carry.detach() if isinstance(carry, Tensor) else tuple(map(detached, carry))
 
 
-def by_hand(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Tensor]:
+def manual(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Tensor]:
     losses, carry = [], None
     for batch in windows():
         result = step(model, batch, carry)
@@ -232,7 +232,7 @@ def by_hand(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Tensor]:
     return losses
 
 
-def carried(model: nn.Module, optimizer: torch.optim.Optimizer, **options: Any) -> list[Tensor]:
+def with_carry(model: nn.Module, optimizer: torch.optim.Optimizer, **options: Any) -> list[Tensor]:
     microbatcher = carrying(model, optimizer=optimizer, **options)
     losses, carry = [], None
     for batch in windows():
@@ -244,7 +244,7 @@ def carried(model: nn.Module, optimizer: torch.optim.Optimizer, **options: Any) 
     return losses
 
 
-def both(
+def trained(
     kind: str, run: Callable[[nn.Module, torch.optim.Optimizer], list[Tensor]]
 ) -> tuple[nn.Module, list[Tensor]]:
     model = Recurrent(kind).double()
@@ -254,8 +254,8 @@ def both(
 @pytest.mark.parametrize("kind", ["LSTM", "GRU"])
 @pytest.mark.parametrize("size", [*SIZES, "auto"])
 def test_carry_passes_from_batch_to_batch(kind: str, size: Any) -> None:
-    plain, expected = both(kind, by_hand)
-    model, losses = both(kind, lambda *given: carried(*given, microbatch_size=size))
+    plain, expected = trained(kind, manual)
+    model, losses = trained(kind, lambda *given: with_carry(*given, microbatch_size=size))
     is_whole = size in (ROWS, "auto")
     tolerance = {"rtol": 0, "atol": 0} if is_whole else {"rtol": 1e-12, "atol": 1e-12}
     torch.testing.assert_close(losses, expected, **tolerance)

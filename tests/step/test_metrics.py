@@ -66,7 +66,7 @@ def cut_in(size: Any, model: nn.Module | None = None, **options: Any) -> Microba
     )
 
 
-# ---------------------------------------------------------------- what a metric may hold
+# ---------------------------------------------------------------- state of metrics
 
 
 class ListMetric:
@@ -154,7 +154,7 @@ def thresholds() -> MetricCollection:
     )
 
 
-def first_row_tells_nothing() -> tuple[Tensor, Tensor]:
+def uninformative_first_row() -> tuple[Tensor, Tensor]:
     x = torch.rand(16)
     x[0] = 0.99
     return x, (torch.rand(16) < x).long()
@@ -174,7 +174,7 @@ def first_row_tells_nothing() -> tuple[Tensor, Tensor]:
     ids=["plain", "cloned", "nested", "in a mapping", "in a list"],
 )
 def test_compute_groups_are_formed_by_whole_batch(wrap: Any, size: int, call: str) -> None:
-    x, y = first_row_tells_nothing()
+    x, y = uninformative_first_row()
     disturbed, clean = wrap(thresholds()), wrap(thresholds())
     for metrics in (disturbed, clean):
         named = {"it": metrics[0]} if isinstance(metrics, list) else metrics
@@ -187,7 +187,7 @@ def test_compute_groups_are_formed_by_whole_batch(wrap: Any, size: int, call: st
 
 
 def test_trainer_evaluators_form_compute_groups_by_whole_batches() -> None:
-    x, y = first_row_tells_nothing()
+    x, y = uninformative_first_row()
     plain = thresholds()
     plain.update(x, y)
     values = Trainer(
