@@ -1,7 +1,7 @@
 """FSDP2's guards on real streams in one process: torch's fake group simulates two ranks.
 
-In a world of one, `fully_shard` runs no collective and no guard. In the fake one it runs all, with
-their streams and events; the results are invented, and the same each time.
+In a world of one, `fully_shard` runs no collectives and no guards. In the fake group it runs all of
+them, with streams and events. Their results are invented, and the same each time.
 """
 
 from collections.abc import Iterator
@@ -43,7 +43,7 @@ def votes_alone(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def guarded(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Return the kinds of the collectives that a guard has seen."""
+    """Return the kinds of collectives that a guard has seen."""
     kinds: list[str] = []
     before = FsdpGuard.before
 

@@ -1,4 +1,4 @@
-"""Out of memory in other words, and wrapped: what stands for it, and what only followed it."""
+"""Wrapped out-of-memory errors, as opposed to other errors raised while handling them."""
 
 import copy
 import dataclasses
@@ -33,7 +33,7 @@ def raised_by(fail: Fail) -> Exception:
 
 
 def chained(first: Fail, then: Callable[[Any], Exception], cause: Any = ...) -> Fail:
-    """Return code that raises an error while it handles another one, or from a cause."""
+    """Return a function that raises an error while handling another one, or from a cause."""
 
     def fail() -> None:
         try:
@@ -165,7 +165,7 @@ class NoTextError(RuntimeError):
 
 @dataclasses.dataclass(frozen=True)
 class FrozenError(Exception):
-    """Refuses notes."""
+    """An error that rejects notes."""
 
     code: int
 

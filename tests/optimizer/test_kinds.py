@@ -1,4 +1,4 @@
-"""Optimizers that nobody foresaw: training is as in a plain loop, whatever they keep, and where."""
+"""Unusual optimizers: training matches a plain loop, whatever state they keep, and wherever."""
 
 import itertools
 import random
@@ -31,7 +31,7 @@ QUIET: dict[str, Any] = {"loss_fn": nn.MSELoss(), "progress": False, "device": "
 
 
 def reserved_by(microbatcher: Microbatcher) -> int:
-    """Bytes that it holds for what its optimizer has yet to build."""
+    """Return the bytes reserved for optimizer state that does not exist yet."""
     assert microbatcher._engine.reservation is not None
     return microbatcher._engine.reservation.reserved_bytes
 
@@ -55,7 +55,7 @@ class WithAverage(torch.optim.AdamW):
 
 
 class Lookahead(torch.optim.Optimizer):
-    """As it is on GitHub: shares its groups with the optimizer inside."""
+    """A common implementation, which shares its groups with the inner optimizer."""
 
     def __init__(self, base: torch.optim.Optimizer, *, k: int = 2) -> None:
         super().__init__([p for g in base.param_groups for p in g["params"]], {})
@@ -74,7 +74,7 @@ class Lookahead(torch.optim.Optimizer):
 
 
 class HalfBuilt(torch.optim.Optimizer):
-    """As timm has it: never calls the base class, so that hooks on its step are not called."""
+    """A wrapper like timm's: it never calls the base class, so hooks on its step are not called."""
 
     def __init__(self, base: torch.optim.Optimizer) -> None:
         self._base_optimizer = base
@@ -87,7 +87,7 @@ class HalfBuilt(torch.optim.Optimizer):
 
 
 def alone(model: nn.Module) -> torch.optim.Optimizer:
-    """The same around nothing; torch completes such a class in the first `zero_grad`."""
+    """Return a similar optimizer without an inner one; torch completes it in `zero_grad`."""
 
     class Alone(torch.optim.Optimizer):
         def __init__(self, params: Any) -> None:
@@ -106,7 +106,7 @@ def alone(model: nn.Module) -> torch.optim.Optimizer:
 
 
 class Momentum(torch.optim.Optimizer):
-    """Momentum in a dict, by name, and counters of several kinds."""
+    """Keeps momentum in a dict by name, and several kinds of counters."""
 
     history: list[int] = []  # noqa: RUF012 (for all of the class, as people write it)
 
@@ -167,7 +167,7 @@ def on_its_class(model: nn.Module) -> torch.optim.Optimizer:
 
 
 class ByNumber(torch.optim.Optimizer):
-    """Keeps its state by other keys than parameters."""
+    """Keeps its state under keys that are not parameters."""
 
     def __init__(self, params: Any) -> None:
         super().__init__(params, {"lr": 0.1})
@@ -189,7 +189,7 @@ class Communicates(torch.optim.SGD):
 
 
 class Noisy(torch.optim.SGD):
-    """Draws from every generator that there is."""
+    """Draws from every generator."""
 
     def __init__(self, params: Any, **options: Any) -> None:
         super().__init__(params, **options)
@@ -218,7 +218,7 @@ class HoldsTheModel(torch.optim.SGD):
 
 
 class Patched:
-    """An optimizer whose step was replaced on the instance, as many libraries do."""
+    """An optimizer whose step is replaced on the instance, as in many libraries."""
 
     def __new__(cls, model: nn.Module) -> Any:
         optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
@@ -236,7 +236,7 @@ class Patched:
 
 
 class Duck:
-    """A wrapper that is no optimizer of torch, as deepspeed and apex have."""
+    """A wrapper that is not a torch optimizer, as in deepspeed and apex."""
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self.optimizer = optimizer
@@ -302,7 +302,7 @@ def seed() -> None:
 
 
 def attributes(optimizer: Any) -> list[Any]:
-    """Everything that an optimizer and those inside hold, as plain values."""
+    """Return all attributes of an optimizer and its inner optimizers, as plain values."""
     found: list[Any] = []
     for _ in range(3):
         own = {k: v for k, v in vars(optimizer).items() if isinstance(v, int | list | dict)}
@@ -317,7 +317,7 @@ def attributes(optimizer: Any) -> list[Any]:
 
 
 def train(make: Make, *, ours: bool) -> tuple[list[Tensor], Any]:
-    """Train a model, one branch of which joins after some steps."""
+    """Train a model with a branch that joins after some steps."""
     seed()
     Momentum.history.clear()
     model = TwoBranches().double()
@@ -343,7 +343,7 @@ def test_training_matches_plain_loop(name: str) -> None:
     given, after = train(MAKE[name], ours=True)
     for one, other in zip(plain, given, strict=True):
         torch.testing.assert_close(one, other, rtol=0, atol=1e-12)
-    if name != "accelerate":  # holds a device and a state of its own
+    if name != "accelerate":  # it holds a device and its own state
         assert attributes(before) == attributes(after)
 
 

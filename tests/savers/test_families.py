@@ -1,4 +1,4 @@
-"""Levels on models that nobody here wrote: no bit changes, and each level brings something."""
+"""Levels on models of other libraries: no bit changes, and each level saves memory."""
 
 import contextlib
 import dataclasses
@@ -31,7 +31,7 @@ EVERY = LANGUAGE | OTHERS | OF_TORCHVISION
 
 
 class Left(NamedTuple):
-    """What two steps left."""
+    """The results of two steps."""
 
     losses: list[Any]
     gradients: dict[str, Tensor | None]
@@ -43,12 +43,12 @@ class Left(NamedTuple):
 
 @pytest.fixture(autouse=True)
 def small_tensors_are_offloaded(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Else nothing of such small models would be."""
+    """Lower the size limit, because small models would offload nothing otherwise."""
     monkeypatch.setattr(offload, "SMALL_BYTES", 1 << 10)
 
 
 def trained(family: Family, when: Any, level: int, *, is_measured: bool = True) -> Left:
-    """Two optimization batches of two microbatches at a level."""
+    """Train on two optimization batches of two microbatches each at a level."""
     model = family.make()
     options = {"microbatch_size": 2, "probe": False, "forward": family.forward, **family.options}
     microbatcher = Microbatcher(model, features=[WhenTooLarge(when)], **options)
@@ -64,7 +64,7 @@ def trained(family: Family, when: Any, level: int, *, is_measured: bool = True) 
         losses.append(result.loss)
         if budget is not None:
             peaks.append(budget.peak_bytes)
-    # Gradients are there in the second batch from its beginning.
+    # In the second batch, gradients exist from the start.
     kept = 2 * sum(each.nbytes for each in model.parameters())
     return Left(
         losses,
@@ -77,7 +77,7 @@ def trained(family: Family, when: Any, level: int, *, is_measured: bool = True) 
 
 
 def differing(one: Left, other: Left) -> list[str]:
-    """What differs by a bit."""
+    """Return the names of results that are not bit-identical."""
     found = [
         name
         for name, gradient in one.gradients.items()
@@ -100,7 +100,7 @@ def asked(level: str) -> Any:
 
 
 def require_no_bit_changes(family: Family, least: float | None = 0.96, **options: Any) -> None:
-    """And that peaks at a level are less than a share of the plain one."""
+    """Check bit identity, and that the peak at each level is below a share of the plain peak."""
     plain = trained(family, "error", 0, **options)
     assert any(each is not None and each.any() for each in plain.gradients.values())
     for level, index in LEVELS.items():
@@ -123,7 +123,7 @@ def require_tail_in_slices(family: Family) -> None:
         torch.testing.assert_close(found.gradients[name], gradient, rtol=1e-4, atol=1e-6 * largest)
 
 
-@pytest.mark.filterwarnings("ignore")  # of transformers' models, and of BatchNorm in two rows
+@pytest.mark.filterwarnings("ignore")  # from transformers' models, and BatchNorm on two rows
 @pytest.mark.parametrize(
     "name",
     [
@@ -135,7 +135,7 @@ def require_tail_in_slices(family: Family) -> None:
     + [pytest.param(name, marks=pytest.mark.slow) for name in OF_TORCHVISION],
 )
 def test_levels_save_memory_and_change_no_bit(name: str) -> None:
-    # Of torchvision's models most memory is that of parameters, which are of their full size.
+    # Most memory of torchvision's models is parameters, which have their full size.
     require_no_bit_changes(EVERY[name], least=1.0 if name in OF_TORCHVISION else 0.96)
     if EVERY[name].has_tail:
         require_tail_in_slices(EVERY[name])
@@ -242,12 +242,12 @@ def compiled_in_place(model: Any) -> Any:
 @pytest.mark.parametrize("change", [compiled_blocks, compiled_in_place])
 def test_compiled_blocks_train_bit_identically(change: Callable[[Any], Any]) -> None:
     with uncompiled_afterwards():
-        # A budget that only measures switches the compiler off.
+        # Even a budget without a limit disables the compiler.
         require_no_bit_changes(then("mistral", change), least=None, is_measured=False)
 
 
 def checkpointed(model: Any) -> Any:
-    """As older versions of transformers know it as well."""
+    """Enable checkpointing in a way that older versions of transformers support, too."""
     model.gradient_checkpointing_enable()
     return model
 

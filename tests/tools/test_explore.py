@@ -1,4 +1,4 @@
-"""Which size is the fastest, before a run: measured, and nothing stays changed."""
+"""Measuring the fastest microbatch size before a run, without side effects."""
 
 import json
 import random
@@ -25,7 +25,7 @@ LOSS = nn.CrossEntropyLoss()
 
 
 def make_model() -> nn.Sequential:
-    """Dropout draws random numbers, BatchNorm counts, and the last layer may not be trained."""
+    """Make a model with dropout, BatchNorm, and a last layer that may be frozen."""
     return nn.Sequential(
         nn.Linear(FEATURES, 32), nn.BatchNorm1d(32), nn.Dropout(0.5), nn.Linear(32, 3)
     )
@@ -37,12 +37,12 @@ def make_loader(*, rows: int = 8 * ROWS, generator: torch.Generator | None = Non
 
 
 def drawn_so_far(order: torch.Generator) -> tuple[Tensor, Tensor, Any, str]:
-    """Where all generators stand."""
+    """Return the state of all generators."""
     return torch.get_rng_state(), order.get_state(), random.getstate(), str(np.random.get_state())
 
 
 class Clock:
-    """Stands in for the one that measures: it goes on when a model says so."""
+    """A fake clock that models advance."""
 
     def __init__(self) -> None:
         self.seconds = 0.0
@@ -59,7 +59,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 
 class Takes(nn.Module):
-    """A forward that takes so many seconds, by the rows that it is given."""
+    """A model whose forward takes a given number of seconds for its rows."""
 
     def __init__(self, clock: Clock, seconds: Callable[[int], float]) -> None:
         super().__init__()
@@ -75,7 +75,7 @@ class Takes(nn.Module):
 
     def forward(self, inputs: Tensor) -> Tensor:
         self.rows.append(len(inputs))
-        # No two steps take the same.
+        # No two steps take the same time.
         self.clock.seconds += self.seconds(len(inputs)) * (1 + 0.01 * (len(self.rows) % 3))
         outputs: Tensor = self.linear(inputs)
         return outputs
@@ -103,7 +103,7 @@ def test_explore_leaves_all_state_unchanged(evaluate: bool) -> None:
 
 
 def test_explore_does_not_affect_later_run() -> None:
-    """The order of the data, dropout and weights: bit for bit."""
+    """Data order, dropout and weights must be bit-identical."""
 
     def run(*, explores: bool) -> list[Tensor]:
         torch.manual_seed(5)
@@ -123,7 +123,7 @@ def test_explore_does_not_affect_later_run() -> None:
 
 @pytest.mark.parametrize("evaluate", [False, True])
 def test_explore_finds_clearly_fastest_size(clock: Clock, evaluate: bool) -> None:
-    """Above eight rows a row takes twice as long; below, a pass takes time by itself."""
+    """Each row takes twice as long above eight rows; each pass has a fixed cost."""
     model = Takes(clock, lambda rows: rows * (1 if rows <= 8 else 2) + 4)
     report = explore(model, make_loader(), loss_fn=LOSS, evaluate=evaluate, max_rows=ROWS)
     assert report.microbatch_size == 8
@@ -135,7 +135,7 @@ def test_explore_finds_clearly_fastest_size(clock: Clock, evaluate: bool) -> Non
 
 
 def test_sizes_may_exceed_batch_of_loader(clock: Clock) -> None:
-    """A pass takes the same for any rows: four batches together are the fastest."""
+    """A pass takes the same time for any number of rows: four batches together are the fastest."""
     model = Takes(clock, lambda rows: 64)
     report = explore(model, make_loader(), loss_fn=LOSS)
     assert report.microbatch_size == 4 * ROWS
@@ -209,7 +209,7 @@ def test_interrupt_returns_best_size_so_far(clock: Clock) -> None:
         def forward(self, inputs: Tensor) -> Tensor:
             raise KeyboardInterrupt
 
-    with pytest.raises(KeyboardInterrupt):  # there is nothing to tell
+    with pytest.raises(KeyboardInterrupt):  # there is nothing to report
         explore(nn.Sequential(AtOnce(), nn.Linear(FEATURES, 3)), make_loader(), loss_fn=LOSS)
 
 

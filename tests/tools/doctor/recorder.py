@@ -1,8 +1,8 @@
-"""A device on the CPU that allocates as CUDA does, and leaves snapshots as torch does.
+"""A device on the CPU that allocates like CUDA, and makes snapshots like torch.
 
-Storages of real operations come and go in segments that are split and joined by the rules of
-torch's caching allocator, each with the real Python stack of whoever made it. As on CUDA, the
-backward of autograd runs where no Python stack is to be had.
+Storages of real operations live in segments that are split and joined by the rules of torch's
+caching allocator. Each has the real Python stack of its creation. As on CUDA, autograd's backward
+runs without a Python stack.
 """
 
 import sys
@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_leaves
 from automicro.units import format_bytes
 
 SMALL, SMALL_SEGMENT, LARGE_SEGMENT, MIDDLE = 1 << 20, 2 << 20, 20 << 20, 10 << 20
-# Through these a mode is called, and no allocator.
+# Frames that call the mode, which the stacks of a real allocator do not have.
 OWN = ("/_python_dispatch.py", "/_dynamo/eval_frame.py", "/torch/_compile.py")
 ENGINE = {
     "name": "torch::autograd::Engine::evaluate_function(std::shared_ptr<GraphTask>&, Node*)",
@@ -35,7 +35,7 @@ class Block:
     address: int
     size: int
     requested: int = 0
-    frames: list[dict[str, Any]] | None = None  # None where nobody holds it
+    frames: list[dict[str, Any]] | None = None  # None if it is free
 
 
 @dataclass
@@ -46,13 +46,13 @@ class Segment:
 
 
 class Recorder(TorchDispatchMode):
-    """Counts every storage on a device of some size.
+    """Counts every storage on a device of a given size.
 
     Args:
-        capacity: bytes of the device.
-        others: what other processes have of it.
-        stacks: "all" as torch has it, or "python".
-        events: whether to write them down; without, only what is held.
+        capacity: size of the device in bytes.
+        others: bytes used by other processes.
+        stacks: "all" as in torch, or "python".
+        events: whether to record a history of events, not only the blocks in use.
     """
 
     def __init__(
@@ -225,7 +225,7 @@ class Recorder(TorchDispatchMode):
         return torch.OutOfMemoryError(self.message)
 
     def _take(self) -> dict[str, Any]:
-        """What `torch.cuda.memory._snapshot` gives, where the allocator's observer calls it."""
+        """Return a snapshot like the one that torch's out-of-memory observer takes."""
         return {
             "segments": [self._told(segment) for segment in self.segments],
             "device_traces": [list(self.trace)],
