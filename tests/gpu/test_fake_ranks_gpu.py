@@ -17,7 +17,7 @@ from automicro.ranks.guards.fsdp import Collective, FsdpGuard
 from tests.gpu.conftest import Record
 from tests.gpu.device import DEVICE, GPU, accelerator, differences
 from tests.gpu.test_oom_gpu import PHASES
-from tests.gpu.wrappers import WITH_FSDP, ends_with_and_without_failure, wrapped
+from tests.gpu.wrappers import WITH_FSDP, final_snapshots, wrapped
 
 pytestmark = [*GPU, WITH_FSDP]
 
@@ -62,7 +62,7 @@ def test_sharded_model_recovers_bit_identically_from_oom(
     phase: str, failing_step: int, guarded: list[str], record_property: Record
 ) -> None:
     mesh = init_device_mesh(DEVICE.type, (2,))
-    found = ends_with_and_without_failure(
+    found = final_snapshots(
         lambda: wrapped("fsdp", PHASES[phase], mesh=mesh), failing_step=failing_step, num_batches=3
     )
     counts = {kind: guarded.count(kind) for kind in dict.fromkeys(guarded)}

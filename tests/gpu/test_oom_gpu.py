@@ -198,7 +198,7 @@ def test_release_frees_tensors_queued_by_failed_backward(
     assert released == 0
 
 
-class Watch:
+class ShortageRecorder:
     """Record the bytes of live tensors whenever the allocator cannot serve a request."""
 
     def __init__(self) -> None:
@@ -211,7 +211,7 @@ class Watch:
 @only_cuda("an observer of requests that cannot be served")
 @pytest.mark.skipif(not has_native_allocator(), reason="cudaMallocAsync has none")
 def test_shortage_listener_is_called_while_device_is_full() -> None:
-    watch = Watch()
+    watch = ShortageRecorder()
     net = model(Hungry(0, 64))
     before = int(accelerator.memory_allocated(DEVICE))
     tell_of_shortage(watch.note)

@@ -23,8 +23,8 @@ from tests.gpu.wrappers import (
     HALF,
     KINDS,
     WITH_NCCL,
-    ends_with_and_without_failure,
     exchange_over_gloo,
+    final_snapshots,
     group_of_one,
     votes_of,
     whole,
@@ -54,7 +54,7 @@ def votes_over_gloo(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_wrapped_model_recovers_bit_identically_from_oom(
     kind: str, phase: str, failing_step: int
 ) -> None:
-    found = ends_with_and_without_failure(
+    found = final_snapshots(
         lambda: wrapped(kind, PHASES[phase]), failing_step=failing_step, num_batches=4
     )
     assert differences(*found) == []

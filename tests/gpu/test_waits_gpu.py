@@ -207,7 +207,7 @@ def test_settled_step_allocates_no_new_segments(place: Callable[[Batch], Batch],
     assert place is pageable or waited == 0
 
 
-class Watch(Callback):
+class WaitCounter(Callback):
     """Counts the waits of every batch."""
 
     def __init__(self) -> None:
@@ -220,7 +220,7 @@ class Watch(Callback):
         self._last = now
 
 
-class Taken:
+class RecordingLogger:
     """A logger that keeps its values."""
 
     def __init__(self) -> None:
@@ -265,7 +265,7 @@ def test_trainer_batch_sync_count_matches_table(
     make_optimizer = options.pop("optimizer", lambda p: torch.optim.SGD(p, lr=0.1))
     found = {}
     for cut in CUTS:
-        net, watch, taken = Net().to(DEVICE), Watch(), Taken()
+        net, watch, taken = Net().to(DEVICE), WaitCounter(), RecordingLogger()
         with_loss: dict[str, Any] = (
             {} if "forward" in options else {"loss_fn": nn.CrossEntropyLoss()}
         )

@@ -82,7 +82,7 @@ def whole_snapshot(
     return {name: value.to("cpu", copy=True) for name, value in local.items()}
 
 
-def ends_with_and_without_failure(
+def final_snapshots(
     make: Callable[[], nn.Module], *, failing_step: int, num_batches: int
 ) -> list[dict[str, torch.Tensor]]:
     """Return the final states with memory short from one batch on, and at the same fixed sizes."""

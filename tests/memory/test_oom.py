@@ -298,7 +298,7 @@ def fail_in_forward(storages: Storages) -> None:
     raise torch.OutOfMemoryError(f"CUDA out of memory. {hidden.shape}")
 
 
-def fail_in_forward_and_store_the_error(storages: Storages) -> None:
+def fail_in_forward_and_store_error(storages: Storages) -> None:
     try:
         fail_in_forward(storages)
     except torch.OutOfMemoryError as error:
@@ -313,7 +313,7 @@ def fail_in_backward(storages: Storages) -> None:
     loss.backward()
 
 
-def fail_in_backward_the_other_way_round(storages: Storages) -> None:
+def fail_in_backward_reversed(storages: Storages) -> None:
     x = torch.ones(100, requires_grad=True)
     hidden = remember(storages, x.exp())
     (hidden.sin() + RunsOutInBackward.apply(hidden)).sum().backward()
@@ -342,9 +342,9 @@ def fail_in_a_group(storages: Storages) -> None:
 
 ATTEMPTS = [
     fail_in_forward,
-    fail_in_forward_and_store_the_error,
+    fail_in_forward_and_store_error,
     fail_in_backward,
-    fail_in_backward_the_other_way_round,
+    fail_in_backward_reversed,
     fail_with_a_cycle,
     fail_in_a_group,
 ]

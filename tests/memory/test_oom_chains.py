@@ -53,7 +53,7 @@ def raising(make: Callable[[], Exception]) -> Fail:
     return fail
 
 
-def in_an_inner_except_block() -> None:
+def in_inner_except_block() -> None:
     try:
         oom()
     except torch.OutOfMemoryError:
@@ -84,7 +84,7 @@ STANDS_FOR_IT: dict[str, Fail] = {
 }
 FOLLOWED_IT: dict[str, Fail] = {
     "of a fallback": chained(oom, lambda e: ValueError("the fallback takes no odd lengths")),
-    "in an inner except block": in_an_inner_except_block,
+    "in an inner except block": in_inner_except_block,
     "in finally": chained(oom, lambda e: KeyError("missing")),
     "from none": chained(oom, lambda e: RuntimeError(f"deliberately: {e}"), None),
     "from another": chained(oom, lambda e: RuntimeError(f"quotes {e}"), ValueError("of this")),

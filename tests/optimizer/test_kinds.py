@@ -86,10 +86,10 @@ class HalfBuilt(torch.optim.Optimizer):
         return self._base_optimizer.step(closure)
 
 
-def alone(model: nn.Module) -> torch.optim.Optimizer:
+def without_inner(model: nn.Module) -> torch.optim.Optimizer:
     """Return a similar optimizer without an inner one; torch completes it in `zero_grad`."""
 
-    class Alone(torch.optim.Optimizer):
+    class WithoutInner(torch.optim.Optimizer):
         def __init__(self, params: Any) -> None:
             self.param_groups = [{"params": list(params), "lr": 0.1}]
             self.defaults, self.state = {}, defaultdict(dict)
@@ -102,7 +102,7 @@ def alone(model: nn.Module) -> torch.optim.Optimizer:
                 if parameter.grad is not None:
                     parameter.sub_(parameter.grad, alpha=0.1)
 
-    return Alone(model.parameters())
+    return WithoutInner(model.parameters())
 
 
 class Momentum(torch.optim.Optimizer):
@@ -127,7 +127,7 @@ class Momentum(torch.optim.Optimizer):
             parameter.sub_(momentum, alpha=0.1 / (1 + 0.1 * len(self.history)))
 
 
-def in_a_closure(model: nn.Module) -> torch.optim.Optimizer:
+def counter_in_closure(model: nn.Module) -> torch.optim.Optimizer:
     calls: list[int] = []
 
     class Counts(torch.optim.Adam):
@@ -140,7 +140,7 @@ def in_a_closure(model: nn.Module) -> torch.optim.Optimizer:
     return Counts(model.parameters())
 
 
-def in_a_closure_of_a_tensor(model: nn.Module) -> torch.optim.Optimizer:
+def tensor_in_closure(model: nn.Module) -> torch.optim.Optimizer:
     factor = torch.ones(())
 
     class Decays(torch.optim.Adam):
@@ -153,7 +153,7 @@ def in_a_closure_of_a_tensor(model: nn.Module) -> torch.optim.Optimizer:
     return Decays(model.parameters())
 
 
-def on_its_class(model: nn.Module) -> torch.optim.Optimizer:
+def counter_on_class(model: nn.Module) -> torch.optim.Optimizer:
     class Counts(torch.optim.Adam):
         steps = 0
 
@@ -205,7 +205,7 @@ class Noisy(torch.optim.SGD):
             parameter.add_(drawn + torch.randn_like(parameter), alpha=0.01 * noise)
 
 
-class HoldsTheModel(torch.optim.SGD):
+class HoldsModel(torch.optim.SGD):
     def __init__(self, model: nn.Module) -> None:
         super().__init__(model.parameters(), lr=0.1)
         self.model = model
@@ -261,15 +261,15 @@ MAKE: dict[str, Make] = {
     "list": lambda m: WithAverage(m.parameters(), lr=0.1),
     "lookahead": lambda m: Lookahead(torch.optim.SGD(m.parameters(), lr=0.1, momentum=0.9)),
     "half built": lambda m: HalfBuilt(torch.optim.Adam(m.parameters(), lr=0.1)),
-    "half built, alone": alone,
+    "half built, alone": without_inner,
     "dict and counters": lambda m: Momentum(m.parameters()),
-    "closure": in_a_closure,
-    "closure of a tensor": in_a_closure_of_a_tensor,
-    "on its class": on_its_class,
+    "closure": counter_in_closure,
+    "closure of a tensor": tensor_in_closure,
+    "on its class": counter_on_class,
     "by number": lambda m: ByNumber(m.parameters()),
     "communicates": lambda m: Communicates(m.parameters(), lr=0.1),
     "noise": lambda m: Noisy(m.parameters(), lr=0.1, momentum=0.9),
-    "holds the model": HoldsTheModel,
+    "holds the model": HoldsModel,
     "patched": Patched,
     "duck": lambda m: Duck(torch.optim.Adam(m.parameters(), lr=0.1)),
     "accelerate": accelerated,

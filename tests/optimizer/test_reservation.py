@@ -205,7 +205,7 @@ def test_late_first_gradient_is_reserved_for_at_commit() -> None:
 
 
 def test_unused_part_gets_no_reservation() -> None:
-    class Two(nn.Module):
+    class WithUnusedPart(nn.Module):
         def __init__(self) -> None:
             super().__init__()
             self.net, self.unused = network(), nn.Linear(128, 512)
@@ -225,7 +225,7 @@ def test_unused_part_gets_no_reservation() -> None:
             step(optimizer)
         return found
 
-    one, two = peaks(network()), peaks(Two())
+    one, two = peaks(network()), peaks(WithUnusedPart())
     parameters_bytes = (128 + 1) * 512 * 4
     assert [b - a for a, b in zip(one, two, strict=True)] == [
         3 * parameters_bytes + 2 * GRANULE,  # with both moments, and each parameter's step count

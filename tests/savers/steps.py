@@ -16,7 +16,7 @@ CPU = torch.device("cpu")
 LEVELS = ("recompute", "offload", "recompute + offload")
 
 
-class Left(NamedTuple):
+class StepResults(NamedTuple):
     """The results of a step."""
 
     loss: Tensor
@@ -34,7 +34,7 @@ def level_of(name: str, model: nn.Module, **options: Any) -> Level:
 
 def take_step(
     model: nn.Module, loss_of: Callable[[nn.Module], Tensor], level: Level, *, microbatches: int = 2
-) -> Left:
+) -> StepResults:
     """Run forward and backward of some microbatches under a budget without a limit."""
     torch.manual_seed(1)
     random.seed(1)
@@ -48,19 +48,19 @@ def take_step(
             del loss
     generators = [torch.get_rng_state(), random.getstate(), np.random.random()]
     gradients = [parameter.grad for parameter in model.parameters()]
-    return Left(total, gradients, list(model.buffers()), generators, budget.peak_bytes)
+    return StepResults(total, gradients, list(model.buffers()), generators, budget.peak_bytes)
 
 
 def steps_at(
     name: str, model: nn.Module, loss_of: Callable[[nn.Module], Tensor], **options: Any
-) -> tuple[Left, Left]:
+) -> tuple[StepResults, StepResults]:
     """Run the same step on two copies of a model: at level 0, and at the named level."""
     one, other = copy.deepcopy(model), copy.deepcopy(model)
     plain = take_step(one, loss_of, Level())
     return plain, take_step(other, loss_of, level_of(name, other, **options))
 
 
-def differences(one: Left, other: Left) -> list[str]:
+def differences(one: StepResults, other: StepResults) -> list[str]:
     """Return the names of results that are not bit-identical."""
     pairs: dict[str, list[tuple[Any, Any]]] = {
         "loss": [(one.loss, other.loss)],

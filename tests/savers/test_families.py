@@ -30,7 +30,7 @@ LEVELS = {"recompute": 1, "offload": 1, "recompute + offload": 2}
 EVERY = LANGUAGE | OTHERS | OF_TORCHVISION
 
 
-class Left(NamedTuple):
+class StepResults(NamedTuple):
     """The results of two steps."""
 
     losses: list[Any]
@@ -47,7 +47,7 @@ def small_tensors_are_offloaded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(offload, "SMALL_BYTES", 1 << 10)
 
 
-def trained(family: Family, when: Any, level: int, *, is_measured: bool = True) -> Left:
+def trained(family: Family, when: Any, level: int, *, is_measured: bool = True) -> StepResults:
     """Train on two optimization batches of two microbatches each at a level."""
     model = family.make()
     options = {"microbatch_size": 2, "probe": False, "forward": family.forward, **family.options}
@@ -66,7 +66,7 @@ def trained(family: Family, when: Any, level: int, *, is_measured: bool = True) 
             peaks.append(budget.peak_bytes)
     # In the second batch, gradients exist from the start.
     kept = 2 * sum(each.nbytes for each in model.parameters())
-    return Left(
+    return StepResults(
         losses,
         {name: each.grad for name, each in model.named_parameters()},
         dict(model.named_buffers()),
@@ -76,7 +76,7 @@ def trained(family: Family, when: Any, level: int, *, is_measured: bool = True) 
     )
 
 
-def differing(one: Left, other: Left) -> list[str]:
+def differing(one: StepResults, other: StepResults) -> list[str]:
     """Return the names of results that are not bit-identical."""
     found = [
         name
@@ -99,7 +99,7 @@ def asked(level: str) -> Any:
     return level.split(" + ")
 
 
-def require_no_bit_changes(family: Family, least: float | None = 0.96, **options: Any) -> None:
+def assert_bit_identical(family: Family, least: float | None = 0.96, **options: Any) -> None:
     """Check bit identity, and that the peak at each level is below a share of the plain peak."""
     plain = trained(family, "error", 0, **options)
     assert any(each is not None and each.any() for each in plain.gradients.values())
@@ -110,7 +110,7 @@ def require_no_bit_changes(family: Family, least: float | None = 0.96, **options
         assert least is None or share < least, (level, share)
 
 
-def require_tail_in_slices(family: Family) -> None:
+def assert_tail_runs_in_slices(family: Family) -> None:
     if family.refusal:
         with pytest.raises(UnsplittableModelError, match=family.refusal):
             trained(family, "nested", 1)
@@ -136,12 +136,12 @@ def require_tail_in_slices(family: Family) -> None:
 )
 def test_levels_save_memory_and_change_no_bit(name: str) -> None:
     # Most memory of torchvision's models is parameters, which have their full size.
-    require_no_bit_changes(EVERY[name], least=1.0 if name in OF_TORCHVISION else 0.96)
+    assert_bit_identical(EVERY[name], least=1.0 if name in OF_TORCHVISION else 0.96)
     if EVERY[name].has_tail:
-        require_tail_in_slices(EVERY[name])
+        assert_tail_runs_in_slices(EVERY[name])
 
 
-def then(name: str, change: Callable[[Any], Any], **options: Any) -> Family:
+def changed_family(name: str, change: Callable[[Any], Any], **options: Any) -> Family:
     family = EVERY[name]
     return dataclasses.replace(family, make=lambda: change(family.make()), options=options)
 
@@ -185,21 +185,21 @@ def unchanged(model: Any) -> Any:
 
 
 VARIANTS: dict[str, Callable[[], Family]] = {
-    "frozen ends": lambda: then("mistral", with_frozen_ends),
-    "a cache": lambda: then("mistral", with_cache),
-    "a tied head": lambda: then("llama", with_tied_head),
-    "adapters, t5": lambda: then("t5", with_adapters),
-    "adapters, vit, bf16": lambda: then("vit", with_adapters, precision="bf16"),
-    "mixtral, bf16": lambda: then("mixtral", unchanged, precision="bf16"),
-    "resnet, bf16": lambda: then("resnet", unchanged, precision="bf16"),
-    "outputs in tuples": lambda: then(
+    "frozen ends": lambda: changed_family("mistral", with_frozen_ends),
+    "a cache": lambda: changed_family("mistral", with_cache),
+    "a tied head": lambda: changed_family("llama", with_tied_head),
+    "adapters, t5": lambda: changed_family("t5", with_adapters),
+    "adapters, vit, bf16": lambda: changed_family("vit", with_adapters, precision="bf16"),
+    "mixtral, bf16": lambda: changed_family("mixtral", unchanged, precision="bf16"),
+    "resnet, bf16": lambda: changed_family("resnet", unchanged, precision="bf16"),
+    "outputs in tuples": lambda: changed_family(
         "gpt2",
         unchanged,
         forward=lambda model, batch: model(**batch, output_hidden_states=True, return_dict=False)[
             0
         ],
     ),
-    "a loss of the second layer": lambda: then(
+    "a loss of the second layer": lambda: changed_family(
         "llama",
         unchanged,
         forward=lambda model, batch: (
@@ -213,7 +213,7 @@ VARIANTS: dict[str, Callable[[], Family]] = {
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", VARIANTS)
 def test_customized_models_train_bit_identically(name: str) -> None:
-    require_no_bit_changes(VARIANTS[name]())
+    assert_bit_identical(VARIANTS[name]())
 
 
 @contextlib.contextmanager
@@ -243,7 +243,7 @@ def compiled_in_place(model: Any) -> Any:
 def test_compiled_blocks_train_bit_identically(change: Callable[[Any], Any]) -> None:
     with uncompiled_afterwards():
         # Even a budget without a limit disables the compiler.
-        require_no_bit_changes(then("mistral", change), least=None, is_measured=False)
+        assert_bit_identical(changed_family("mistral", change), least=None, is_measured=False)
 
 
 def checkpointed(model: Any) -> Any:
@@ -255,7 +255,7 @@ def checkpointed(model: Any) -> Any:
 @pytest.mark.filterwarnings("ignore:.*gradient_checkpointing_enable")
 @pytest.mark.parametrize("name", mostly_in_sweeps(["bart", "gpt2", "mistral"], quick=["gpt2"]))
 def test_enabled_gradient_checkpointing_is_rejected_by_recompute(name: str) -> None:
-    family = then(name, checkpointed)
+    family = changed_family(name, checkpointed)
     with pytest.raises(
         ValueError, match=r"\(gradient checkpointing is on\).*turn gradient checkpointing off"
     ):
@@ -268,7 +268,7 @@ def test_enabled_gradient_checkpointing_is_rejected_by_recompute(name: str) -> N
 @pytest.mark.sweep
 def test_blocks_with_cached_prefix_are_recomputed() -> None:
     pytest.importorskip("peft")
-    family = then("mistral", with_prefix)
+    family = changed_family("mistral", with_prefix)
     plain, found = trained(family, "error", 0), trained(family, "recompute", 1)
     assert differing(plain, found) == []
     level = found.microbatcher._levels[1]

@@ -1,6 +1,6 @@
 """Late streams: code that forgets to wait always reads wrong numbers.
 
-`test_prefetching` covers side streams, and tests/gpu count waits.
+`test_prefetching` covers side streams, and tests/gpu counts waits.
 """
 
 import pytest

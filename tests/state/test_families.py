@@ -22,7 +22,7 @@ from tests.sweeps import mostly_in_sweeps
 OUTSIDE = Outside(counts={}, plan=[])
 
 
-class Falling(Policy):
+class DescendingSizes(Policy):
     """A policy that proposes its next size after each failure."""
 
     def __init__(self, sizes):
@@ -76,7 +76,7 @@ def trained(make, sizes, plan):
     seed(0)
     model, batch, options, more = make()
     OUTSIDE.plan = list(plan)
-    policy = Falling(sizes if plan else sizes[-1:])
+    policy = DescendingSizes(sizes if plan else sizes[-1:])
     microbatcher = Microbatcher(model, microbatch_size=policy, probe=False, **options)
     found: list[Any] = []
     seed(1)
@@ -127,7 +127,7 @@ class Scale(nn.Module):
 
 
 def of_metric(name):
-    """Compare states of a metric that a training forward updates."""
+    """Return the verdict on a metric that a training forward updates."""
     kind, given = METRICS[name]
 
     def make():

@@ -36,7 +36,7 @@ def make_loader(*, rows: int = 8 * ROWS, generator: torch.Generator | None = Non
     return DataLoader(data, batch_size=ROWS, shuffle=True, generator=generator)
 
 
-def drawn_so_far(order: torch.Generator) -> tuple[Tensor, Tensor, Any, str]:
+def generator_states(order: torch.Generator) -> tuple[Tensor, Tensor, Any, str]:
     """Return the state of all generators."""
     return torch.get_rng_state(), order.get_state(), random.getstate(), str(np.random.get_state())
 
@@ -58,7 +58,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     return clock
 
 
-class Takes(nn.Module):
+class TimedModel(nn.Module):
     """A model whose forward takes a given number of seconds for its rows."""
 
     def __init__(self, clock: Clock, seconds: Callable[[int], float]) -> None:
@@ -92,12 +92,12 @@ def test_explore_leaves_all_state_unchanged(evaluate: bool) -> None:
     model[0].eval()
     gradients = [each.grad for each in model.parameters()]
 
-    def all_there_is() -> Any:
-        return picture([model, gradients, optimizer.state_dict(), *drawn_so_far(order)])
+    def complete_state() -> Any:
+        return picture([model, gradients, optimizer.state_dict(), *generator_states(order)])
 
-    before = all_there_is()
+    before = complete_state()
     explore(model, loader, loss_fn=LOSS, optimizer=optimizer, evaluate=evaluate, max_steps=12)
-    assert all_there_is() == before
+    assert complete_state() == before
     assert all(p.grad is g for p, g in zip(model.parameters(), gradients, strict=True))
     assert not optimizer._optimizer_step_pre_hooks
 
@@ -124,7 +124,7 @@ def test_explore_does_not_affect_later_run() -> None:
 @pytest.mark.parametrize("evaluate", [False, True])
 def test_explore_finds_clearly_fastest_size(clock: Clock, evaluate: bool) -> None:
     """Each row takes twice as long above eight rows; each pass has a fixed cost."""
-    model = Takes(clock, lambda rows: rows * (1 if rows <= 8 else 2) + 4)
+    model = TimedModel(clock, lambda rows: rows * (1 if rows <= 8 else 2) + 4)
     report = explore(model, make_loader(), loss_fn=LOSS, evaluate=evaluate, max_rows=ROWS)
     assert report.microbatch_size == 8
     assert report.confidence >= 95
@@ -136,7 +136,7 @@ def test_explore_finds_clearly_fastest_size(clock: Clock, evaluate: bool) -> Non
 
 def test_sizes_may_exceed_batch_of_loader(clock: Clock) -> None:
     """A pass takes the same time for any number of rows: four batches together are the fastest."""
-    model = Takes(clock, lambda rows: 64)
+    model = TimedModel(clock, lambda rows: 64)
     report = explore(model, make_loader(), loss_fn=LOSS)
     assert report.microbatch_size == 4 * ROWS
     assert report.batch_rows == ROWS
@@ -158,7 +158,7 @@ def test_size_that_does_not_fit_is_tried_once_and_reported() -> None:
 
 
 def test_measured_size_may_run_out_of_memory_later(clock: Clock) -> None:
-    class Fills(Takes):
+    class Fills(TimedModel):
         def forward(self, inputs: Tensor) -> Tensor:
             if len(inputs) == ROWS and self.rows.count(ROWS) > 3:
                 raise torch.OutOfMemoryError("CUDA out of memory")
@@ -195,7 +195,7 @@ def test_batchnorm_is_noted_in_report() -> None:
 
 
 def test_interrupt_returns_best_size_so_far(clock: Clock) -> None:
-    class Interrupted(Takes):
+    class Interrupted(TimedModel):
         def forward(self, inputs: Tensor) -> Tensor:
             if len(self.rows) > 6:
                 raise KeyboardInterrupt

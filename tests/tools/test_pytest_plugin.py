@@ -36,14 +36,14 @@ BATCH = torch.zeros(4096, 64), torch.zeros(4096, dtype=torch.long)
 
 
 @dataclasses.dataclass(frozen=True)
-class Done:
+class PytestResult:
     """The result of a pytest run: exit code and output."""
 
     returncode: int
     stdout: str
 
 
-def run_pytest(folder: Path, test: str, *options: str) -> Done:
+def run_pytest(folder: Path, test: str, *options: str) -> PytestResult:
     """Run pytest on a new project in this process; another process would have to import torch."""
     (folder / "test_net.py").write_text(MODEL + test)
     command = ["-q", "-p", "no:cacheprovider", "--import-mode=importlib", f"--rootdir={folder}"]
@@ -62,7 +62,7 @@ def run_pytest(folder: Path, test: str, *options: str) -> Done:
         patch.delitem(sys.modules, "test_net", raising=False)
         code = pytest.main([*command, *options, "test_net.py"])
         sys.modules.pop("test_net", None)
-    return Done(int(code), printed.getvalue())
+    return PytestResult(int(code), printed.getvalue())
 
 
 TESTS = """

@@ -17,7 +17,7 @@ from automicro.transaction.transaction import Transaction
 
 
 def two_parts(**fails: BaseException) -> tuple[Transaction, list[str]]:
-    """Two parts that record their calls; each named call fails once."""
+    """Make a transaction of two parts that record their calls; each named call fails once."""
     log: list[str] = []
 
     def act(called: str) -> None:

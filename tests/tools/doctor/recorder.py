@@ -143,11 +143,11 @@ class Recorder(TorchDispatchMode):
         size = -(-requested // 512) * 512
         block = self._find(size) or self._grow(size)
         if block is None:
-            self._give_back()
+            self._release_cached()
             block = self._find(size) or self._grow(size)
         if block is None:
             self._note("oom", self._free_bytes(), requested, frames, key="device_free")
-            raise self._shortage(requested)
+            raise self._oom_error(requested)
         self._split(block, size)
         block.requested, block.frames = requested, frames
         self._note("alloc", block.address, requested, frames)
@@ -204,13 +204,13 @@ class Recorder(TorchDispatchMode):
                 joined.append(each)
         segment.blocks = joined
 
-    def _give_back(self) -> None:
+    def _release_cached(self) -> None:
         for segment in list(self.segments):
             if len(segment.blocks) == 1 and segment.blocks[0].frames is None:
                 self.segments.remove(segment)
                 self._note("segment_free", segment.address, segment.size, [])
 
-    def _shortage(self, requested: int) -> torch.OutOfMemoryError:
+    def _oom_error(self, requested: int) -> torch.OutOfMemoryError:
         own = self.reserved
         others = f"Process 4242 has {format_bytes(self.others)} memory in use. "
         self.message = (
@@ -227,13 +227,13 @@ class Recorder(TorchDispatchMode):
     def _take(self) -> dict[str, Any]:
         """Return a snapshot like the one that torch's out-of-memory observer takes."""
         return {
-            "segments": [self._told(segment) for segment in self.segments],
+            "segments": [self._describe(segment) for segment in self.segments],
             "device_traces": [list(self.trace)],
             "allocator_settings": {"expandable_segments": False},
             "external_annotations": [],
         }
 
-    def _told(self, segment: Segment) -> Mapping[str, Any]:
+    def _describe(self, segment: Segment) -> Mapping[str, Any]:
         active = sum(block.size for block in segment.blocks if block.frames is not None)
         return {
             "device": 0,

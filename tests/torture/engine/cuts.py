@@ -33,7 +33,7 @@ class Cut:
     parts: tuple[int, ...] | None = None
 
 
-class Noting:
+class CutRecorder:
     """Record how a call is cut, or force a cut."""
 
     def __init__(
@@ -52,7 +52,7 @@ class Noting:
         return Cut(*self._last, tuple(size for _, size in self._calls))
 
     @contextlib.contextmanager
-    def __call__(self) -> Iterator["Noting"]:
+    def __call__(self) -> Iterator["CutRecorder"]:
         seams: list[tuple[Any, str, Any]] = [
             (fitting, "attempt", self._attempt),
             (split._Sizer, "begin", self._begin),

@@ -28,7 +28,7 @@ def in_fork(work: Callable[[], T]) -> T:
     reading, writing = os.pipe()
     child = os.fork()
     if child == 0:
-        _be_child(work, writing)
+        _run_child(work, writing)
     try:
         os.close(writing)
         with os.fdopen(reading, "rb") as pipe:
@@ -48,7 +48,7 @@ def in_fork(work: Callable[[], T]) -> T:
     return given
 
 
-def _be_child(work: Callable[[], T], writing: int) -> None:
+def _run_child(work: Callable[[], T], writing: int) -> None:
     # Nothing of the parent may run again here: no handler, no flush, no cleanup.
     try:
         try:

@@ -16,7 +16,7 @@ from automicro.memory.budget import MemoryBudget
 from automicro.optimizer.step import clip_gradients
 from automicro.policy.auto import Halving
 from automicro.policy.policy import Outcome, Policy
-from tests.torture.engine.cuts import Cut, Noting
+from tests.torture.engine.cuts import Cut, CutRecorder
 from tests.torture.engine.faults import Boom, Fault, FaultMode
 from tests.torture.engine.forks import can_fork, in_fork
 from tests.torture.engine.subject import (
@@ -49,7 +49,7 @@ class Scripted(Policy):
     def __deepcopy__(self, memo: dict[int, Any]) -> "Scripted":
         return self  # all levels follow the same script
 
-    def go_by(self, sizes: Sequence[int]) -> None:
+    def follow(self, sizes: Sequence[int]) -> None:
         """Propose these sizes from now on."""
         self._sizes = list(sizes)
 
@@ -163,11 +163,11 @@ class Scene:
 
     def cutting(
         self, run: TortureRun, cut: Cut | None, count: Callable[[], int] = lambda: 0
-    ) -> Noting:
+    ) -> CutRecorder:
         """Record how a call is cut, or force a given level and given slices."""
         if cut is not None and cut.level:
             run.start_at(cut.level)
-        return Noting(None if cut is None else cut.parts, count)
+        return CutRecorder(None if cut is None else cut.parts, count)
 
     def draw(self, *seed: object) -> random.Random:
         """Return a separate random generator, the same in every process."""
@@ -208,7 +208,7 @@ class Trial:
     mode: FaultMode
     before: dict[str, Any]
     before_objects: dict[str, object]
-    noted: Noting
+    noted: CutRecorder
     result: Any = None
     raised: BaseException | None = None
 
@@ -337,7 +337,7 @@ class Trials:
         for script, sizes in zip(
             clean.scripts, scene.clean_sizes(self.first_size, cuts), strict=True
         ):
-            script.go_by(sizes)
+            script.follow(sizes)
         before = objects(run)
         with scene.place(), FaultMode() as mode, scene.cutting(run, cut)() as noted:
             _count_reservation(run, mode)
