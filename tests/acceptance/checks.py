@@ -1,6 +1,6 @@
-"""The verdicts of the table of checks: ``python -m tests.acceptance.checks`` rewrites `checks.md`.
+"""Verdicts of the table of checks; ``python -m tests.acceptance.checks`` rewrites `checks.md`.
 
-Each row runs as user code would, on split batches. In float64 its gradients, losses, buffers and
+Each row runs on split batches, like user code. In float64, its gradients, losses, buffers and
 outputs are compared with those of a loop in plain torch, so that "wrong" is measured.
 """
 
@@ -44,7 +44,7 @@ class Said(enum.Enum):
     NAMED = "named"
     UNCHECKED = "could not check"
     NOTHING = "silent"
-    DIFFERS = "differs, silent"  # of a right row: the result differs
+    DIFFERS = "differs, silent"  # a row listed as right, whose result differs
     CRASH = "crash"  # an error that plain torch does not raise
 
 
@@ -58,7 +58,7 @@ class Run:
     precision: str
     said: Said
     text: str = ""
-    error: float | None = None  # of the result, if it was measured
+    error: float | None = None  # of the result, if measured
 
     @property
     def row(self) -> Row:
@@ -66,7 +66,7 @@ class Run:
 
     @property
     def rank(self) -> int:
-        """Return how bad it is; 0 is correct."""
+        """Return the severity of the verdict; 0 is correct."""
         return rank(self.row, self.said)
 
     @property
@@ -122,7 +122,7 @@ def has_lstm_in_bf16() -> bool:
 
 @contextlib.contextmanager
 def kernels_that_are_there() -> Iterator[None]:
-    """Use torch's own kernels if oneDNN lacks some."""
+    """Use torch's kernels if oneDNN lacks some."""
     if has_lstm_in_bf16():
         yield
         return
@@ -153,7 +153,7 @@ def trained(row: Row, seed: int, precision: str) -> tuple[list[Any], list[str]]:
 
 
 def plainly(row: Row, seed: int) -> Iterator[Any]:
-    """Return the same from a loop in plain torch."""
+    """Return the same results from a loop in plain torch."""
     job = row.make(seed, "float64")
 
     def step(batch: Any) -> Any:
@@ -235,7 +235,7 @@ def counts(runs: list[Run]) -> str:
 
 
 def known() -> dict[tuple[str, str], Said]:
-    """Read the runs from the file that are not correct."""
+    """Read the incorrect runs from the file."""
     listed = [LISTED.match(line) for line in FILE.read_text(encoding="utf-8").splitlines()]
     return {
         (match[1], precision): Said(match[2].replace("_", " "))

@@ -1,6 +1,6 @@
-"""Verdicts on families of libraries: ``python -m tests.acceptance.families`` writes `families.md`.
+"""Verdicts on model families; ``python -m tests.acceptance.families`` writes `families.md`.
 
-A batch is trained on in microbatches, and whole in plain torch, in float64 and without dropout.
+Models train on a batch in microbatches, and whole in plain torch, in float64 without dropout.
 """
 
 import contextlib
@@ -33,7 +33,7 @@ ORDER = ("exact", "named", "refused", "exact, and named", "differs", "crash")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Family:
-    """A model by the names of a library's classes, and the function that makes its batches."""
+    """A model, by the names of a library's classes, and a function that makes its batches."""
 
     kind: str
     config: str
@@ -50,7 +50,7 @@ class Family:
 
 
 class InDouble(TorchFunctionMode):
-    """Keep float64 where a model converts to float32."""
+    """Keep float64 when a model converts to float32."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         def doubled(each: Any) -> Any:
@@ -83,7 +83,7 @@ def without_dropout(model: nn.Module) -> nn.Module:
 
 
 def verdict_of_model(make: Callable[[], nn.Module], batch: Batch, size: int, **options: Any) -> str:
-    """Return exact, named or refused with the reason, or none of these."""
+    """Return the verdict: exact, named, refused (with the reason), or none of these."""
 
     def fresh() -> tuple[nn.Module, Any]:
         torch.manual_seed(1)
@@ -125,7 +125,7 @@ def gradients(model: nn.Module) -> dict[str, Any]:
 
 
 def judges() -> dict[str, Callable[[], str]]:
-    """Return the function that finds the verdict, by library and family."""
+    """Return the functions that find the verdicts, by library and family."""
     from tests.acceptance.torchmetrics_families import METRICS, verdict_of_metric
     from tests.acceptance.torchvision_families import TORCHVISION, verdict_of_vision
     from tests.acceptance.transformers_families import TRANSFORMERS

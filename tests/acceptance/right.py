@@ -189,7 +189,7 @@ def cancelling(model: Any, batch: Any) -> Any:
 
 
 def groups_of_four(model: Any, batch: Any) -> Any:
-    """A loss of four consecutive rows each, which cuts keep together."""
+    """A loss over groups of four consecutive rows, which cuts keep together."""
     rewards = batch[2].view(-1, 4)
     advantage = (rewards - rewards.mean(1, keepdim=True)) / (rewards.std(1, keepdim=True) + 1e-4)
     return (entropies(model, batch) * advantage.view(-1)).mean()
@@ -281,7 +281,7 @@ def fixed_projection(model: Any, batch: Any) -> Any:
 
 
 class Last(nn.Module):
-    """The output of a sequence layer at its end, or at every place."""
+    """The output of a sequence layer at the last position, or at every position."""
 
     def __init__(self, body: nn.Module, width: int = 6, *, each: bool = False) -> None:
         super().__init__()
@@ -342,7 +342,7 @@ add("draws", {"a projection from a seed": job(fixed_projection, batch=numbers)})
 
 
 class Adapted(nn.Module):
-    """A frozen layer with an adapter, of which one half is zero at first."""
+    """A frozen layer with an adapter, one half of which is initially zero."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -355,7 +355,7 @@ class Adapted(nn.Module):
 
 
 class Spectrum(nn.Module):
-    """A weight of complex numbers, between two layers of real ones."""
+    """A complex weight between two real layers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -402,7 +402,7 @@ class Frequent(nn.Module):
 
 
 class Attends(nn.Module):
-    """Attention within rows, over unmasked places."""
+    """Attention within rows, over unmasked positions."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Components of the tables' rows: seeded batches, small models, and a job for one run."""
+"""Components of table rows: seeded batches, small models, and jobs for one run."""
 
 import copy
 import dataclasses
@@ -41,7 +41,7 @@ class Draws:
         return torch.randint(low, high, shape, generator=self.generator)
 
     def mask(self, rows: int, width: int) -> Tensor:
-        """Return True at the first few places of each row, at least one."""
+        """Return True at the first few positions of each row, at least one."""
         return torch.arange(width) < self.whole(1, width + 1, rows, 1)
 
 
@@ -86,10 +86,10 @@ class Row:
     Attributes:
         kind: the heading under which it is counted.
         is_wrong: whether splitting changes what is computed.
-        make: from a seed and the name of a precision to a fresh job.
-        is_measured: whether one run shows it: not where draws differ from run to run.
-        dtypes: precisions in which it can be told from rounding.
-        says: a part of what is said of it for another reason than splitting.
+        make: makes a new job from a seed and the name of a precision.
+        is_measured: whether one run can show it; False if draws differ between runs.
+        dtypes: precisions in which it can be distinguished from rounding.
+        says: a part of a message about it that is unrelated to splitting.
     """
 
     kind: str
@@ -110,7 +110,7 @@ def job(
     steps: int = 3,
     **more: Any,
 ) -> Callable[[int, str], Job]:
-    """A maker of jobs."""
+    """Return a function that makes jobs."""
     own = {name: more.pop(name) for name in ("lr", "evaluates") if name in more}
 
     def make(seed: int, precision: str) -> Job:
@@ -149,7 +149,7 @@ def net(*widths: int, act: Callable[[], nn.Module] = nn.Tanh) -> Callable[[], nn
 
 
 class Between(nn.Module):
-    """A function of the hidden rows between two layers; it gets this module, too."""
+    """Two layers, with a function of the hidden rows in between, which also gets this module."""
 
     def __init__(self, function: Callable[[Any, Tensor], Tensor], **members: Any) -> None:
         super().__init__()
@@ -171,7 +171,7 @@ def between(
 
 
 class Words(nn.Module):
-    """Tokens to numbers a token."""
+    """A model from tokens to outputs per token."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -191,7 +191,7 @@ def classes(d: Draws) -> Any:
 
 
 def numbers(d: Draws) -> Any:
-    """Targets that are far from each other."""
+    """Return inputs, and targets that are far from each other."""
     return d.normal(ROWS, 6), d.normal(ROWS, 3) * d.uniform(ROWS, 1) * 3
 
 

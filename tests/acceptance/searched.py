@@ -1,4 +1,4 @@
-"""The ingredients of the oracle as rows, each alone in the simplest combination."""
+"""Ingredients of the oracle as rows, each alone in the simplest combination."""
 
 import dataclasses
 from typing import Any
@@ -13,7 +13,7 @@ from tests.oracle.losses import LOSSES
 from tests.oracle.models import MODELS
 
 SIZE, ROWS, STEPS = 5, (16, 13, 16), 3
-# Their messages are true, but not about splitting.
+# The messages about these are true, but not about splitting.
 SAYS = {
     "loss: a metric among the losses": "needs no gradient",  # it is added to the reported loss
     # No attempt may change parameters, because that cannot be rolled back (see the guarantees).
@@ -42,7 +42,7 @@ def made(one: Combination, seed: int, precision: str) -> Job:
 
 
 def row(name: str, one: Combination) -> Row:
-    """Make a row that is wrong if the loss or the model of the ingredient says so."""
+    """Make a row, which is wrong if the ingredient's loss or model is declared so."""
     model, loss = one.parts
     counts_rows = loss.true is per_target and model.shape == "vectors"  # no target is ignored
     # A custom `index_add_` does not support autocast.

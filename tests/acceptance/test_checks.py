@@ -1,4 +1,4 @@
-"""The table of checks: no run may be named less often, or be a false alarm more often."""
+"""The table of checks: no warning may be lost, and no false alarm may be added."""
 
 import warnings
 from collections.abc import Iterable

@@ -1,4 +1,4 @@
-"""Families of libraries: no verdict may be worse than in `families.md`."""
+"""Model families: no verdict may be worse than in `families.md`."""
 
 import collections
 from collections.abc import Iterable

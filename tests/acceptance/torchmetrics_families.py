@@ -1,4 +1,4 @@
-"""Families of torchmetrics: over microbatches what they are over whole batches, or named."""
+"""Families of torchmetrics: microbatches give the value of the whole batch, or a warning."""
 
 import importlib
 import warnings
@@ -22,7 +22,7 @@ INPUTS: dict[str, Callable[[], tuple[Tensor, Tensor]]] = {
     "classes": lambda: (torch.rand(N, 4).softmax(1), torch.randint(4, (N,))),
     "binary": lambda: (torch.rand(N) * SCALE, torch.randint(2, (N,))),
     "labels": lambda: (torch.rand(N, 3), torch.randint(2, (N, 3))),
-    # All of the first slice lie between 0 and 1.
+    # The first slice has values only between 0 and 1.
     "logits": lambda: (torch.linspace(0.1, 3, N), torch.arange(N) % 2),
     "logits of classes": lambda: (torch.linspace(0.1, 3, 4 * N).view(N, 4), torch.arange(N) % 4),
     "numbers": lambda: (torch.rand(N) * SCALE + 0.1, torch.rand(N) + 0.1),
@@ -36,7 +36,7 @@ INPUTS: dict[str, Callable[[], tuple[Tensor, Tensor]]] = {
     "sounds": lambda: (torch.randn(N, 200) * SCALE[:, None], torch.randn(N, 200)),
     "clusters": lambda: (torch.randint(3, (N,)), torch.randint(3, (N,))),
 }
-# Metrics by the input that they take; what they are made with, where that is not nothing.
+# Metrics by their kind of input, with constructor arguments if there are any.
 EXACT: list[tuple[str, str, dict[str, Any]]] = [
     *[("classes", f"classification.Multiclass{name}", {"num_classes": 4}) for name in (
         "AUROC", "Accuracy", "AveragePrecision", "CalibrationError", "CohenKappa",
@@ -117,7 +117,7 @@ NAMED: dict[str, tuple[Callable[[], Any], str, str]] = {
 
 
 class Given(nn.Module):
-    """Gives what it is given; runs out of memory at one of its calls."""
+    """Returns its input; runs out of memory at one of its calls."""
 
     calls = Unreached()
 
@@ -158,7 +158,7 @@ METRICS: dict[str, tuple[Callable[[], Any], str]] = {
 
 
 def verdict_of_metric(name: str) -> str:
-    """Of values over slices, in a row and after one attempt that failed."""
+    """Return the verdict on values over slices, without failures and after a failed attempt."""
     make, given = METRICS[name]
     torch.manual_seed(0)
     batch = INPUTS[given]()

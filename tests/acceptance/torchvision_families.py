@@ -134,7 +134,7 @@ def verdict_of_vision(name: str) -> str:
 
 def main(folder: str) -> None:
     sys.path.insert(0, folder)
-    # Its operations are compiled for one build of torch; for others, models need only their names.
+    # Its operations are compiled for one build of torch; with others, models need only their names.
     try:
         importlib.import_module("torchvision")
     except RuntimeError:

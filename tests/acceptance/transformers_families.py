@@ -66,7 +66,7 @@ WAVES: dict[str, Any] = {
     "ctc_zero_infinity": True,
     "num_feat_extract_layers": 2,
 }
-# One expert after the other: torch multiplies all at once only in float32.
+# One expert after another, because torch's grouped product supports only float32.
 EAGER: dict[str, Any] = {
     "num_key_value_heads": 1,
     "num_experts_per_tok": 2,
@@ -207,7 +207,7 @@ def bytes_of_text(d: Draws) -> Any:
 
 
 def family(kind: str, batch: Batch, config: str = "", **options: Any) -> Family:
-    """Make a family; by default the config is named like the model without its head."""
+    """Make a family; by default, the config is named like the model without its head."""
     base = kind.removesuffix("LMHeadModel").removesuffix("Model")
     config = config or (kind.rpartition("For")[0] if "For" in kind else base) + "Config"
     return Family(kind=kind, config=config, batch=batch, options=options)
@@ -348,7 +348,7 @@ def labels_that_count(batch: Any) -> Any:
     return (batch["labels"] != -100).sum()
 
 
-# These declare a causal loss or none, but use their labels unshifted.
+# These declare a causal loss or none, but do not shift their labels.
 UNSHIFTED = ("BART, its decoder", "XLM", "FlauBERT", "XLNet")
 for name in UNSHIFTED:
     TRANSFORMERS[f"{name}, declared"] = dataclasses.replace(

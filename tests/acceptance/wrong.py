@@ -46,7 +46,7 @@ def each_of(tables: Iterable[tuple[str, dict[str, Make]]]) -> dict[str, Make]:
     return {f"{name}, of {of}": make for name, table in tables for of, make in table.items()}
 
 
-# The loss averages over something other than rows
+# Losses that average over something other than rows
 
 
 def rare_class(d: Draws) -> Any:
@@ -122,7 +122,7 @@ def decay(model: Any) -> Any:
 
 
 class Bayesian(nn.Linear):
-    """A layer whose weights have a divergence that does not depend on rows."""
+    """A layer with a divergence of its weights, which does not depend on rows."""
 
     def divergence(self) -> Any:
         return sum((p.square() - p.square().clamp(min=1e-4).log()).sum() for p in self.parameters())
@@ -217,7 +217,7 @@ add("average", {
     "dropped inputs in a sum": job(dropped, batch=numbers),
 }, is_measured=False)  # fmt: skip
 
-# The value of the whole batch matters
+# Losses that depend on a value of the whole batch
 
 OF_ROWS: dict[str, Callable[[Tensor], Any]] = {
     "the hardest 16": lambda e: e.topk(min(16, len(e))).values.mean(),
@@ -265,7 +265,7 @@ add("value of the batch", {
     "survival, over those at risk": job(survival, batch=weighted),
     "a square that many rows agree on": job(loss_fn=lambda out, y: F.mse_loss(out, y) ** 2, batch=numbers),
 })  # fmt: skip
-# A few batches show nothing most of the time: three deviations are very rare.
+# Rarely visible in a few batches, because three deviations are very rare.
 WRONG["clamped at three deviations"] = Row(
     kind="value of the batch",
     is_wrong=True,
@@ -278,7 +278,7 @@ WRONG["clamped at three deviations"] = Row(
     ),
 )
 
-# Rows are compared
+# Comparisons between rows
 
 
 def attracted(model: Any, batch: Any) -> Any:
@@ -333,7 +333,7 @@ class Normalised(torch.autograd.Function):
 
 
 class Experts(nn.Module):
-    """The best of some experts, with a limited capacity for rows, and their balance."""
+    """The best of several experts, with limited capacity, and a balance loss."""
 
     def __init__(self, count: int, room: float = 1.0) -> None:
         super().__init__()
@@ -447,7 +447,7 @@ add(
     dtypes=WIDE,
 )
 
-# Only the gradient is wrong
+# Wrong gradients with a correct loss
 
 
 class Hooked(Between):
@@ -492,7 +492,7 @@ add("gradient alone", {
     ),
 })  # fmt: skip
 
-# State that is carried from call to call
+# State carried from call to call
 
 
 def quantised(module: Any, h: Tensor) -> Any:
@@ -519,7 +519,7 @@ def warmed(module: Any, h: Tensor) -> Any:
 
 
 def by_rows_seen(start: int) -> Callable[[Any, Tensor], Any]:
-    """A weight that grows with the rows seen, whose total does not depend on the cut."""
+    """A weight that grows with the rows seen; the total does not depend on the cut."""
 
     def grown(module: Any, h: Tensor) -> Any:
         share = min(1.0, max(0.0, (module.seen - start) / 200))
@@ -573,7 +573,7 @@ add("state", {
 
 
 class Taught(nn.Module):
-    """A teacher whose parameters each forward updates without autograd."""
+    """A teacher whose parameters are updated without autograd in each forward."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -623,7 +623,7 @@ def late_class(begins: int) -> Callable[[Draws], Any]:
 
 
 def late_term(begins: int) -> Callable[[], Callable[[Any, Any], Any]]:
-    """A term that depends on the number of the batch, which is part of it."""
+    """A term that depends on the batch number, which is part of the batch."""
 
     def forward(model: Any, batch: Any) -> Any:
         out = model(batch[0])
@@ -651,7 +651,7 @@ def zero_between() -> nn.Module:
 
 
 class Config:
-    """Like schedulers and configs of some libraries: any other attribute is a KeyError."""
+    """A config as in some libraries: any unknown attribute raises KeyError."""
 
     def __init__(self, **values: Any) -> None:
         self.__dict__["values"] = values

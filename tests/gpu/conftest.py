@@ -1,4 +1,4 @@
-"""The initial and final state of each test on an accelerator."""
+"""Fixtures that set up and clean up each test on an accelerator."""
 
 import gc
 import os
@@ -17,8 +17,8 @@ Record = Callable[[str, object], None]
 def started_device(same_environment: None) -> Iterator[None]:
     """Start the device before the first test, which sets an environment variable in some versions.
 
-    The setting that makes cuBLAS deterministic comes first: torch and cuBLAS read it once, at the
-    first product of a process.
+    The setting that makes cuBLAS deterministic comes first, because torch and cuBLAS read it only
+    once, at the first matrix product of a process.
     """
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(CUBLAS_VARIABLE, os.environ.get(CUBLAS_VARIABLE, CUBLAS_VALUES[0]))
@@ -38,7 +38,7 @@ COUNTERS = {
 def clean_device(record_property: Record) -> Iterator[None]:
     """Clear cached memory, limits and synchronization checks after a test.
 
-    The counts of the allocator in a test that ran out of memory are recorded.
+    If a test runs out of memory, the counts of the allocator are recorded.
     """
     accelerator.empty_cache()
     accelerator.reset_peak_memory_stats(DEVICE)

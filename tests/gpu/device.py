@@ -1,4 +1,4 @@
-"""The device, its free memory, and all state on it that a step may change."""
+"""The device under test, its free memory, and all state on it that a step may change."""
 
 import contextlib
 import gc
@@ -23,7 +23,7 @@ MIB = 2**20
 GPU = [
     pytest.mark.gpu,
     pytest.mark.timeout(600),
-    # Other versions of libraries give other warnings, and some features are prototypes.
+    # Warnings depend on the versions of libraries, and some features are prototypes.
     pytest.mark.filterwarnings("default", "error::automicro.errors.AutomicroWarning"),
     pytest.mark.skipif(not accelerator.is_available(), reason="there is no accelerator"),
 ]
@@ -41,25 +41,25 @@ def needs_two_devices() -> pytest.MarkDecorator:
 
 
 def start_cublas(device: torch.device = DEVICE) -> None:
-    """Let cuBLAS allocate its permanent memory: 32 MiB for each thread on an H100."""
+    """Make cuBLAS allocate its permanent memory: 32 MiB for each thread on an H100."""
     weight = torch.ones(8, 8, device=device, requires_grad=True)
     torch.nn.functional.linear(weight, weight, weight[0]).sum().backward()
 
 
 def has_native_allocator() -> bool:
-    """Whether torch counts retries and rounds blocks, unlike cudaMallocAsync."""
+    """Return whether torch counts retries and rounds blocks, unlike cudaMallocAsync."""
     is_cuda = DEVICE.type == "cuda" and accelerator.is_available()
     return can_record_memory(DEVICE) if is_cuda else True
 
 
 def share_of_device(device: torch.device = DEVICE) -> float:
-    """Return the share for torch. Without a limit cudaMallocAsync returns some millions."""
+    """Return the share torch may use. Without a limit, cudaMallocAsync returns some millions."""
     return min(1.0, float(accelerator.get_per_process_memory_fraction(device)))
 
 
 @contextlib.contextmanager
 def room(num_bytes: int, device: torch.device = DEVICE) -> Iterator[None]:
-    """Leave torch a number of bytes in addition to those in use; beyond them errors are real."""
+    """Limit torch to the bytes in use plus this many, so that out-of-memory errors are real."""
     start_cublas(device)
     gc.collect()
     accelerator.empty_cache()
@@ -114,7 +114,7 @@ def differences(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> list[
 
 
 def waits(work: Callable[[], Any]) -> int:
-    """Return how often the host waits for the device during some work."""
+    """Return how often the host waits for the device during the work."""
     if DEVICE.type != "cuda":
         before = torch.ops.standin.num_waits()
         work()
@@ -130,7 +130,7 @@ def waits(work: Callable[[], Any]) -> int:
 
 
 def num_segments() -> int:
-    """Return how many segments the allocator has taken so far; some do not count them."""
+    """Return how many segments the allocator has allocated; 0 if it does not count them."""
     return int(accelerator.memory_stats(DEVICE).get("segment.all.allocated", 0))
 
 

@@ -1,7 +1,7 @@
-"""The error of a library without a free byte. Runs as a separate process: `python -m` this, NAME.
+"""Print the error of a library on a full device. Runs in its own process, with the library's name.
 
-Torch fills the device before the library creates its handle. Prints one line of
-JSON: the error, or none.
+Torch fills the device before the library creates its handle. The output is one line of JSON: the
+error, or none.
 """
 
 import json

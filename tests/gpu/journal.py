@@ -1,6 +1,6 @@
 """Record the start and end of each test: pytest with ``-p tests.gpu.journal``.
 
-One line of JSON each, flushed at once. So an interrupted run loses only its current test, whose
+Each is one line of JSON, flushed at once, so an interrupted run loses only its current test, whose
 name is known.
 """
 

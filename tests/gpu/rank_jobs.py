@@ -1,4 +1,4 @@
-"""What each of two processes runs that share a device. Imported before either has one."""
+"""The job of each of two processes that share a device. Imported before they have a device."""
 
 from typing import Any
 
@@ -12,21 +12,21 @@ from automicro import Fixed, Halving
 def train(
     kind: str, wrapper: str, demand: tuple[int, int], failing_step: int, short_rank: int | None
 ) -> dict[str, Any]:
-    """Three steps; memory is short on one rank, or half of the rows are asked for on all.
+    """Run three steps. Memory is short on one rank, or all ranks use half of the rows.
 
     Args:
-        kind: of device.
-        wrapper: "ddp", or "fsdp" where gloo exchanges tensors of the device.
-        demand: MiB a row in forward and in backward.
-        failing_step: from which on.
-        short_rank: the rank; None for the run without a failure.
+        kind: the kind of device.
+        wrapper: "ddp", or "fsdp" if gloo exchanges tensors of the device.
+        demand: MiB per row in forward and in backward.
+        failing_step: the first step that fails.
+        short_rank: the rank that is short of memory; None for the run without a failure.
     """
     if kind == "standin":
         from tests.standin.device import install, join
 
         install()
         join(dist.distributed_c10d._get_default_group())
-    # Only now is there a device for these to find.
+    # Imported late, because these look for a device.
     from tests.gpu.device import MIB, room
     from tests.gpu.subjects import ROWS, Hungry, batch, microbatcher
     from tests.gpu.wrappers import whole_snapshot, wrapped

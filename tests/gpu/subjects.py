@@ -11,12 +11,12 @@ from tests.gpu.device import DEVICE, MIB, SECOND
 
 ROWS = 16
 CLASSES = 4
-# On CUDA half a MiB per row, with activations of some 20 MiB; an eighth if a CPU computes.
+# On CUDA half a MiB per row, with about 20 MiB of activations; an eighth of that on a CPU.
 SHAPE = (512 if DEVICE.type == "cuda" else 64, 256)
 
 
 class Blocks(nn.Module):
-    """Wide layers with dropout, for activations; a BatchNorm, for a buffer that changes."""
+    """Wide layers with dropout for many activations, and a BatchNorm for a changing buffer."""
 
     def __init__(self, *hungry: nn.Module, batchnorm: bool = False) -> None:
         super().__init__()
@@ -63,7 +63,7 @@ class Hungry(nn.Module):
 
 
 class OnTwoDevices(nn.Module):
-    """A model whose halves are on two devices, like with a device map."""
+    """A model whose halves are on two devices, as with a device map."""
 
     def __init__(self, *hungry: nn.Module) -> None:
         super().__init__()

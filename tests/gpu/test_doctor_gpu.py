@@ -13,7 +13,7 @@ from tests.tools.doctor.test_doctor import PLANTED, names_the_culprit
 
 pytestmark = GPU
 
-# These differ on a device only by the place of creation of tensors.
+# On a device, these differ only in where tensors are created.
 NAMES = ("average", "bank", "gradients", "losses")
 
 
@@ -24,7 +24,7 @@ def test_doctor_finds_planted_culprit_in_cuda_snapshot(name: str, tmp_path: Path
         pytest.skip("no allocator that takes snapshots")
     path = tmp_path / "snapshot.pickle"
     mib, kind, _ = PLANTED[name]
-    # Growing memory reaches any limit, and small segments take some of it.
+    # Growing memory reaches any limit, and small segments occupy part of it.
     with room((2 if kind == "growth" else 1) * mib * MIB), device:
         torch.cuda.memory._record_memory_history(stacks="python", max_entries=200_000)
         try:

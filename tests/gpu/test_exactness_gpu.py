@@ -1,4 +1,4 @@
-"""The gradient equals that of the whole batch on a device, too, for batches from any place."""
+"""On a device, the gradient equals that of the whole batch, wherever the batch is stored."""
 
 import dataclasses
 from typing import Any
@@ -19,7 +19,7 @@ from tests.oracle.jobs import Job
 
 pytestmark = GPU
 
-# Of the oracle: models, wirings, losses, and batches that a forward does not read on the host.
+# Oracle jobs: models, wirings, losses, and batches that a forward does not read on the host.
 INGREDIENTS = {
     "model": ("mlp", "lstm", "encoder layer", "tied weights", "conv over time", "GPT-2"),
     "wiring": ("loss_fn", "Composer"),
@@ -58,7 +58,7 @@ def test_microbatched_gradient_equals_full_batch_gradient(name: str, where: str)
 def test_microbatched_bf16_error_matches_full_batch_bf16() -> None:
     found = {}
     for precision, size in (("fp32", ROWS), ("bf16", ROWS), ("bf16", 3)):
-        net = model().eval()  # no dropout, whose mask depends on the cut
+        net = model().eval()  # no dropout, because its mask depends on the cut
         microbatcher(net, size, precision=precision).backward(batch())
         found[precision, size] = torch.cat(
             [

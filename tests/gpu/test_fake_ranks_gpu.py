@@ -1,7 +1,7 @@
 """FSDP2's guards on real streams in one process: torch's fake group simulates two ranks.
 
-In a world of one, `fully_shard` runs no collective and no guard. In the fake one it runs all, with
-their streams and events; the results are invented, and the same each time.
+In a world of one, `fully_shard` runs no collectives and no guards. In the fake group it runs all of
+them, with streams and events. Their results are invented, and the same each time.
 """
 
 from collections.abc import Iterator
@@ -17,7 +17,7 @@ from automicro.ranks.guards.fsdp import Collective, FsdpGuard
 from tests.gpu.conftest import Record
 from tests.gpu.device import DEVICE, GPU, accelerator, differences
 from tests.gpu.test_oom_gpu import PHASES
-from tests.gpu.wrappers import WITH_FSDP, ends_with_and_without_failure, wrapped
+from tests.gpu.wrappers import WITH_FSDP, final_snapshots, wrapped
 
 pytestmark = [*GPU, WITH_FSDP]
 
@@ -43,7 +43,7 @@ def votes_alone(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def guarded(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Return the kinds of the collectives that a guard has seen."""
+    """Return the kinds of collectives that a guard has seen."""
     kinds: list[str] = []
     before = FsdpGuard.before
 
@@ -62,7 +62,7 @@ def test_sharded_model_recovers_bit_identically_from_oom(
     phase: str, failing_step: int, guarded: list[str], record_property: Record
 ) -> None:
     mesh = init_device_mesh(DEVICE.type, (2,))
-    found = ends_with_and_without_failure(
+    found = final_snapshots(
         lambda: wrapped("fsdp", PHASES[phase], mesh=mesh), failing_step=failing_step, num_batches=3
     )
     counts = {kind: guarded.count(kind) for kind in dict.fromkeys(guarded)}

@@ -1,4 +1,4 @@
-"""Libraries without memory for their handles and workspaces: any message is recognized."""
+"""Any message of a library without memory for handles and workspaces is recognized."""
 
 import json
 import subprocess

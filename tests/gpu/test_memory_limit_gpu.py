@@ -1,4 +1,4 @@
-"""``memory_limit`` on a device: the share of it that the process may use."""
+"""``memory_limit`` on a device limits the share that the process may use."""
 
 import pytest
 import torch

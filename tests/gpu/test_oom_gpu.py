@@ -1,4 +1,4 @@
-"""Real out-of-memory errors of a device: recovered bit by bit, without a trace."""
+"""Real out-of-memory errors of a device are recovered bit-identically, without a trace."""
 
 import gc
 import time
@@ -113,7 +113,7 @@ def test_second_device_is_freed_if_no_row_fits() -> None:
 
 
 def test_state_is_unchanged_if_no_row_fits() -> None:
-    microbatcher(model()).backward(batch())  # lets libraries create permanent state
+    microbatcher(model()).backward(batch())  # so that libraries create their permanent state
     net = model(Hungry(0, 4096), batchnorm=True)
     before, before_bytes = snapshot(net), allocated_bytes()
     message = ""
@@ -131,7 +131,7 @@ def test_state_is_unchanged_if_no_row_fits() -> None:
 def test_retry_starts_without_cached_blocks_of_failed_attempt(
     phase: str, record_property: Record
 ) -> None:
-    """Memory freed by the rollback is returned, because the retry would fragment cached blocks."""
+    """Rollback returns freed memory to the device; the retry would fragment cached blocks."""
     net = model(PHASES[phase])
     optimizer = torch.optim.AdamW(net.parameters())
     step = microbatcher(net, optimizer=optimizer, probe=False)
@@ -169,8 +169,8 @@ def test_release_frees_tensors_queued_by_failed_backward(
     x.grad = None
 
     def fail() -> BaseException:
-        hidden = x.exp()  # 4 MiB, saved for the branch that does not fail
-        # Of two ready branches, the backward of the one created last runs first.
+        hidden = x.exp()  # 4 MiB, saved for the branch that succeeds
+        # Of two ready branches, the one created last runs its backward first.
         if fails_first:
             works = hidden.sin()
             fails = _Fails.apply(hidden)
@@ -198,8 +198,8 @@ def test_release_frees_tensors_queued_by_failed_backward(
     assert released == 0
 
 
-class Watch:
-    """Record the bytes of live tensors each time that the allocator cannot serve a request."""
+class ShortageRecorder:
+    """Record the bytes of live tensors whenever the allocator cannot serve a request."""
 
     def __init__(self) -> None:
         self.held: list[int] = []
@@ -211,7 +211,7 @@ class Watch:
 @only_cuda("an observer of requests that cannot be served")
 @pytest.mark.skipif(not has_native_allocator(), reason="cudaMallocAsync has none")
 def test_shortage_listener_is_called_while_device_is_full() -> None:
-    watch = Watch()
+    watch = ShortageRecorder()
     net = model(Hungry(0, 64))
     before = int(accelerator.memory_allocated(DEVICE))
     tell_of_shortage(watch.note)

@@ -1,4 +1,4 @@
-"""Memory that an optimizer needs: predicted, held back, and never stepped half way in silence."""
+"""Optimizer memory is predicted and reserved, and no half-applied step goes unnoticed."""
 
 import functools
 from collections.abc import Callable
@@ -65,7 +65,7 @@ def test_predicted_state_equals_allocation_of_first_step(
     start_cublas()
     parameters = weights()
     optimizer = OPTIMIZERS[name](parameters)
-    # Some optimizers build their state when they are made: that is there already.
+    # Some optimizers build their state in the constructor, so it exists already.
     stateless = [each for each in parameters if each not in optimizer.state]
     predicted = predict_step_memory(optimizer, stateless)
     before_bytes = requested_bytes()
@@ -78,12 +78,12 @@ def test_predicted_state_equals_allocation_of_first_step(
     record_property("predicted_state_bytes", predicted_bytes)
     record_property("temporary_bytes", most_bytes - state_bytes)
     record_property("predicted_temporary_bytes", predicted.temporary_bytes)
-    # Counters of steps lie on the host, but for fused optimizers, and are counted all the same.
+    # Step counters are on the host, except for fused optimizers, but are counted anyway.
     assert abs(state_bytes - predicted_bytes) <= 512 * len(predicted.state_bytes)
 
 
 def wide_model() -> nn.Module:
-    """580 MiB of parameters, so that their state is more than what cut-up blocks leave unused."""
+    """A model with 580 MiB of parameters: their state exceeds the memory lost to fragmentation."""
     torch.manual_seed(0)
     body = [nn.Linear(256, 65536), nn.ReLU(), nn.Linear(65536, 8), nn.Flatten()]
     body += [nn.Linear(4096, 4096) for _ in range(8)]
@@ -93,7 +93,7 @@ def wide_model() -> nn.Module:
 def ooms_by_batch(room_bytes: int, *, reserves: bool) -> list[int]:
     net = wide_model()
     optimizer = torch.optim.AdamW(net.parameters(), foreach=False)
-    # Neither a check of the whole batch nor a larger size that is tried.
+    # No check of the whole batch, and no trial of a larger size.
     step = microbatcher(net, Halving(), optimizer=optimizer if reserves else None, probe=False)
     ooms = []
     with room(room_bytes):
@@ -109,8 +109,8 @@ def test_reservation_moves_oom_from_second_batch_to_first(
     record_property: Record,
 ) -> None:
     net = wide_model()
-    step = microbatcher(net, 8, probe=False)  # which runs the whole batch
-    step.backward(batch(16))  # makes what libraries keep for ever
+    step = microbatcher(net, 8, probe=False)  # a probe would run the whole batch
+    step.backward(batch(16))  # so that libraries create their permanent state
     net.zero_grad()
     before_bytes = allocated_bytes()
     accelerator.reset_peak_memory_stats(DEVICE)
@@ -136,7 +136,7 @@ def test_optimizer_step_oom_raises_named_error(name: str, is_first: bool) -> Non
     optimizer = OPTIMIZERS[name](net.parameters())
     if not is_first:
         optimizer.step()
-    # A fused step of state that exists needs no memory.
+    # A fused step with existing state needs no memory.
     fits = name == "AdamW, fused" and not is_first
     named = pytest.raises(OptimizerStepError, match="half applied")
     with nullcontext() if fits else named, room(8 * MIB):

@@ -1,4 +1,4 @@
-"""Planned peaks compared with those that the device's allocator counts."""
+"""Planned peaks match those counted by the device's allocator."""
 
 import gc
 
@@ -13,7 +13,7 @@ from tests.gpu.device import DEVICE, GPU, accelerator, only_cuda, start_cublas
 
 pytestmark = GPU
 
-# Enough rows that the additional memory of kernels, a few MiB, is a small part of the peak.
+# With this many rows, the few MiB that kernels allocate are a small part of the peak.
 ROWS = 256
 LOSS = nn.CrossEntropyLoss()
 

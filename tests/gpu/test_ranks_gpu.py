@@ -1,6 +1,6 @@
-"""One rank on NCCL with all guards: what fails on autograd's device threads, and nothing waits.
+"""One rank on NCCL with all guards: failures on autograd's device threads, and no extra waits.
 
-The votes go through a gloo group of one, so every exchange is made that several ranks would make.
+The votes go through a gloo group of one, so that every exchange of several ranks takes place.
 """
 
 import threading
@@ -23,8 +23,8 @@ from tests.gpu.wrappers import (
     HALF,
     KINDS,
     WITH_NCCL,
-    ends_with_and_without_failure,
     exchange_over_gloo,
+    final_snapshots,
     group_of_one,
     votes_of,
     whole,
@@ -54,7 +54,7 @@ def votes_over_gloo(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_wrapped_model_recovers_bit_identically_from_oom(
     kind: str, phase: str, failing_step: int
 ) -> None:
-    found = ends_with_and_without_failure(
+    found = final_snapshots(
         lambda: wrapped(kind, PHASES[phase]), failing_step=failing_step, num_batches=4
     )
     assert differences(*found) == []
@@ -135,13 +135,13 @@ def test_vote_on_device_thread_stops_guarded_step() -> None:
     step = microbatcher(net, "auto", probe=False)
     with room(ROOM):
         result = step.backward(to_device(batch()))
-    # A second failure, of a device whose blocks were cut up, is as good.
+    # A second failure due to fragmented blocks is fine, too.
     assert (result.ooms, result.microbatch_size) in ((1, HALF), (2, HALF // 2))
     assert all(parameter.grad is not None for parameter in net.parameters())
 
 
 class PeerFails(Exchange):
-    """In the first vote on another thread than its own, a second rank says that memory ran out."""
+    """Simulate a second rank that reports out of memory in the first vote on another thread."""
 
     def __init__(self, inner: Exchange) -> None:
         self.__dict__.update(inner.__dict__)

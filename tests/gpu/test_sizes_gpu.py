@@ -36,15 +36,15 @@ ROWS = 24  # halving goes to 12 and 6, and 8 rows are three microbatches
 
 
 def net_for_sizes() -> nn.Module:
-    """On CUDA real activations decide; elsewhere they are too small for segments of 20 MiB."""
+    """A model with real activations on CUDA; elsewhere they are too small for 20 MiB segments."""
     return model() if DEVICE.type == "cuda" else model(Hungry(40, 0))
 
 
 def reserved_bytes(rows: int) -> int:
-    """What the allocator takes from the device for a step with microbatches of these rows."""
+    """Return the bytes that the allocator reserves for a step with microbatches of these rows."""
     net = net_for_sizes()
-    step = microbatcher(net, rows, probe=False)  # whose looks have sizes of their own
-    for _ in range(2):  # the first makes what libraries keep for ever
+    step = microbatcher(net, rows, probe=False)  # a probe would use other sizes
+    for _ in range(2):  # in the first, libraries create their permanent state
         net.zero_grad()
         accelerator.empty_cache()
         accelerator.reset_peak_memory_stats(DEVICE)
@@ -55,7 +55,7 @@ def reserved_bytes(rows: int) -> int:
 
 @pytest.fixture
 def room_bytes() -> int:
-    """Room for 8 rows and not for 12."""
+    """Enough memory for 8 rows, but not for 12."""
     fits, fails = reserved_bytes(8), reserved_bytes(12)
     assert fits < fails
     return (fits + fails) // 2
@@ -99,7 +99,7 @@ def test_oom_during_size_trial_changes_no_bit(room_bytes: int) -> None:
 
 
 class RetryingOnce(nn.Module):
-    """Leaves a block in the cache that is too small for the next request, so many MiB a row."""
+    """Leaves a cached block that is too small for the next request, of some MiB per row."""
 
     def forward(self, x: Tensor) -> Tensor:
         for mib in (40, 45):
@@ -108,7 +108,7 @@ class RetryingOnce(nn.Module):
 
 
 class Growing(nn.Module):
-    """Asks for more each time that all rows come at once: no cached block is large enough."""
+    """Requests more each time it gets all rows at once, so that no cached block is large enough."""
 
     def __init__(self, rows: int, row_mib: int) -> None:
         super().__init__()
@@ -125,7 +125,7 @@ class Growing(nn.Module):
 
 @pytest.fixture
 def near_the_limit() -> Iterator[None]:
-    """Room for one such block of 16 rows, but not for two; for both of 8."""
+    """Enough memory for one such block of 16 rows but not two, and for two blocks of 8 rows."""
     with room(900 * MIB):
         yield
 
@@ -135,7 +135,7 @@ def retries() -> int:
 
 
 def train_near_the_limit(asks: nn.Module, batches: int) -> tuple[list[int], list[int]]:
-    """The size of each batch, and its allocator retries."""
+    """Return the microbatch size of each batch, and its allocator retries."""
     net = nn.Sequential(nn.Linear(8, 8), asks, nn.Linear(8, 4)).to(DEVICE)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     step = Microbatcher(net, loss_fn=nn.CrossEntropyLoss(), optimizer=optimizer, probe=False)
@@ -160,7 +160,7 @@ def test_repeated_allocator_retries_reduce_size(record_property: Record) -> None
     assert sizes[:6] == [16, 16, 16, 8, 8, 8]
     assert min(counts[1:3]) > 0
     assert counts[3:6] == [0, 0, 0]
-    # Which of the two is faster is the device's affair; whether it stays is decided once.
+    # The faster of the two depends on the device, but the choice is made only once.
     assert sizes[6:] == [sizes[6]] * 6
 
 
@@ -219,12 +219,12 @@ def test_libraries_allocate_memory_before_first_forward(record_property: Record)
 
 @pytest.mark.parametrize("waits", [True, False])
 def test_compared_seconds_are_measured_on_device(waits: bool, record_property: Record) -> None:
-    """Without waiting they are those of the host, which hands the device its work."""
+    """Without synchronization, they are the seconds that the host takes to enqueue the work."""
     side, times = (4096, 50) if DEVICE.type == "cuda" else (256, 20)
     a = torch.ones(side, side, device=DEVICE)
     meter = Meter([DEVICE])
     measured = []
-    for _ in range(3):  # the first makes what libraries keep for ever
+    for _ in range(3):  # in the first, libraries create their permanent state
         begin, end = (accelerator.Event(enable_timing=True) for _ in range(2))
         accelerator.synchronize(DEVICE)
         meter.begin(waits=waits)
@@ -237,5 +237,5 @@ def test_compared_seconds_are_measured_on_device(waits: bool, record_property: R
     seconds = {"meter": measured[-1].seconds, "events": begin.elapsed_time(end) / 1e3}
     record_property("seconds", {name: round(each, 6) for name, each in seconds.items()})
     assert measured[-1].has_waited == waits
-    if DEVICE.type == "cuda" and waits:  # the stand-in has a clock of its own
+    if DEVICE.type == "cuda" and waits:  # the stand-in has its own clock
         assert seconds["meter"] == pytest.approx(seconds["events"], rel=0.2)

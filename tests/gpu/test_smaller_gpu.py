@@ -1,4 +1,4 @@
-"""Levels, and parts with sizes of their own, if a device itself runs out of memory."""
+"""Levels and separately sized parts when a real device runs out of memory."""
 
 import copy
 from typing import Any
@@ -27,11 +27,11 @@ from tests.gpu.test_oom_gpu import ROOM
 
 pytestmark = GPU
 
-# Per row and block; less if a CPU computes.
+# Per row and block; less on a CPU.
 KEPT = (32 if DEVICE.type == "cuda" else 4) * MIB
 BLOCKS = 8
 SIZE = 4
-LIMIT = 20 * KEPT  # a microbatch keeps 32
+LIMIT = 20 * KEPT  # a microbatch saves 32
 PLENTY = 64 * 1024 * MIB
 
 
@@ -50,7 +50,7 @@ class _Keep(torch.autograd.Function):
 
 
 class Keeping(nn.Module):
-    """A block that keeps much for its backward, with dropout."""
+    """A block with dropout that saves much memory for its backward."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -83,13 +83,13 @@ def keeping() -> nn.Module:
 
 
 def trained(limit: int, size: Any = SIZE, steps: int = 3, **options: Any) -> Any:
-    """Return the state after some steps, the last result, and the peak of additional memory."""
+    """Return the state after some steps, the last result, and the peak memory above the start."""
     net = keeping()
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     step = microbatcher(net, size, optimizer=optimizer, **options)
     torch.manual_seed(3)
     small = to_device(batch(1))
-    net(small[0])  # lets libraries allocate their memory
+    net(small[0])  # so that libraries allocate their memory
     before = requested_bytes()
     torch.get_device_module(DEVICE).reset_peak_memory_stats(DEVICE)
     with room(limit):

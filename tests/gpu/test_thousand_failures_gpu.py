@@ -32,7 +32,7 @@ def test_thousand_consecutive_ooms_leak_no_memory(record_property: Record) -> No
             net.zero_grad()
 
     peaks = {}
-    for size in (1, ROWS):  # also lets libraries create permanent state
+    for size in (1, ROWS):  # also, libraries create their permanent state
         call(Fixed(size))
         accelerator.reset_peak_memory_stats(DEVICE)
         before_bytes = allocated_bytes()
@@ -44,7 +44,7 @@ def test_thousand_consecutive_ooms_leak_no_memory(record_property: Record) -> No
     while ooms < FAILURES and calls < 4 * FAILURES:
         is_raised = ooms < FAILURES // 2
         least = 0 if is_raised else peaks[1] + 64 * MIB
-        share = calls * 31 % 97 / 97  # another point of the step each time
+        share = calls * 31 % 97 / 97  # a different point of the step each time
         calls += 1
         now.phase = "outside"
         with room(int(least + (0.95 * peaks[ROWS] - least) * share)):

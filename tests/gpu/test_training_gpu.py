@@ -1,4 +1,4 @@
-"""Training as people set it up: deterministic, compiled, in half precision, with a report."""
+"""Common ways of training: deterministic, compiled, in half precision, with a report."""
 
 import json
 import os
@@ -105,7 +105,7 @@ def trainer(net: nn.Module, rows: int = 4 * ROWS, **options: Any) -> Trainer:
 
 
 def uncompiled(demand: Hungry) -> Hungry:
-    """The compiler would leave out memory that nobody reads."""
+    """Exclude the layer from compilation, which would remove its unused memory."""
     found: Hungry = torch.compiler.disable(Hungry(*(each // MIB for each in demand.row_bytes)))
     return found
 
@@ -114,7 +114,7 @@ def uncompiled(demand: Hungry) -> Hungry:
 def test_compiled_model_recovers_while_backward_compiles(
     phase: str, record_property: Record
 ) -> None:
-    """The first failure comes where the compiler has not seen the backward yet."""
+    """The first failure happens before the compiler has seen the backward."""
     torch.compiler.reset()
     net = model(uncompiled(PHASES[phase]))
     with room(ROOM):
@@ -171,7 +171,7 @@ def test_compiled_model_after_oom_matches_fixed_size() -> None:
         torch.compiler.reset()
         net = model(
             uncompiled(PHASES["backward"])
-        ).eval()  # no dropout: the compiler draws in its own way
+        ).eval()  # no dropout: the compiler draws different numbers
         net.compile(backend=COMPILER)
         step = microbatcher(net, size, probe=False)
         with room(limit):

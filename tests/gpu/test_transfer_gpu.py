@@ -1,4 +1,4 @@
-"""From the host to the device: overlapping, without waiting, and with the same result."""
+"""Transfers from host to device overlap without waiting, and give the same result."""
 
 import pytest
 import torch
@@ -19,7 +19,7 @@ def test_prefetching_from_pinned_memory_is_bit_identical(size: int) -> None:
         net = model()
         step = microbatcher(net, size)
         torch.manual_seed(3)
-        for seed in range(BATCHES):  # memory is reused while copies are running
+        for seed in range(BATCHES):  # memory is reused while copies run
             step.backward(place(batch(seed=seed)))
         found.append(snapshot(net))
     assert differences(*found) == []

@@ -1,6 +1,6 @@
-"""Two processes on one device, over gloo: recovery of several ranks, as far as one GPU can show it.
+"""Two processes on one device, over gloo: recovery of several ranks, as far as one GPU allows.
 
-Ranks vote before each bucket in the first failure of a world, and replay later ones.
+In the first failure of a world, ranks vote before each bucket; they replay later ones.
 """
 
 from collections.abc import Iterator
@@ -44,7 +44,7 @@ def test_both_ranks_recover_bit_identically_from_oom(wrapper: str, case: str, wo
         assert sum(other["ooms"]) == other["ooms"][failing_step] == 1
         assert differences(one["state"], other["state"]) == []
     if wrapper == "fsdp":
-        return  # each has shards of its own
+        return  # each rank has its own shards
     first, second = (each["state"] for each in found)
     both = [name for name in first if name.startswith("parameter")]
     assert both

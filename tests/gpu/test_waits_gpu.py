@@ -1,7 +1,7 @@
-"""How often a settled batch waits for the device: whole and cut.
+"""How often a settled batch, whole or split, waits for the device.
 
-The table of docs/benchmarks.md. On the stand-in every wait is counted; on CUDA torch's sync-debug
-mode warns of each one, but for copies to and from memory that is not pinned.
+The counts are those of the table in docs/benchmarks.md. The stand-in counts every wait. On CUDA,
+torch's sync-debug mode warns of each one, except for copies to and from pageable memory.
 """
 
 import functools
@@ -47,7 +47,7 @@ class Net(nn.Module):
 
 
 class Queue(Net):
-    """A large buffer that changes in every forward, as a queue of keys does."""
+    """A model with a large buffer that changes in every forward, like a queue of keys."""
 
     queue: Tensor
 
@@ -119,7 +119,7 @@ def named(model: nn.Module, batch: Batch) -> dict[str, Tensor]:
     return {"task": F.cross_entropy(out, batch[1]), "size": out.square().mean()}
 
 
-# What is cut, where it lies, and how often the host waits for a batch, by the numbers of `CUTS`.
+# By name: the model, the place of its batches, options, and waits per batch for each of `CUTS`.
 STEPS: dict[
     str, tuple[Callable[[], nn.Module], Callable[[Batch], Batch], Any, tuple[int, int, int]]
 ] = {
@@ -196,7 +196,7 @@ def test_reading_value_counts_as_sync() -> None:
 def test_settled_step_allocates_no_new_segments(place: Callable[[Batch], Batch], size: Any) -> None:
     net = subjects.model()
     step = subjects.microbatcher(net, size)
-    for seed in range(6):  # sizes are found, and checks are due
+    for seed in range(6):  # enough batches to settle sizes and finish checks
         step.backward(place(subjects.batch(seed=seed)))
         net.zero_grad()
     last = place(subjects.batch(seed=6))
@@ -207,8 +207,8 @@ def test_settled_step_allocates_no_new_segments(place: Callable[[Batch], Batch],
     assert place is pageable or waited == 0
 
 
-class Watch(Callback):
-    """Counts what every batch waits."""
+class WaitCounter(Callback):
+    """Counts the waits of every batch."""
 
     def __init__(self) -> None:
         self.counts: list[int] = []
@@ -220,8 +220,8 @@ class Watch(Callback):
         self._last = now
 
 
-class Taken:
-    """A logger."""
+class RecordingLogger:
+    """A logger that keeps its values."""
 
     def __init__(self) -> None:
         self.values: list[Mapping[str, float]] = []
@@ -265,7 +265,7 @@ def test_trainer_batch_sync_count_matches_table(
     make_optimizer = options.pop("optimizer", lambda p: torch.optim.SGD(p, lr=0.1))
     found = {}
     for cut in CUTS:
-        net, watch, taken = Net().to(DEVICE), Watch(), Taken()
+        net, watch, taken = Net().to(DEVICE), WaitCounter(), RecordingLogger()
         with_loss: dict[str, Any] = (
             {} if "forward" in options else {"loss_fn": nn.CrossEntropyLoss()}
         )

@@ -1,4 +1,4 @@
-"""Models in torch's wrappers for several ranks, in a group of one, with all votes."""
+"""Models in torch's distributed wrappers, in a group of one, with all votes."""
 
 import contextlib
 import datetime
@@ -35,7 +35,7 @@ KINDS = ["ddp", pytest.param("fsdp", marks=WITH_FSDP)]
 
 @contextlib.contextmanager
 def group_of_one() -> Iterator[None]:
-    """The process group of a program with one rank: NCCL on CUDA, gloo elsewhere."""
+    """Create the process group of a single rank: NCCL on CUDA, gloo elsewhere."""
     accelerator.set_device(DEVICE)
     is_cuda = DEVICE.type == "cuda"
     dist.init_process_group(
@@ -53,7 +53,7 @@ def group_of_one() -> Iterator[None]:
 
 
 def exchange_over_gloo() -> Exchange:
-    """Every exchange is made that several ranks would make."""
+    """Return an exchange that makes every call that several ranks would make."""
     group = GlooGroup([0], timeout_seconds=60)
     return Exchange([group], height=1, rank=0, world_size=1)
 
@@ -82,10 +82,10 @@ def whole_snapshot(
     return {name: value.to("cpu", copy=True) for name, value in local.items()}
 
 
-def ends_with_and_without_failure(
+def final_snapshots(
     make: Callable[[], nn.Module], *, failing_step: int, num_batches: int
 ) -> list[dict[str, torch.Tensor]]:
-    """What training ends with where room is short from one batch on, and at the same sizes."""
+    """Return the final states with memory short from one batch on, and at the same fixed sizes."""
     found = []
     sizes: list[int] = []
     for is_scripted in (False, True):
@@ -105,7 +105,7 @@ def ends_with_and_without_failure(
             sizes.append(result.microbatch_size)
             optimizer.step()
             optimizer.zero_grad()
-        # Half of the rows may fail, too, where the allocator has cut up its one large block.
+        # Half of the rows may fail, too, if the allocator has split its only large block.
         assert sum(failures) == failures[failing_step]
         assert bool(failures[failing_step]) is not is_scripted
         found.append(whole_snapshot(net))

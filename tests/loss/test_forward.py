@@ -1,4 +1,4 @@
-"""From a microbatch to a loss: the four conventions, and the errors of each."""
+"""Computing a loss from a microbatch: four conventions, and their errors."""
 
 import dataclasses
 from types import SimpleNamespace
@@ -17,7 +17,7 @@ from tests.models import CLASSES, ROWS, ComposerStyle, Mlp, x, y
 
 
 class Keyword(nn.Module):
-    """A model with Hugging Face's convention, with an output of the requested kind."""
+    """A model with Hugging Face's convention and an output of the requested kind."""
 
     def __init__(self, kind: str = "output") -> None:
         super().__init__()
@@ -174,7 +174,7 @@ def test_forward_receives_num_items_in_batch(count: Any) -> None:
         return torch.where(batch["labels"] > 0, losses, 0).sum() / max(float(num_items_in_batch), 1)
 
     batch, model = {"inputs": x(), "labels": y()}, Mlp()
-    batch["labels"][:4] = -100 if count is None else 0  # a microbatch without any item
+    batch["labels"][:4] = -100 if count is None else 0  # a microbatch without items
     items = (batch["labels"] != -100).sum() if count is None else (batch["labels"] > 0).sum()
     (wanted,) = torch.autograd.grad(forward(model, batch, items), [next(model.parameters())])
     average = {} if count is None else {"loss_average": count}

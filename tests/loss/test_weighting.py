@@ -1,4 +1,4 @@
-"""What a loss averages over: read off, declared, counted; and the weights that follow."""
+"""Averages of losses (inferred, declared or counted), and the resulting weights."""
 
 import functools
 import math
@@ -72,7 +72,7 @@ class OwnInit(nn.CrossEntropyLoss):
         super().__init__(ignore_index=7)
 
 
-# Reading off
+# Inference
 
 
 def test_average_is_inferred_from_loss() -> None:
@@ -188,7 +188,7 @@ def test_weights_are_fractions_of_full_batch_denominator() -> None:
 
 
 class OnDevice(Samples):
-    """Counts as they come from a device: float64 tensors, which nobody reads back."""
+    """Counts on a device: float64 tensors that are never read back."""
 
     def divisors(self, cuts: Any) -> Divisors:
         each = torch.tensor(cuts[0].sizes, dtype=torch.float64).unbind()
@@ -236,7 +236,7 @@ def test_named_losses_must_match_declaration() -> None:
         weights.apply(0, one, {"a": one, "b": one}, has_total=True)
 
 
-# No target at all
+# No targets
 
 
 @pytest.mark.parametrize("size", [None, 1, 3])
@@ -253,7 +253,7 @@ def test_batch_with_all_targets_ignored_contributes_zero(
         result = microbatcher.backward(batch)
     assert float(result.loss) == 0
     assert all(p.grad is not None and not p.grad.any() for p in model.parameters())
-    assert float(microbatcher.backward(batch).loss) == 0  # and says so once
+    assert float(microbatcher.backward(batch).loss) == 0  # without a second warning
 
 
 def test_batch_without_targets_keeps_earlier_gradients() -> None:
@@ -315,7 +315,7 @@ def test_batch_that_counts_nothing_does_not_affect_mean() -> None:
 
 
 class WithScalars(Mlp):
-    """Leaves that are a loss by themselves, or a view of one."""
+    """A model with leaves that can be losses, or views of them."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -360,7 +360,7 @@ def test_weighted_backward_is_bit_identical_to_scaled_loss(added: str, dtype: to
 
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
 def test_microbatch_losses_keep_no_other_tensors_alive(reduction: str) -> None:
-    """A mean of squares lies in the memory of the squares."""
+    """A mean of squares is stored in the memory of the squares."""
     model = nn.Linear(4, 512)
     batch = torch.randn(64, 4), torch.zeros(64, 512)
     microbatcher = Microbatcher(
@@ -376,4 +376,4 @@ def test_microbatch_losses_keep_no_other_tensors_alive(reduction: str) -> None:
         assert result.loss is not None
         assert result.num_microbatches == 16
         whole = batch[1].nbytes
-        assert budget.peak_bytes < whole  # 16 microbatches' losses would be as large as that
+        assert budget.peak_bytes < whole  # the losses of 16 microbatches would need that much

@@ -1,4 +1,4 @@
-"""The simulated device: what it counts, where, when it refuses, and what a refusal leaves."""
+"""The simulated device: counted tensors, threads and layouts, limits, and state after an error."""
 
 import copy
 import gc
@@ -27,7 +27,7 @@ def step(model: nn.Module, batch: torch.Tensor) -> None:
     model(batch).square().mean().backward()
 
 
-# What is counted
+# Counting
 
 
 def test_tracked_tensors_are_counted_once() -> None:
@@ -76,7 +76,7 @@ def test_existing_sparse_tensors_are_counted(layout: torch.layout) -> None:
 
 
 class Wrapper(torch.Tensor):
-    """Holds a tensor, and needs a temporary copy of it for every operation."""
+    """A tensor subclass that makes a temporary copy of its inner tensor in every operation."""
 
     held: torch.Tensor
 
@@ -236,7 +236,7 @@ def test_compiled_modules_are_rejected(make) -> None:
         MemoryBudget(None).track(make())
 
 
-# When it refuses
+# Out of memory
 
 
 def test_step_fits_in_budget_of_its_measured_peak() -> None:

@@ -1,4 +1,4 @@
-"""Reading and limiting real devices."""
+"""Reading and limiting the memory of real devices."""
 
 import pytest
 import torch
@@ -22,7 +22,7 @@ def test_active_budget_is_read_on_cpu() -> None:
 
 def test_attempt_queries_accelerator_statistics_twice(mocker) -> None:
     module = mocker.patch("torch.get_device_module").return_value
-    module.memory_stats_as_nested_dict.return_value = {}  # nothing was allocated yet
+    module.memory_stats_as_nested_dict.return_value = {}  # nothing has been allocated yet
     module.mem_get_info.return_value = (6, 10)
     module.get_per_process_memory_fraction.return_value = 0.5
     meter = Meter([torch.device("cuda:1")])
@@ -31,7 +31,7 @@ def test_attempt_queries_accelerator_statistics_twice(mocker) -> None:
     assert (first.peak_bytes, first.capacity_bytes, first.alloc_retries) == (0, 5, 0)
     asked = module.memory_stats_as_nested_dict.call_count
     meter.begin()
-    assert meter.end().capacity_bytes == 5  # of a second ago at most
+    assert meter.end().capacity_bytes == 5  # at most a second old
     assert module.memory_stats_as_nested_dict.call_count == asked + 2
     assert module.mem_get_info.call_count == 1
     assert module.synchronize.call_count == 0
@@ -78,7 +78,7 @@ def test_only_native_allocator_supports_snapshots(
 
 
 @pytest.mark.parametrize("device", ["cuda:1", "cuda"])
-# Without a limit cudaMallocAsync says some millions, which cannot be set again.
+# Without a limit, cudaMallocAsync returns some millions, which cannot be set again.
 @pytest.mark.parametrize(("before", "after"), [(0.9, 0.9), (2e8, 1.0)])
 def test_cuda_limit_sets_memory_fraction_and_restores_it(mocker, device, before, after) -> None:
     mocker.patch("torch.cuda.get_device_properties").return_value.total_memory = 8 * KIB

@@ -1,4 +1,4 @@
-"""What counts as out of memory, and that nothing of a failed attempt stays alive."""
+"""Classification of out-of-memory errors, and release of everything in a failed attempt."""
 
 import errno
 import itertools
@@ -34,7 +34,7 @@ IN_REPLICA = IN_WORKER.replace("DataLoader worker process 0", "replica 1 on devi
 
 
 def made(module: str, name: str, base: type[Exception], text: str) -> Exception:
-    """An error of a library that is not installed here."""
+    """Return an error of a library that is not installed here."""
     error: Exception = type(name, (base,), {"__module__": module})(text)
     return error
 
@@ -81,7 +81,7 @@ RETRYABLE = [
     RuntimeError("DefaultCPUAllocator: not enough memory: you tried to allocate 8 bytes."),
     RuntimeError("std::bad_alloc"),
     RuntimeError(IN_REPLICA.format("RuntimeError") + "RuntimeError: CUDA error: out of memory"),
-    # Of other libraries.
+    # Errors of other libraries.
     made("jaxlib.xla_extension", "XlaRuntimeError", RuntimeError, XLA + "Out of memory allocating"),
     RuntimeError(XLA + "Out of memory while trying to allocate 16 bytes."),
     RuntimeError(XLA + "Failed to allocate request for 2.0GiB (2147483648B) on device ordinal 0"),
@@ -170,7 +170,7 @@ UNRELATED = [
     KeyboardInterrupt(),
     SampleTooLargeError("even one row does not fit"),
     RollbackError("CUDA out of memory."),
-    # Like them.
+    # Similar, but unrelated errors.
     KeyError("out of memory"),
     RuntimeError("LSTM out of memory: it has 4 cells"),
     RuntimeError("DNC out of memory."),
@@ -214,7 +214,7 @@ MEANS = [
     *((error, Failure.RETRYABLE) for error in RETRYABLE),
     *((error, Failure.CONTEXT_LOST) for error in CONTEXT_LOST),
     *((error, Failure.UNRELATED) for error in UNRELATED),
-    # Causes decide, too.
+    # Causes are considered, too.
     (chain(ValueError("x"), KeyError("y"), MemoryError()), Failure.RETRYABLE),
     (chain(MemoryError("m"), ValueError("x")), Failure.RETRYABLE),
     (chain(MemoryError("n"), RuntimeError("CUDA error: unknown error")), Failure.CONTEXT_LOST),
@@ -242,7 +242,7 @@ def test_unexplained_library_error_is_oom_on_full_device(
     def means() -> set[Failure]:
         return set(map(classify, ON_A_FULL_DEVICE))
 
-    assert means() == {Failure.UNRELATED}  # no accelerator here, so it is unknown
+    assert means() == {Failure.UNRELATED}  # without an accelerator, free memory is unknown
     for free_bytes, expected in ((1 << 20, Failure.RETRYABLE), (1 << 30, Failure.UNRELATED)):
         monkeypatch.setattr(torch.accelerator, "get_memory_info", lambda: (free_bytes, 16 << 30))  # noqa: B023
         assert means() == {expected}
@@ -298,7 +298,7 @@ def fail_in_forward(storages: Storages) -> None:
     raise torch.OutOfMemoryError(f"CUDA out of memory. {hidden.shape}")
 
 
-def fail_in_forward_and_store_the_error(storages: Storages) -> None:
+def fail_in_forward_and_store_error(storages: Storages) -> None:
     try:
         fail_in_forward(storages)
     except torch.OutOfMemoryError as error:
@@ -313,7 +313,7 @@ def fail_in_backward(storages: Storages) -> None:
     loss.backward()
 
 
-def fail_in_backward_the_other_way_round(storages: Storages) -> None:
+def fail_in_backward_reversed(storages: Storages) -> None:
     x = torch.ones(100, requires_grad=True)
     hidden = remember(storages, x.exp())
     (hidden.sin() + RunsOutInBackward.apply(hidden)).sum().backward()
@@ -342,9 +342,9 @@ def fail_in_a_group(storages: Storages) -> None:
 
 ATTEMPTS = [
     fail_in_forward,
-    fail_in_forward_and_store_the_error,
+    fail_in_forward_and_store_error,
     fail_in_backward,
-    fail_in_backward_the_other_way_round,
+    fail_in_backward_reversed,
     fail_with_a_cycle,
     fail_in_a_group,
 ]
@@ -359,7 +359,7 @@ def test_release_frees_all_tensors_of_failed_attempt() -> None:
 
 
 def test_release_allocates_no_memory() -> None:
-    """On a device that is full to the last byte the engine must still let go."""
+    """The engine must release memory even on a completely full device."""
     budget = MemoryBudget("1KiB")
     with budget:
         full = torch.zeros(256)

@@ -1,4 +1,4 @@
-"""Out of memory in other words, and wrapped: what stands for it, and what only followed it."""
+"""Wrapped out-of-memory errors, as opposed to other errors raised while handling them."""
 
 import copy
 import dataclasses
@@ -33,7 +33,7 @@ def raised_by(fail: Fail) -> Exception:
 
 
 def chained(first: Fail, then: Callable[[Any], Exception], cause: Any = ...) -> Fail:
-    """Return code that raises an error while it handles another one, or from a cause."""
+    """Return a function that raises an error while handling another one, or from a cause."""
 
     def fail() -> None:
         try:
@@ -53,7 +53,7 @@ def raising(make: Callable[[], Exception]) -> Fail:
     return fail
 
 
-def in_an_inner_except_block() -> None:
+def in_inner_except_block() -> None:
     try:
         oom()
     except torch.OutOfMemoryError:
@@ -84,7 +84,7 @@ STANDS_FOR_IT: dict[str, Fail] = {
 }
 FOLLOWED_IT: dict[str, Fail] = {
     "of a fallback": chained(oom, lambda e: ValueError("the fallback takes no odd lengths")),
-    "in an inner except block": in_an_inner_except_block,
+    "in an inner except block": in_inner_except_block,
     "in finally": chained(oom, lambda e: KeyError("missing")),
     "from none": chained(oom, lambda e: RuntimeError(f"deliberately: {e}"), None),
     "from another": chained(oom, lambda e: RuntimeError(f"quotes {e}"), ValueError("of this")),
@@ -165,7 +165,7 @@ class NoTextError(RuntimeError):
 
 @dataclasses.dataclass(frozen=True)
 class FrozenError(Exception):
-    """Refuses notes."""
+    """An error that rejects notes."""
 
     code: int
 

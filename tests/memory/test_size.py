@@ -1,4 +1,4 @@
-"""Amounts of memory as people write them."""
+"""Parsing and formatting of amounts of memory."""
 
 import math
 from typing import Any

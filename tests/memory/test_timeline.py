@@ -1,4 +1,4 @@
-"""Who holds what in a step that runs: sums, names, and that nothing is changed by looking."""
+"""Memory by owner during a step: sums and names. Recording changes nothing."""
 
 import copy
 from collections import Counter
@@ -34,7 +34,7 @@ def record(work: Callable[[], object], *modules: nn.Module) -> Trace:
 
 
 def held_after_each(trace: Trace) -> list[dict[str, int]]:
-    """The bytes that each owner holds after each event, activations by their module."""
+    """Return the bytes that each owner holds after each event; activations belong to modules."""
     held: Counter[str] = Counter()
     found = []
     for number, delta in zip(trace.numbers.tolist(), trace.deltas.tolist(), strict=True):
@@ -45,7 +45,7 @@ def held_after_each(trace: Trace) -> list[dict[str, int]]:
 
 
 def most(trace: Trace) -> dict[str, int]:
-    """The most that each owner held at once."""
+    """Return the largest number of bytes that each owner held."""
     held = held_after_each(trace)
     return {name: max(each.get(name, 0) for each in held) for name in held[-1]}
 
@@ -64,7 +64,7 @@ def test_activations_belong_to_modules_until_backward_frees_them() -> None:
     model, _, x = make()
     trace = record(lambda: model(x).square().mean().backward(), model)
     peaks = most(trace)
-    # Linear and tanh hold rows × 128 numbers, dropout the same and its mask.
+    # Linear and tanh save rows × 128 numbers each; dropout saves as many, and its mask.
     assert peaks["body.1"] == 64 * 128 * 4
     assert peaks["body.2"] >= 64 * 128 * 4
     assert peaks["gradients"] >= sum(each.nbytes for each in model.parameters())

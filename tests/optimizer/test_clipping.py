@@ -1,4 +1,4 @@
-"""Clipping the gradient: as torch does it, once, or reported as half done."""
+"""Gradient clipping matches torch, and a half-finished one is reported."""
 
 import pytest
 import torch

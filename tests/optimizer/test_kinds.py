@@ -1,4 +1,4 @@
-"""Optimizers that nobody foresaw: training is as in a plain loop, whatever they keep, and where."""
+"""Unusual optimizers: training matches a plain loop, whatever state they keep, and wherever."""
 
 import itertools
 import random
@@ -31,7 +31,7 @@ QUIET: dict[str, Any] = {"loss_fn": nn.MSELoss(), "progress": False, "device": "
 
 
 def reserved_by(microbatcher: Microbatcher) -> int:
-    """Bytes that it holds for what its optimizer has yet to build."""
+    """Return the bytes reserved for optimizer state that does not exist yet."""
     assert microbatcher._engine.reservation is not None
     return microbatcher._engine.reservation.reserved_bytes
 
@@ -55,7 +55,7 @@ class WithAverage(torch.optim.AdamW):
 
 
 class Lookahead(torch.optim.Optimizer):
-    """As it is on GitHub: shares its groups with the optimizer inside."""
+    """A common implementation, which shares its groups with the inner optimizer."""
 
     def __init__(self, base: torch.optim.Optimizer, *, k: int = 2) -> None:
         super().__init__([p for g in base.param_groups for p in g["params"]], {})
@@ -74,7 +74,7 @@ class Lookahead(torch.optim.Optimizer):
 
 
 class HalfBuilt(torch.optim.Optimizer):
-    """As timm has it: never calls the base class, so that hooks on its step are not called."""
+    """A wrapper like timm's: it never calls the base class, so hooks on its step are not called."""
 
     def __init__(self, base: torch.optim.Optimizer) -> None:
         self._base_optimizer = base
@@ -86,10 +86,10 @@ class HalfBuilt(torch.optim.Optimizer):
         return self._base_optimizer.step(closure)
 
 
-def alone(model: nn.Module) -> torch.optim.Optimizer:
-    """The same around nothing; torch completes such a class in the first `zero_grad`."""
+def without_inner(model: nn.Module) -> torch.optim.Optimizer:
+    """Return a similar optimizer without an inner one; torch completes it in `zero_grad`."""
 
-    class Alone(torch.optim.Optimizer):
+    class WithoutInner(torch.optim.Optimizer):
         def __init__(self, params: Any) -> None:
             self.param_groups = [{"params": list(params), "lr": 0.1}]
             self.defaults, self.state = {}, defaultdict(dict)
@@ -102,11 +102,11 @@ def alone(model: nn.Module) -> torch.optim.Optimizer:
                 if parameter.grad is not None:
                     parameter.sub_(parameter.grad, alpha=0.1)
 
-    return Alone(model.parameters())
+    return WithoutInner(model.parameters())
 
 
 class Momentum(torch.optim.Optimizer):
-    """Momentum in a dict, by name, and counters of several kinds."""
+    """Keeps momentum in a dict by name, and several kinds of counters."""
 
     history: list[int] = []  # noqa: RUF012 (for all of the class, as people write it)
 
@@ -127,7 +127,7 @@ class Momentum(torch.optim.Optimizer):
             parameter.sub_(momentum, alpha=0.1 / (1 + 0.1 * len(self.history)))
 
 
-def in_a_closure(model: nn.Module) -> torch.optim.Optimizer:
+def counter_in_closure(model: nn.Module) -> torch.optim.Optimizer:
     calls: list[int] = []
 
     class Counts(torch.optim.Adam):
@@ -140,7 +140,7 @@ def in_a_closure(model: nn.Module) -> torch.optim.Optimizer:
     return Counts(model.parameters())
 
 
-def in_a_closure_of_a_tensor(model: nn.Module) -> torch.optim.Optimizer:
+def tensor_in_closure(model: nn.Module) -> torch.optim.Optimizer:
     factor = torch.ones(())
 
     class Decays(torch.optim.Adam):
@@ -153,7 +153,7 @@ def in_a_closure_of_a_tensor(model: nn.Module) -> torch.optim.Optimizer:
     return Decays(model.parameters())
 
 
-def on_its_class(model: nn.Module) -> torch.optim.Optimizer:
+def counter_on_class(model: nn.Module) -> torch.optim.Optimizer:
     class Counts(torch.optim.Adam):
         steps = 0
 
@@ -167,7 +167,7 @@ def on_its_class(model: nn.Module) -> torch.optim.Optimizer:
 
 
 class ByNumber(torch.optim.Optimizer):
-    """Keeps its state by other keys than parameters."""
+    """Keeps its state under keys that are not parameters."""
 
     def __init__(self, params: Any) -> None:
         super().__init__(params, {"lr": 0.1})
@@ -189,7 +189,7 @@ class Communicates(torch.optim.SGD):
 
 
 class Noisy(torch.optim.SGD):
-    """Draws from every generator that there is."""
+    """Draws from every generator."""
 
     def __init__(self, params: Any, **options: Any) -> None:
         super().__init__(params, **options)
@@ -205,7 +205,7 @@ class Noisy(torch.optim.SGD):
             parameter.add_(drawn + torch.randn_like(parameter), alpha=0.01 * noise)
 
 
-class HoldsTheModel(torch.optim.SGD):
+class HoldsModel(torch.optim.SGD):
     def __init__(self, model: nn.Module) -> None:
         super().__init__(model.parameters(), lr=0.1)
         self.model = model
@@ -218,7 +218,7 @@ class HoldsTheModel(torch.optim.SGD):
 
 
 class Patched:
-    """An optimizer whose step was replaced on the instance, as many libraries do."""
+    """An optimizer whose step is replaced on the instance, as in many libraries."""
 
     def __new__(cls, model: nn.Module) -> Any:
         optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
@@ -236,7 +236,7 @@ class Patched:
 
 
 class Duck:
-    """A wrapper that is no optimizer of torch, as deepspeed and apex have."""
+    """A wrapper that is not a torch optimizer, as in deepspeed and apex."""
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self.optimizer = optimizer
@@ -261,15 +261,15 @@ MAKE: dict[str, Make] = {
     "list": lambda m: WithAverage(m.parameters(), lr=0.1),
     "lookahead": lambda m: Lookahead(torch.optim.SGD(m.parameters(), lr=0.1, momentum=0.9)),
     "half built": lambda m: HalfBuilt(torch.optim.Adam(m.parameters(), lr=0.1)),
-    "half built, alone": alone,
+    "half built, alone": without_inner,
     "dict and counters": lambda m: Momentum(m.parameters()),
-    "closure": in_a_closure,
-    "closure of a tensor": in_a_closure_of_a_tensor,
-    "on its class": on_its_class,
+    "closure": counter_in_closure,
+    "closure of a tensor": tensor_in_closure,
+    "on its class": counter_on_class,
     "by number": lambda m: ByNumber(m.parameters()),
     "communicates": lambda m: Communicates(m.parameters(), lr=0.1),
     "noise": lambda m: Noisy(m.parameters(), lr=0.1, momentum=0.9),
-    "holds the model": HoldsTheModel,
+    "holds the model": HoldsModel,
     "patched": Patched,
     "duck": lambda m: Duck(torch.optim.Adam(m.parameters(), lr=0.1)),
     "accelerate": accelerated,
@@ -302,7 +302,7 @@ def seed() -> None:
 
 
 def attributes(optimizer: Any) -> list[Any]:
-    """Everything that an optimizer and those inside hold, as plain values."""
+    """Return all attributes of an optimizer and its inner optimizers, as plain values."""
     found: list[Any] = []
     for _ in range(3):
         own = {k: v for k, v in vars(optimizer).items() if isinstance(v, int | list | dict)}
@@ -317,7 +317,7 @@ def attributes(optimizer: Any) -> list[Any]:
 
 
 def train(make: Make, *, ours: bool) -> tuple[list[Tensor], Any]:
-    """Train a model, one branch of which joins after some steps."""
+    """Train a model with a branch that joins after some steps."""
     seed()
     Momentum.history.clear()
     model = TwoBranches().double()
@@ -343,7 +343,7 @@ def test_training_matches_plain_loop(name: str) -> None:
     given, after = train(MAKE[name], ours=True)
     for one, other in zip(plain, given, strict=True):
         torch.testing.assert_close(one, other, rtol=0, atol=1e-12)
-    if name != "accelerate":  # holds a device and a state of its own
+    if name != "accelerate":  # it holds a device and its own state
         assert attributes(before) == attributes(after)
 
 

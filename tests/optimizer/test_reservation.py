@@ -1,4 +1,4 @@
-"""Memory that an optimizer will need, held back before it exists."""
+"""Reservation of memory for future optimizer state."""
 
 import gc
 import weakref
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from automicro import MemoryBudget, Microbatcher
 from automicro.optimizer.reservation import OptimizerReservation, predict_step_memory
 
-GRANULE = 512  # what a budget rounds to
+GRANULE = 512  # rounding of a budget
 NAMES = ["AdamW", "Adam", "RMSprop", "Adagrad", "Adadelta", "NAdam", "RAdam", "Adamax", "Rprop"]
 CASES: list[tuple[str, dict[str, Any]]] = [
     *((name, {"foreach": foreach}) for name in [*NAMES, "ASGD"] for foreach in (False, True)),
@@ -147,7 +147,7 @@ def two_heads() -> tuple[nn.Module, nn.Module, torch.optim.Optimizer, OptimizerR
 
 
 def run_batch(reservation: OptimizerReservation, *parts: nn.Module) -> int:
-    """Reserve as for one batch in which some parts get a gradient; give what is held."""
+    """Reserve for one batch in which some parts get a gradient; return the reserved bytes."""
     reservation.begin()
     for part in parts:
         for parameter in part.parameters():
@@ -194,7 +194,7 @@ def test_late_first_gradient_is_reserved_for_at_commit() -> None:
     step(optimizer)
     of_one = run_batch(reservation, used, seldom)
     assert of_one == of_both // 2
-    # A second batch for the same step reserves nothing twice; a retry reserves from its begin.
+    # A second batch for the same step reserves nothing twice; a retry reserves from the start.
     assert run_batch(reservation, used, seldom) == of_one
     reservation.roll_back()
     reservation.begin()
@@ -205,7 +205,7 @@ def test_late_first_gradient_is_reserved_for_at_commit() -> None:
 
 
 def test_unused_part_gets_no_reservation() -> None:
-    class Two(nn.Module):
+    class WithUnusedPart(nn.Module):
         def __init__(self) -> None:
             super().__init__()
             self.net, self.unused = network(), nn.Linear(128, 512)
@@ -225,7 +225,7 @@ def test_unused_part_gets_no_reservation() -> None:
             step(optimizer)
         return found
 
-    one, two = peaks(network()), peaks(Two())
+    one, two = peaks(network()), peaks(WithUnusedPart())
     parameters_bytes = (128 + 1) * 512 * 4
     assert [b - a for a, b in zip(one, two, strict=True)] == [
         3 * parameters_bytes + 2 * GRANULE,  # with both moments, and each parameter's step count

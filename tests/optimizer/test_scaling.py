@@ -1,4 +1,4 @@
-"""Half precision: as torch's own scaler does it, and nothing lost where memory runs out."""
+"""Half precision matches torch's scaler, and nothing is lost if memory runs out."""
 
 import contextlib
 import itertools
@@ -49,7 +49,7 @@ def batches(overflowing: int | None = None, rows: int = 8) -> list[Batch]:
 def train_by_hand(
     model: nn.Module, optimizer: torch.optim.Optimizer, given: list[Batch], max_norm: float | None
 ) -> torch.amp.GradScaler:
-    """The loop of torch's documentation."""
+    """Run the loop of torch's documentation."""
     scaler = torch.amp.GradScaler("cpu")
     for inputs, targets in given:
         optimizer.zero_grad()
@@ -96,7 +96,7 @@ def state_of(*parts: Any) -> Any:
 
 
 def with_gradients(*, steps: int = 0) -> tuple[nn.Module, torch.optim.Optimizer, GradientScaler]:
-    """A model with scaled gradients, after some steps."""
+    """Return a model with scaled gradients after some steps."""
     model = network()
     optimizer = build("AdamW", model, foreach=True)
     scaler = GradientScaler(CPU)
@@ -132,7 +132,7 @@ def test_oom_in_attempt_changes_neither_bits_nor_scale() -> None:
     for size in (256, 512):
         model = network()
         with MemoryBudget(None).track(model) as budget:
-            # Looks at the whole batch take memory, too.
+            # Probes of the whole batch need memory, too.
             train(model, build("AdamW", model), given, 0.1, microbatch_size=size, probe=False)
         peaks.append(budget.peak_bytes)
     expected = freeze(model.state_dict())

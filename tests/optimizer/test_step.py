@@ -1,4 +1,4 @@
-"""Running out of memory inside ``optimizer.step()``: named, and applied once."""
+"""Out-of-memory errors inside ``optimizer.step()`` are named, and the step is not repeated."""
 
 from collections.abc import Iterator
 from typing import Any

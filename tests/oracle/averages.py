@@ -49,9 +49,9 @@ def per_class_weight(d: Rows) -> float:
 class Loss:
     """Loss ingredient.
 
-    `make` returns a fresh loss of ``(outputs, target)``, or of ``(model, rows)`` with `is_program`.
-    `target` is y, t, or all rows by name. `true` is its divisor; None if no split of it is exact.
-    `read` is the divisor that can be read from it when it is passed as ``loss_fn``.
+    `make` returns a new loss of ``(outputs, target)``, or of ``(model, rows)`` with `is_program`.
+    `target` is y, t, or all rows by name. `true` is the divisor; None if no split is exact.
+    `read` is the divisor that can be inferred when it is passed as ``loss_fn``.
     """
 
     make: Callable[[], Callable[..., Any]]

@@ -1,4 +1,4 @@
-"""Contents of batches, before they get a form: tensors whose first dimension is rows."""
+"""Contents of batches before they get a form: tensors whose first dimension is rows."""
 
 import dataclasses
 from collections.abc import Iterator
@@ -11,9 +11,9 @@ CLASSES = 4
 LENGTH = 5
 VOCABULARY = 11
 IGNORED = -100
-IGNORED_CLASS = CLASSES - 1  # of a loss with its own ignore_index
+IGNORED_CLASS = CLASSES - 1  # for a loss with its own ignore_index
 CLASS_WEIGHT = (0.25, 2.5, 1.0, 0.625)  # exact in float32
-LATE = 2  # number of the batch with contents that earlier ones lack
+LATE = 2  # index of the batch with contents that earlier batches lack
 
 
 @dataclasses.dataclass(frozen=True)

@@ -33,7 +33,7 @@ SIMPLE = Combination(
     fault_batch=1,
     fault_place=0.6,
 )
-# Simplest first, because failures shrink to these.
+# Simplest first, because Hypothesis shrinks failures to these.
 INGREDIENTS: dict[str, tuple[Any, ...]] = {
     "model": tuple(MODELS),
     "loss": ("a mean", *LOSSES),
@@ -47,7 +47,7 @@ INGREDIENTS: dict[str, tuple[Any, ...]] = {
     "optimizer": ("sgd", "momentum", "adam"),
     "fault": FAULTS,
 }
-# Half of all combinations have the simplest value for these.
+# Half of all combinations use the simplest value of these.
 OFTEN_SIMPLE = ("twist", "form", "late", "metric", "dtype", "fault")
 OUTPUTS_NEEDED = (
     "Composer",
@@ -85,7 +85,7 @@ def alone(axis: str, value: Any) -> Combination:
     """Return the simplest possible combination with this ingredient."""
     more: dict[str, Any] = {axis: value}
     if axis == "loss" and LOSSES[value].read is not None:
-        more["wiring"] = "loss_fn"  # it is read only there
+        more["wiring"] = "loss_fn"  # it is inferred only there
     if axis in ("late", "form"):
         more["num_rows"] = (7, 8, 5)
     each = (dataclasses.replace(SIMPLE, **{"model": model, **more}) for model in MODELS)
@@ -93,7 +93,7 @@ def alone(axis: str, value: Any) -> Combination:
 
 
 def makes_sense(one: Combination) -> bool:
-    """Return whether plain torch could run it and its draws have a meaning."""
+    """Return whether plain torch can run it, and its draws have a defined result."""
     model, loss = MODELS[one.model], LOSSES[one.loss]
     if loss.shape not in (None, model.shape):
         return False
@@ -125,7 +125,7 @@ def makes_sense(one: Combination) -> bool:
 
 
 def _draws_have_a_truth(one: Combination) -> bool:
-    """Return whether weighted pieces are the truth of a random loss: nothing counts the pieces."""
+    """Return whether weighted pieces define the truth of a random loss: nothing counts pieces."""
     if one.loss in ("an inner backward", "an attack that clears"):
         return False
     if one.wiring == "loss_fn, which holds the model" and LOSSES[one.loss].true is per_batch:

@@ -1,4 +1,4 @@
-"""Jobs built from a combination: everything a user would have written, made afresh."""
+"""Jobs built from a combination: new copies of everything that a user would write."""
 
 import copy
 import dataclasses
@@ -59,7 +59,7 @@ DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Combination:
-    """Names of ingredients and the numbers that place a fault. Made from a seed."""
+    """Names of ingredients, and the position of a fault. Made from a seed."""
 
     seed: int
     model: str
@@ -80,7 +80,7 @@ class Combination:
     fault_place: float
 
     def plain(self, **changes: Any) -> "Combination":
-        """Return the same combination without twist, fault and metric."""
+        """Return the same combination without twist, fault or metric."""
         return dataclasses.replace(self, twist="none", fault="none", metric=None, **changes)
 
     def __str__(self) -> str:
@@ -465,7 +465,7 @@ class HoldsModel(nn.Module):
 
 
 class Keywords(nn.Module):
-    """Hugging Face's convention."""
+    """A model with Hugging Face's convention."""
 
     def __init__(self, inner: nn.Module, job: Job) -> None:
         super().__init__()
@@ -480,7 +480,7 @@ class Keywords(nn.Module):
 
 
 class ComposerStyle(nn.Module):
-    """Composer's interface."""
+    """A model with Composer's interface."""
 
     def __init__(self, inner: nn.Module, job: Job) -> None:
         super().__init__()
@@ -498,7 +498,7 @@ class ComposerStyle(nn.Module):
 
 
 def read_loss(result: Any) -> tuple[Tensor, dict[str, Tensor]]:
-    """Return a loss, or several by name of which those with a gradient count."""
+    """Return the loss, and named losses, of which those with a gradient are summed."""
     if isinstance(result, Tensor):
         return result, {}
     if "loss" in result:

@@ -31,12 +31,12 @@ UNCHECKED = re.compile(r"could not (be )?(check|compare|look|tell)|(not|un)( bee
 class Verdict(enum.Enum):
     EXACT = "exact"
     NAMED = "named"  # wrong, and a warning says so
-    UNCHECKED = "could not check"  # exact or not, and a warning says that it is unknown
-    REFUSED = "refused"  # by name, with nothing changed
-    HALF_NAMED = "half named"  # wrong in two ways, but a warning names only one
-    INVALID = "invalid"  # plain torch cannot do it either
-    FALSE_ALARM = "false alarm"  # exact at every size, but warned about
-    CRASH = "crash"  # an error that plain torch does not have
+    UNCHECKED = "could not check"  # a warning says that exactness is unknown
+    REFUSED = "refused"  # with a named error and unchanged state
+    HALF_NAMED = "half named"  # wrong in two ways, and a warning names only one
+    INVALID = "invalid"  # plain torch cannot run it either
+    FALSE_ALARM = "false alarm"  # exact at every size, but with a warning
+    CRASH = "crash"  # an error that plain torch does not raise
     SILENT = "silent"  # wrong without any warning
 
 
@@ -100,7 +100,7 @@ def _run(one: Combination) -> tuple[Trace, Plan]:
     return ours(Job(one), plan), plan
 
 
-# After a fault: the same bits as without it at the same sizes
+# After a fault: bit-identical to a run without it at the same sizes
 
 
 def _faults(one: Combination, trace: Trace, plan: Plan) -> tuple[Verdict | None, str]:
@@ -122,7 +122,7 @@ def _faults(one: Combination, trace: Trace, plan: Plan) -> tuple[Verdict | None,
     names = ("losses", "gradients", "parameters", "buffers", "attributes", "random", "metric")
     parts = [{name: getattr(run, name) for name in names} for run in (twin, trace)]
     differ = differing(*parts)
-    if one.dtype != "float64":  # otherwise torch's own bits depend on memory addresses
+    if one.dtype != "float64":  # otherwise torch's bits depend on memory addresses
         close = 1e-4 if one.dtype == "float32" else 5e-2
         values = set(names) - {"attributes", "random"}
         differ = [
@@ -136,7 +136,7 @@ def _faults(one: Combination, trace: Trace, plan: Plan) -> tuple[Verdict | None,
 
 
 def _size_of(cut: Sequence[int]) -> int:
-    """Return the size that leads to this cut; a smaller one if single rows were not allowed."""
+    """Return the size that leads to this cut; a smaller one if single rows are not allowed."""
     return max(cut) if len(_cut(sum(cut), max(cut))) == len(cut) else min(cut)
 
 
@@ -159,9 +159,9 @@ def _is_stateful(one: Combination) -> bool:
 
 
 def _may_excuse_state(one: Combination, trace: Trace, plan: Plan) -> bool:
-    """Return whether the state cannot be restored by anyone, and a warning names it.
+    """Return whether a warning names state that cannot be restored by any means.
 
-    After an error plain torch leaves it changed, too, and no warning is needed.
+    After an error, plain torch leaves it changed, too, and no warning is needed.
     """
     return _is_stateful(one) and (bool(trace.said) or plan.fault == "error at an operation")
 
@@ -305,7 +305,7 @@ def _verdict(one: Combination, trace: Trace, wrong: Sequence[str]) -> tuple[Verd
 def is_exact_at_every_size(one: Combination) -> bool:
     """Return whether pieces of 1, 2 and 3 rows, weighted as automicro does, give the whole.
 
-    By hand and in float64, without twists and faults. For random jobs the declared property counts.
+    This is computed by hand in float64, without twists and faults. Random jobs use the declaration.
     """
     if not one.parts[0].splits:
         return False

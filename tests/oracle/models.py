@@ -99,7 +99,7 @@ class Convolutions(nn.Module):
 
 
 class Carried(nn.Module):
-    """Continues from the hidden state of the last call, if it has as many rows."""
+    """Continues from the hidden state of the last call, if the number of rows is the same."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -142,7 +142,7 @@ class Codebook(nn.Module):
 
 
 class Router(nn.Module):
-    """Experts, with a balance over the batch that a loss can add (`aux`)."""
+    """Experts with a balance term over the batch, which a loss can add (`aux`)."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -198,7 +198,7 @@ class Checkpointed(nn.Module):
 
 
 class Sequences(nn.Module):
-    """Tokens to numbers per token, through a sequence layer."""
+    """A model from tokens to outputs per token, through a sequence layer."""
 
     def __init__(self, body: nn.Module, **embedding: Any) -> None:
         super().__init__()

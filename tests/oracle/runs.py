@@ -25,7 +25,7 @@ Gradients = dict[str, Tensor | None]
 
 @dataclasses.dataclass
 class Trace:
-    """State left by a run, after every batch and at the end."""
+    """State of a run after every batch and at the end."""
 
     losses: list[Tensor] = dataclasses.field(default_factory=list)
     gradients: list[Gradients] = dataclasses.field(default_factory=list)
@@ -199,7 +199,7 @@ def _keep_frozen(job: Job) -> None:
 
 
 def _whole(job: Job, batch: Any) -> Tensor:
-    again = copy.deepcopy(batch) if job.metric_kind else None  # the forward might take it apart
+    again = copy.deepcopy(batch) if job.metric_kind else None  # because the forward may modify it
     loss, _, out = job.whole(batch)
     (loss * job.scale).backward()
     _update_metric(job, out, again)

@@ -1,4 +1,4 @@
-"""User code judged against plain torch: exact, named or refused, and never silently wrong.
+"""User code compared with plain torch: exact, named or refused, and never silently wrong.
 
 `make test` judges each ingredient alone, `make sweeps` twenty combinations, `make search` two
 thousand. Hypothesis simplifies failures; ``judge(Combination(…))`` repeats one.
@@ -32,7 +32,7 @@ ALONE |= {
     for name, one in ALONE.items()
     if one.has_wrong_average and one.parts[1].true is not None
 }
-# Layers between an attempt and its parameters, combined with first attempts that run out of memory.
+# Twists and wirings, combined with first attempts that run out of memory.
 ALONE |= {
     f"{name}, out of memory": dataclasses.replace(one, fault="oom at an operation", size=4)
     for name, one in ALONE.items()
@@ -52,7 +52,7 @@ ALONE |= {
 }
 # Plain torch cannot train on these alone.
 INVALID = {"model: an unused layer", "loss: positives or a constant"}
-# Not exact although pieces give the whole; for all others the judge decides.
+# Not exact, although the pieces add up to the whole; the judge decides about all others.
 NOT_EXACT = {
     "model: clamps its weight": Verdict.NAMED,
     "model: max_norm": Verdict.REFUSED,

@@ -1,4 +1,4 @@
-"""Random runs of the Trainer end like a loop written by hand."""
+"""Random runs of the Trainer match a hand-written loop."""
 
 import warnings
 

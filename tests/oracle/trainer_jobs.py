@@ -1,4 +1,4 @@
-"""Random runs of the Trainer, and the same runs as a plain loop."""
+"""Random runs of the Trainer, and the same runs in a plain loop."""
 
 import dataclasses
 import functools
@@ -86,7 +86,7 @@ LOSSES: dict[str, Callable[[], Any]] = {
 
 
 class Failing(nn.Module):
-    """Runs out of memory at the forwards with given numbers, if they have more than two rows."""
+    """Runs out of memory at the given forwards, if they have more than two rows."""
 
     def __init__(self, fails: tuple[int, ...]) -> None:
         super().__init__()
@@ -114,7 +114,7 @@ class Ended:
 
 
 class Setting:
-    """Model, data, loss and metric of a job, made afresh."""
+    """New model, data, loss and metric of a job."""
 
     def __init__(self, job: TrainerJob, *, fails: bool) -> None:
         torch.manual_seed(job.seed)

@@ -2,7 +2,7 @@
 
     python -m tests.real_memory LIBRARY REPORT [--full]
 
-Writes a report as JSON, whose numbers the tests check.
+Writes a JSON report, which the tests check.
 """
 
 import argparse
@@ -24,7 +24,7 @@ SAMPLE = ("CNN, BatchNorm, dropout", "activation checkpointing", "forward in thr
 
 
 def sample(laboratory: Laboratory) -> dict[str, list[Any]]:
-    """Run a sample of the trials, which takes a few seconds."""
+    """Run a sample of the trials in a few seconds."""
     shrinking = [laboratory.shrink(Scene(subject=subject), 4) for subject in SAMPLE]
     shrinking += [
         laboratory.shrink(Scene(subject="MLP", in_thread=True), 4),
@@ -47,7 +47,7 @@ def sample(laboratory: Laboratory) -> dict[str, list[Any]]:
 
 
 def everything(laboratory: Laboratory) -> dict[str, list[Any]]:
-    """Run all trials, which takes some minutes."""
+    """Run all trials in a few minutes."""
     shrinking, faults = [], []
     for subject in SUBJECTS:
         for warm_steps in (1, 0):
@@ -88,7 +88,7 @@ def main() -> None:
     parser.add_argument("report", type=Path)
     parser.add_argument("--full", action="store_true", help="everything, not a sample")
     arguments = parser.parse_args()
-    logging.getLogger("automicro").setLevel(logging.ERROR)  # one warning per rollback otherwise
+    logging.getLogger("automicro").setLevel(logging.ERROR)  # otherwise one warning per rollback
     torch.set_num_threads(1)
     allocator = CappedAllocator(arguments.library)
     gc.collect()

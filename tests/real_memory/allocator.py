@@ -7,9 +7,9 @@ _UNLIMITED = -1
 
 
 class CappedAllocator:
-    """torch's CPU allocator from now on, until the process ends.
+    """Replaces torch's CPU allocator until the process ends.
 
-    Counts the bytes that tensors of all threads requested since its installation.
+    It counts the bytes requested by tensors of all threads since its installation.
     """
 
     def __init__(self, library: Path) -> None:
@@ -46,7 +46,7 @@ class CappedAllocator:
         self._library.capped_set_limit(num_bytes)
 
     def fail_at(self, allocation: int) -> None:
-        """Refuse the n-th allocation from now on, once."""
+        """Refuse the n-th allocation from now, once."""
         self._library.capped_fail_at(allocation)
 
     def relent(self) -> None:

@@ -1,4 +1,4 @@
-"""The allocator, compiled once, and the reports of trials under it."""
+"""Fixtures for the compiled allocator and reports of its trials."""
 
 import functools
 import json

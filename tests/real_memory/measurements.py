@@ -1,4 +1,4 @@
-"""Measurements over several calls: consecutive failures, and simulated peaks next to real ones."""
+"""Measurements over several calls: consecutive failures, and simulated and real peaks."""
 
 import concurrent.futures
 import gc
@@ -30,7 +30,7 @@ class Series:
 
 @dataclass(frozen=True, kw_only=True)
 class Peaks:
-    """The most memory that a step needed in addition to earlier memory, by two counts."""
+    """The peak memory of a step above its start, as counted in two ways."""
 
     subject: str
     rows: int
@@ -40,7 +40,7 @@ class Peaks:
 
 @dataclass(frozen=True, kw_only=True)
 class Refused:
-    """One operation without enough memory, and its effects on its arguments."""
+    """An operation without enough memory, and its effects on its arguments."""
 
     in_thread: bool
     error: str
@@ -49,7 +49,7 @@ class Refused:
 
 
 def refuse_once(allocator: CappedAllocator, *, in_thread: bool) -> Refused:
-    """Run a batch normalization, whose kernel also writes its statistics, with no byte left."""
+    """Run a batch normalization, whose kernel also writes statistics, without free memory."""
     mean, variance, x = torch.zeros(3), torch.ones(3), torch.randn(4, 3)
 
     def work() -> tuple[str, str]:
@@ -72,7 +72,7 @@ def refuse_once(allocator: CappedAllocator, *, in_thread: bool) -> Refused:
 
 
 def fail_in_a_row(allocator: CappedAllocator, scene: Scene, num_ooms: int) -> Series:
-    """Run with too little memory in every call, at changing points of forward and backward.
+    """Run out of memory in every call, at changing points of forward and backward.
 
     Half of the failures are raised to the caller, the others recovered in smaller slices.
     """

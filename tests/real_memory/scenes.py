@@ -33,7 +33,7 @@ class Scene:
 
 
 def prepare(scene: Scene, size: int | None) -> TortureRun:
-    """Make a run up to the call to disturb; a size of None means the whole batch."""
+    """Prepare a run for the disturbed call; a size of None means the whole batch."""
     gc.collect()
     # Checks of a few rows would dominate the allocations of the first steps.
     probe = not scene.warm_steps and scene.subject != PLANTED  # it would reveal the planted error

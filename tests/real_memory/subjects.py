@@ -1,4 +1,4 @@
-"""The models that train with too little memory, most of which is activations."""
+"""Models to train with too little memory, most of which is activations."""
 
 import concurrent.futures
 import random
@@ -64,7 +64,7 @@ class InThreads(nn.Module):
 
 
 class Leaky(nn.Module):
-    """State that no library can roll back: tensors kept and counted where capture cannot reach."""
+    """A model with state that cannot be rolled back: tensors stored where capture cannot reach."""
 
     kept = Unreached()
 
@@ -106,7 +106,7 @@ _MODELS[PLANTED] = (Leaky, (32, 16))
 
 
 def build(subject: str, optimizer: str, rows: int, *, probe: bool) -> TortureRun:
-    """Make a run from its seed, always the same."""
+    """Make a reproducible run from a fixed seed."""
     random.seed(1)
     np.random.seed(1)
     torch.manual_seed(1)

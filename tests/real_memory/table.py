@@ -1,4 +1,4 @@
-"""The report of all trials, formatted for people."""
+"""A readable report of all trials."""
 
 from typing import Any, TypeAlias
 
@@ -6,7 +6,7 @@ Report: TypeAlias = dict[str, list[dict[str, Any]]]
 
 
 def render(report: Report) -> str:
-    """Format one line per scene, series and peak, and their sum."""
+    """Format one line per scene, series and peak, and totals."""
     lines = []
     for row in [*report["shrinking"], *report["faults"]]:
         outcomes = ", ".join(f"{count} {name}" for name, count in row["outcomes"].items())

@@ -1,4 +1,4 @@
-"""One call with too little memory: whether it recovered or was refused, and the remaining state."""
+"""Trials of one call with too little memory: recovery or error, and the remaining state."""
 
 import functools
 import gc
@@ -79,7 +79,7 @@ class Laboratory:
         self.allocator.limit(self.allocator.used_bytes + num_bytes)
 
     def _peak_bytes(self, scene: Scene, policy: Policy, *, looks: bool) -> int:
-        """Return the peak at these sizes; a check takes several rows at once."""
+        """Return the peak at these sizes; checks use several rows at once."""
         run = prepare(scene, None)
         run.microbatcher._train.policy = run.microbatcher._eval.policy = policy
         if not looks:
@@ -104,7 +104,7 @@ class Laboratory:
         gc.collect()
         kept_bytes = self.allocator.used_bytes - base_bytes
         after, later = _after(run, result), go_on(scene, run)
-        gc.freeze()  # excludes imports; automicro collects after each failure
+        gc.freeze()  # skips imported objects when automicro collects after each failure
         return Reference(after, later, kept_bytes, most_bytes, allocations)
 
     def _try(
@@ -152,7 +152,7 @@ class Laboratory:
         sizes: tuple[int, int | None],
     ) -> list[str]:
         after, later = _after(run, result), go_on(scene, run)
-        clean = self._reference(scene, *sizes)  # last: a first use reseeds the generators
+        clean = self._reference(scene, *sizes)  # last, because its first use reseeds the generators
         problems = _named("differs", clean.after, after)
         problems += _named("differs later", clean.later, later)
         if kept_bytes != clean.kept_bytes:
@@ -179,7 +179,7 @@ class Refusal:
         if not self.is_allowed:
             return [f"raised {self.text}"]
         if HALF_APPLIED in self.text:
-            return []  # it promises only the error
+            return []  # such a refusal guarantees only the error
         problems = _named("changed", before, values(run))
         if kept_bytes > 0:
             problems.append(f"{kept_bytes} bytes alive")

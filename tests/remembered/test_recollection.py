@@ -1,4 +1,4 @@
-"""Sizes remembered from one run to the next, through the Trainer and the Microbatcher."""
+"""Sizes remembered between runs of the Trainer and the Microbatcher."""
 
 import io
 import warnings
@@ -34,7 +34,7 @@ def make(*callbacks: Any, batches: int = 6, **options: Any) -> Trainer:
 
 
 def run(batches: int = 6, **options: Any) -> tuple[list[int], list[int], FitSummary]:
-    """Sizes and failures of a run's batches, and its summary."""
+    """Return sizes and failures of a run's batches, and its summary."""
     notes = Sizes()
     summary = make(notes, batches=batches, **options).fit()
     return notes.sizes, notes.ooms, summary
@@ -95,7 +95,7 @@ def test_second_microbatcher_starts_at_remembered_size() -> None:
     assert [each.ooms for each in second] == [0] * 4
     assert second[0].recalled_size == second[0].microbatch_size == first[-1].microbatch_size
     assert {each.recalled_size for each in second[1:]} == {None}
-    assert steps()[0].ooms > 0  # nobody remembers unless told to
+    assert steps()[0].ooms > 0  # sizes are remembered only on request
 
 
 @pytest.mark.parametrize("wrong", mostly_in_sweeps([ROWS // 2, 8], quick=[8]))

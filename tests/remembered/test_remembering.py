@@ -1,4 +1,4 @@
-"""Remembered sizes: what they are found for, what they survive, who may write at once."""
+"""Remembered sizes: keys, damaged files, and concurrent writers."""
 
 import contextlib
 import json
@@ -65,7 +65,7 @@ class Net(nn.Module):
 
 
 class Other(Net):
-    """The same tensors, another class."""
+    """Another class with the same tensors."""
 
 
 def frozen() -> Net:
@@ -168,7 +168,7 @@ def test_compiled_model_has_separate_key_and_same_name() -> None:
 
 
 def test_file_name_is_stable_across_machines_and_processes() -> None:
-    # Written down: a change of it makes every user's cache useless.
+    # A literal, because a change invalidates every user's cache.
     assert SIZE.file == "5f08cf52fb9953f8f7acadb915a3f945f7853646594d9a010926580cac276ccb.json"
 
 
@@ -245,7 +245,7 @@ def test_damaged_file_is_ignored_with_one_warning(
     message = str(caught[0].message)
     assert message.startswith(f"{path} holds no remembered size (")
     assert message.endswith("), so it is ignored. Run automicro cache --clear to remove it")
-    cache.remember(SIZE)  # the next run puts it right
+    cache.remember(SIZE)  # the next run repairs it
     assert cache.find(KEY) == SIZE
 
 

@@ -1,4 +1,4 @@
-"""A cache that a team shares: behind a URL, in a folder, and where neither answers."""
+"""Shared caches: at a URL, in a folder, and if neither responds."""
 
 import threading
 from collections.abc import Iterator
@@ -29,7 +29,7 @@ def empty() -> Iterator[None]:
 
 
 def train(**options: Any) -> list[int]:
-    """How often memory ran out in each of a few steps."""
+    """Return the number of out-of-memory errors in each of a few steps."""
     torch.manual_seed(0)
     model = nn.Linear(64, 64)
     microbatcher = Microbatcher(
@@ -76,7 +76,7 @@ def test_cache_at_url_is_found_listed_and_cleared() -> None:
 
 
 class Broken(MemoryFileSystem):
-    """A store that refuses everything, with an error of its own."""
+    """A store that rejects everything with its own error."""
 
     protocol = "broken"
     asked = 0
@@ -101,7 +101,7 @@ def test_failing_store_is_tried_once_with_one_warning(
     monkeypatch.setenv("AUTOMICRO_CACHE", broken)
     with pytest.warns(SizeCacheWarning, match="403: not you") as caught:
         ooms = train()
-    assert sum(ooms) > 0  # it trained
+    assert sum(ooms) > 0  # training still works
     assert len(caught) == 1
     assert Broken.asked == 1
     assert "secret" not in str(caught[0].message)
@@ -115,7 +115,7 @@ def test_unresponsive_store_times_out(monkeypatch: pytest.MonkeyPatch) -> None:
     cache = SizeCache(URL)
     with pytest.warns(SizeCacheWarning, match="no answer within 0.05 seconds"):
         assert cache.find(KEY) is None
-    cache.remember(SIZE)  # is not tried: it was given up
+    cache.remember(SIZE)  # not tried, because the store was given up
     assert MemoryFileSystem.store == {}
     release.set()
     for thread in threading.enumerate():

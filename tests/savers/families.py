@@ -1,4 +1,4 @@
-"""Models that nobody here wrote: small, with random weights and dropout, and a batch for each."""
+"""Small models of other libraries, with random weights and dropout, and a batch for each."""
 
 import importlib.util
 from collections.abc import Callable, Mapping
@@ -53,7 +53,7 @@ SMALL: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class Family:
-    """A model, and what it learns from."""
+    """A model and its training batch."""
 
     make: Callable[[], nn.Module]
     batch: Callable[[], Any]
@@ -116,7 +116,7 @@ def captions() -> dict[str, Tensor]:
 
 
 def small_config(config: Any, given: Mapping[str, Any]) -> Any:
-    """One of the same class, with numbers of a small model and a chance of dropout."""
+    """Return a config of the same class for a small model with dropout."""
     import transformers
 
     options: dict[str, Any] = {}
@@ -133,7 +133,7 @@ def small_config(config: Any, given: Mapping[str, Any]) -> Any:
 
 
 def of_transformers(name: str, kind: str, **given: Any) -> Callable[[], Any]:
-    """Makes a model of transformers'; ``kind`` is what comes behind ``AutoModel``."""
+    """Return a maker of a transformers model; ``kind`` is the suffix of ``AutoModel``."""
 
     def make() -> Any:
         import transformers
@@ -233,7 +233,7 @@ OTHERS = {
 
 
 class Translator(nn.Module):
-    """torch's own transformer, with masks."""
+    """torch's transformer, with masks."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__()
@@ -279,7 +279,7 @@ def of_torchvision(name: str, **given: Any) -> Family:
     return Family(make, images(64), forward)
 
 
-# They are no part of the tests' own environment; where they are installed, they are tried.
+# Not dependencies of the tests; they are tested if installed.
 OF_TORCHVISION = (
     {
         **{

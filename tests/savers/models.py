@@ -1,4 +1,4 @@
-"""Models of repeated blocks, each with something that computing again must find as it was."""
+"""Models of repeated blocks, each with some state that recomputation must find unchanged."""
 
 import random
 from collections.abc import Callable
@@ -14,7 +14,7 @@ ROWS = 400
 
 
 class Block(nn.Module):
-    """A residual block of two layers, with what is in between."""
+    """A residual block of two layers, with optional layers in between."""
 
     def __init__(
         self, between: nn.Module | None = None, *, wrap: Callable[[Any], Any] | None = None
@@ -32,7 +32,7 @@ class Block(nn.Module):
 
 
 class Noise(nn.Module):
-    """Draws of Python, NumPy and a generator of its own."""
+    """Draws from Python, NumPy and its own generator."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -43,7 +43,7 @@ class Noise(nn.Module):
 
 
 class Codebook(nn.Module):
-    """Moves a table of means, which is a large buffer, in each forward."""
+    """Updates a table of means, a large buffer, in each forward."""
 
     table: Tensor
 
@@ -60,7 +60,7 @@ class Codebook(nn.Module):
 
 
 class Counting(nn.Module):
-    """Goes by what earlier calls left in attributes, and replaces a buffer."""
+    """Depends on attributes set by earlier calls, and replaces a buffer."""
 
     last: Tensor
 
@@ -81,7 +81,7 @@ class Counting(nn.Module):
 
 
 class BatchNormConvolution(nn.Module):
-    """Images, as a stage of a ResNet has them."""
+    """A convolution with BatchNorm, as in a stage of a ResNet."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""A step at a level, and all that it leaves: loss, gradients, buffers, generators."""
+"""A step at a level, and its results: loss, gradients, buffers, generators."""
 
 import copy
 import random
@@ -16,8 +16,8 @@ CPU = torch.device("cpu")
 LEVELS = ("recompute", "offload", "recompute + offload")
 
 
-class Left(NamedTuple):
-    """What a step left."""
+class StepResults(NamedTuple):
+    """The results of a step."""
 
     loss: Tensor
     gradients: list[Tensor | None]
@@ -34,8 +34,8 @@ def level_of(name: str, model: nn.Module, **options: Any) -> Level:
 
 def take_step(
     model: nn.Module, loss_of: Callable[[nn.Module], Tensor], level: Level, *, microbatches: int = 2
-) -> Left:
-    """Forward and backward of some microbatches, under a budget that only measures."""
+) -> StepResults:
+    """Run forward and backward of some microbatches under a budget without a limit."""
     torch.manual_seed(1)
     random.seed(1)
     np.random.seed(1)
@@ -48,20 +48,20 @@ def take_step(
             del loss
     generators = [torch.get_rng_state(), random.getstate(), np.random.random()]
     gradients = [parameter.grad for parameter in model.parameters()]
-    return Left(total, gradients, list(model.buffers()), generators, budget.peak_bytes)
+    return StepResults(total, gradients, list(model.buffers()), generators, budget.peak_bytes)
 
 
 def steps_at(
     name: str, model: nn.Module, loss_of: Callable[[nn.Module], Tensor], **options: Any
-) -> tuple[Left, Left]:
-    """The same step on two copies of a model: at level 0, and at the one that is named."""
+) -> tuple[StepResults, StepResults]:
+    """Run the same step on two copies of a model: at level 0, and at the named level."""
     one, other = copy.deepcopy(model), copy.deepcopy(model)
     plain = take_step(one, loss_of, Level())
     return plain, take_step(other, loss_of, level_of(name, other, **options))
 
 
-def differences(one: Left, other: Left) -> list[str]:
-    """In what two steps differ by a bit."""
+def differences(one: StepResults, other: StepResults) -> list[str]:
+    """Return the names of results that are not bit-identical."""
     pairs: dict[str, list[tuple[Any, Any]]] = {
         "loss": [(one.loss, other.loss)],
         "gradients": list(zip(one.gradients, other.gradients, strict=True)),

@@ -1,4 +1,4 @@
-"""Levels on models that nobody here wrote: no bit changes, and each level brings something."""
+"""Levels on models of other libraries: no bit changes, and each level saves memory."""
 
 import contextlib
 import dataclasses
@@ -30,8 +30,8 @@ LEVELS = {"recompute": 1, "offload": 1, "recompute + offload": 2}
 EVERY = LANGUAGE | OTHERS | OF_TORCHVISION
 
 
-class Left(NamedTuple):
-    """What two steps left."""
+class StepResults(NamedTuple):
+    """The results of two steps."""
 
     losses: list[Any]
     gradients: dict[str, Tensor | None]
@@ -43,12 +43,12 @@ class Left(NamedTuple):
 
 @pytest.fixture(autouse=True)
 def small_tensors_are_offloaded(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Else nothing of such small models would be."""
+    """Lower the size limit, because small models would offload nothing otherwise."""
     monkeypatch.setattr(offload, "SMALL_BYTES", 1 << 10)
 
 
-def trained(family: Family, when: Any, level: int, *, is_measured: bool = True) -> Left:
-    """Two optimization batches of two microbatches at a level."""
+def trained(family: Family, when: Any, level: int, *, is_measured: bool = True) -> StepResults:
+    """Train on two optimization batches of two microbatches each at a level."""
     model = family.make()
     options = {"microbatch_size": 2, "probe": False, "forward": family.forward, **family.options}
     microbatcher = Microbatcher(model, features=[WhenTooLarge(when)], **options)
@@ -64,9 +64,9 @@ def trained(family: Family, when: Any, level: int, *, is_measured: bool = True) 
         losses.append(result.loss)
         if budget is not None:
             peaks.append(budget.peak_bytes)
-    # Gradients are there in the second batch from its beginning.
+    # In the second batch, gradients exist from the start.
     kept = 2 * sum(each.nbytes for each in model.parameters())
-    return Left(
+    return StepResults(
         losses,
         {name: each.grad for name, each in model.named_parameters()},
         dict(model.named_buffers()),
@@ -76,8 +76,8 @@ def trained(family: Family, when: Any, level: int, *, is_measured: bool = True) 
     )
 
 
-def differing(one: Left, other: Left) -> list[str]:
-    """What differs by a bit."""
+def differing(one: StepResults, other: StepResults) -> list[str]:
+    """Return the names of results that are not bit-identical."""
     found = [
         name
         for name, gradient in one.gradients.items()
@@ -99,8 +99,8 @@ def asked(level: str) -> Any:
     return level.split(" + ")
 
 
-def require_no_bit_changes(family: Family, least: float | None = 0.96, **options: Any) -> None:
-    """And that peaks at a level are less than a share of the plain one."""
+def assert_bit_identical(family: Family, least: float | None = 0.96, **options: Any) -> None:
+    """Check bit identity, and that the peak at each level is below a share of the plain peak."""
     plain = trained(family, "error", 0, **options)
     assert any(each is not None and each.any() for each in plain.gradients.values())
     for level, index in LEVELS.items():
@@ -110,7 +110,7 @@ def require_no_bit_changes(family: Family, least: float | None = 0.96, **options
         assert least is None or share < least, (level, share)
 
 
-def require_tail_in_slices(family: Family) -> None:
+def assert_tail_runs_in_slices(family: Family) -> None:
     if family.refusal:
         with pytest.raises(UnsplittableModelError, match=family.refusal):
             trained(family, "nested", 1)
@@ -123,7 +123,7 @@ def require_tail_in_slices(family: Family) -> None:
         torch.testing.assert_close(found.gradients[name], gradient, rtol=1e-4, atol=1e-6 * largest)
 
 
-@pytest.mark.filterwarnings("ignore")  # of transformers' models, and of BatchNorm in two rows
+@pytest.mark.filterwarnings("ignore")  # from transformers' models, and BatchNorm on two rows
 @pytest.mark.parametrize(
     "name",
     [
@@ -135,13 +135,13 @@ def require_tail_in_slices(family: Family) -> None:
     + [pytest.param(name, marks=pytest.mark.slow) for name in OF_TORCHVISION],
 )
 def test_levels_save_memory_and_change_no_bit(name: str) -> None:
-    # Of torchvision's models most memory is that of parameters, which are of their full size.
-    require_no_bit_changes(EVERY[name], least=1.0 if name in OF_TORCHVISION else 0.96)
+    # Most memory of torchvision's models is parameters, which have their full size.
+    assert_bit_identical(EVERY[name], least=1.0 if name in OF_TORCHVISION else 0.96)
     if EVERY[name].has_tail:
-        require_tail_in_slices(EVERY[name])
+        assert_tail_runs_in_slices(EVERY[name])
 
 
-def then(name: str, change: Callable[[Any], Any], **options: Any) -> Family:
+def changed_family(name: str, change: Callable[[Any], Any], **options: Any) -> Family:
     family = EVERY[name]
     return dataclasses.replace(family, make=lambda: change(family.make()), options=options)
 
@@ -185,21 +185,21 @@ def unchanged(model: Any) -> Any:
 
 
 VARIANTS: dict[str, Callable[[], Family]] = {
-    "frozen ends": lambda: then("mistral", with_frozen_ends),
-    "a cache": lambda: then("mistral", with_cache),
-    "a tied head": lambda: then("llama", with_tied_head),
-    "adapters, t5": lambda: then("t5", with_adapters),
-    "adapters, vit, bf16": lambda: then("vit", with_adapters, precision="bf16"),
-    "mixtral, bf16": lambda: then("mixtral", unchanged, precision="bf16"),
-    "resnet, bf16": lambda: then("resnet", unchanged, precision="bf16"),
-    "outputs in tuples": lambda: then(
+    "frozen ends": lambda: changed_family("mistral", with_frozen_ends),
+    "a cache": lambda: changed_family("mistral", with_cache),
+    "a tied head": lambda: changed_family("llama", with_tied_head),
+    "adapters, t5": lambda: changed_family("t5", with_adapters),
+    "adapters, vit, bf16": lambda: changed_family("vit", with_adapters, precision="bf16"),
+    "mixtral, bf16": lambda: changed_family("mixtral", unchanged, precision="bf16"),
+    "resnet, bf16": lambda: changed_family("resnet", unchanged, precision="bf16"),
+    "outputs in tuples": lambda: changed_family(
         "gpt2",
         unchanged,
         forward=lambda model, batch: model(**batch, output_hidden_states=True, return_dict=False)[
             0
         ],
     ),
-    "a loss of the second layer": lambda: then(
+    "a loss of the second layer": lambda: changed_family(
         "llama",
         unchanged,
         forward=lambda model, batch: (
@@ -213,7 +213,7 @@ VARIANTS: dict[str, Callable[[], Family]] = {
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", VARIANTS)
 def test_customized_models_train_bit_identically(name: str) -> None:
-    require_no_bit_changes(VARIANTS[name]())
+    assert_bit_identical(VARIANTS[name]())
 
 
 @contextlib.contextmanager
@@ -242,12 +242,12 @@ def compiled_in_place(model: Any) -> Any:
 @pytest.mark.parametrize("change", [compiled_blocks, compiled_in_place])
 def test_compiled_blocks_train_bit_identically(change: Callable[[Any], Any]) -> None:
     with uncompiled_afterwards():
-        # A budget that only measures switches the compiler off.
-        require_no_bit_changes(then("mistral", change), least=None, is_measured=False)
+        # Even a budget without a limit disables the compiler.
+        assert_bit_identical(changed_family("mistral", change), least=None, is_measured=False)
 
 
 def checkpointed(model: Any) -> Any:
-    """As older versions of transformers know it as well."""
+    """Enable checkpointing in a way that older versions of transformers support, too."""
     model.gradient_checkpointing_enable()
     return model
 
@@ -255,7 +255,7 @@ def checkpointed(model: Any) -> Any:
 @pytest.mark.filterwarnings("ignore:.*gradient_checkpointing_enable")
 @pytest.mark.parametrize("name", mostly_in_sweeps(["bart", "gpt2", "mistral"], quick=["gpt2"]))
 def test_enabled_gradient_checkpointing_is_rejected_by_recompute(name: str) -> None:
-    family = then(name, checkpointed)
+    family = changed_family(name, checkpointed)
     with pytest.raises(
         ValueError, match=r"\(gradient checkpointing is on\).*turn gradient checkpointing off"
     ):
@@ -268,7 +268,7 @@ def test_enabled_gradient_checkpointing_is_rejected_by_recompute(name: str) -> N
 @pytest.mark.sweep
 def test_blocks_with_cached_prefix_are_recomputed() -> None:
     pytest.importorskip("peft")
-    family = then("mistral", with_prefix)
+    family = changed_family("mistral", with_prefix)
     plain, found = trained(family, "error", 0), trained(family, "recompute", 1)
     assert differing(plain, found) == []
     level = found.microbatcher._levels[1]

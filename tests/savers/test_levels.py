@@ -1,4 +1,4 @@
-"""What ``when_too_large`` takes, and the levels that it stands for."""
+"""The values of ``when_too_large``, and the levels that they mean."""
 
 from typing import Any
 
@@ -101,7 +101,7 @@ class Experts(nn.Module):
 
 
 class Inverted(nn.Module):
-    """Of another width each, and with rows of single layers inside."""
+    """A block with its own width, which contains sequences of single layers."""
 
     def __init__(self, width: int) -> None:
         super().__init__()

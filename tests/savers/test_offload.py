@@ -1,4 +1,4 @@
-"""What is saved for the backward goes to the host once, and comes back as it was."""
+"""Tensors saved for the backward are copied to the host once, and return unchanged."""
 
 import gc
 import weakref
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from automicro.memory.budget import MemoryBudget
 from automicro.savers.offload import Offload, OffloadHooks
 
-ROWS = 300  # of 300 numbers: 360000 bytes
+ROWS = 300  # 300 numbers each: 360000 bytes
 
 
 def rows() -> Tensor:
@@ -35,7 +35,7 @@ def test_each_storage_is_offloaded_once() -> None:
         product = leaf * 2
         first, second = product.chunk(2)
         loss = (first * second).sum() + (product * product).sum() + product.t().exp().sum()
-    assert offload.out == [ROWS * ROWS * 4] * 2  # of the product, and of its exponentials
+    assert offload.out == [ROWS * ROWS * 4] * 2  # the product, and its exponentials
     loss.backward()
 
 
@@ -96,7 +96,7 @@ def test_strides_are_preserved() -> None:
 
 
 def in_place_after_sigmoid(leaf: Tensor) -> Tensor:
-    output = torch.sigmoid(leaf * 1)  # saves its output
+    output = torch.sigmoid(leaf * 1)  # it saves its output
     loss = (output * 2).sum()
     with torch.no_grad():
         output.add_(1)
@@ -117,7 +117,7 @@ def in_place_on_a_view(leaf: Tensor) -> Tensor:
     return loss
 
 
-@pytest.mark.parametrize("size", [4, ROWS])  # what stays, and what goes
+@pytest.mark.parametrize("size", [4, ROWS])  # one that is kept, and one that is offloaded
 @pytest.mark.parametrize(
     "loss_of", [in_place_after_sigmoid, in_place_after_product, in_place_on_a_view]
 )
@@ -167,12 +167,12 @@ def test_budget_does_not_count_offloaded_tensors() -> None:
 
 
 def test_saved_tensors_are_freed_with_forward_output() -> None:
-    # An operation that saves its own output must not be held by what was packed of it.
+    # A packed tensor must not keep alive an operation that saves its own output.
     leaf = torch.ones(3, requires_grad=True)
     with Offload([]).applied():
         value = torch.relu(leaf * 2)
         saved = weakref.ref(value.untyped_storage())
-        del value  # memory ran out, say: there is no backward
+        del value  # as if memory ran out: there is no backward
     gc.collect()
     assert saved() is None
 

@@ -1,4 +1,4 @@
-"""Blocks that compute again in the backward leave everything as if they had not."""
+"""Blocks that are recomputed in the backward give bit-identical results."""
 
 import copy
 import inspect
@@ -30,7 +30,7 @@ def mean_square(rows: Tensor) -> Any:
 
 
 class Stacked(nn.Module):
-    """Blocks behind a layer."""
+    """A layer followed by blocks."""
 
     def __init__(self, *blocks: nn.Module) -> None:
         super().__init__()
@@ -53,7 +53,7 @@ def assert_no_bit_changes(make: Callable[[], nn.Module], loss_of: Any = None) ->
 
 
 def retrying(model: nn.Module, loss_of: Any, level: Level) -> Any:
-    """A step that is made again from the start where a block was left out, or learned of."""
+    """Run a step, and restart it whenever a block is excluded or something is learned about it."""
     before = copy.deepcopy(model.state_dict())
     for _ in range(10):
         try:
@@ -64,7 +64,7 @@ def retrying(model: nn.Module, loss_of: Any, level: Level) -> Any:
     raise AssertionError("it never ends")
 
 
-# Each model at one level and a few at all; by `make sweeps` each at each.
+# Each model at one level, a few at all; `make sweeps` runs every model at every level.
 SOME = {
     *((name, LEVELS[number % 3]) for number, name in enumerate(MODELS)),
     *((name, level) for name in ("dropout", "batchnorm") for level in LEVELS),
@@ -188,7 +188,7 @@ def test_model_is_restored_after_level() -> None:
 def test_oom_during_recompute_is_raised() -> None:
     model, rows = MODELS["plain"](), batch_for("plain")
     level = level_of("recompute", model)
-    for _ in range(2):  # the first one compares
+    for _ in range(2):  # the first step compares tensors
         peak = take_step(model, mean_square(rows), level, microbatches=1).peak_bytes
         model.zero_grad()
     limited = MemoryBudget(peak - 1000).track(model)
@@ -199,12 +199,12 @@ def test_oom_during_recompute_is_raised() -> None:
 
 
 def step_whose_second_forward_raises(error: Exception) -> tuple[Level, Callable[[], None]]:
-    """A level, and a step at it."""
+    """Return a level, and a function that runs a step at it."""
 
     now = Outside(fails=False)
 
     class Failing(Block):
-        """Fails in its second forwards, when some of it is saved already."""
+        """Fails in its second forward, after it has saved some tensors."""
 
         def forward(self, rows: Tensor) -> Tensor:
             found = self.up(rows).sin()
@@ -243,14 +243,14 @@ def test_blocks_with_gradient_checkpointing_are_skipped() -> None:
 
 
 class Silent(nn.Module):
-    """Adds noise in training, of which nothing is saved for the backward."""
+    """Adds noise in training, and saves nothing for the backward."""
 
     def forward(self, rows: Tensor) -> Tensor:
         return rows + torch.randn_like(rows) if self.training else rows
 
 
 class Around(Stacked):
-    """Blocks, with something that holds for their forward alone."""
+    """Blocks with a context that applies only during their forward."""
 
     def __init__(self) -> None:
         super().__init__(*(Block(Silent()) for _ in range(3)))
@@ -304,7 +304,7 @@ def test_model_with_its_own_checkpoints(
     is_reentrant: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     class Own(Stacked):
-        """Computes pairs of blocks again, and so moves their running means twice."""
+        """Recomputes pairs of blocks, and therefore updates their running means twice."""
 
         def __init__(self) -> None:
             super().__init__(*(Block(nn.BatchNorm1d(WIDTH)) for _ in range(4)))
@@ -328,7 +328,7 @@ class Transforming(Block):
 
 
 class Shifted(nn.Module):
-    """Keeps nothing of what it is called with."""
+    """Saves none of its inputs."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -340,7 +340,7 @@ class Shifted(nn.Module):
 
 
 class Adding(Stacked):
-    """Adds in place to what its blocks were called with."""
+    """Adds in place to the inputs of its blocks."""
 
     def __init__(self) -> None:
         super().__init__(*(Shifted() for _ in range(3)))
@@ -373,7 +373,7 @@ def test_blocks_unsuitable_for_recompute_are_skipped(
 
 
 class Notes:
-    """What blocks share past their arguments."""
+    """State that blocks share outside of their arguments."""
 
     def __init__(self) -> None:
         self.step = 0
@@ -383,7 +383,7 @@ NOTES = Notes()
 
 
 class Steps(Block):
-    """Goes by an object that its caller changes in between."""
+    """Depends on an object that its caller changes between blocks."""
 
     def forward(self, rows: Tensor) -> Tensor:
         return super().forward(rows * (1 + NOTES.step))
@@ -407,7 +407,7 @@ class AsksTwice(Block):
 
 
 class Catches(Block):
-    """A second forward that ends early looks like an error to it."""
+    """Catches the exception that ends its second forward early."""
 
     def forward(self, rows: Tensor) -> Tensor:
         try:
@@ -417,7 +417,7 @@ class Catches(Block):
 
 
 class Noting(Stacked):
-    """Changes what blocks share while they run, and clears it afterwards."""
+    """Changes the shared state while blocks run, and clears it afterwards."""
 
     def __init__(self, make: type[Block]) -> None:
         super().__init__(*(make() for _ in range(3)))
@@ -433,7 +433,7 @@ UNSEEN = Outside(step=0)
 
 
 class UnseenSteps(Block):
-    """Goes by what no capture reaches."""
+    """Depends on state that no capture reaches."""
 
     def forward(self, rows: Tensor) -> Tensor:
         return super().forward(rows * (1 + UNSEEN.step))
@@ -480,7 +480,7 @@ def test_shared_state_of_blocks_is_restored_for_recompute(
 def test_block_that_fails_in_recompute_is_skipped_by_name(caplog: pytest.LogCaptureFixture) -> None:
     model, loss_of = Noting(Catches), mean_square(batch_for("plain"))
     level, other = level_of("recompute", model), copy.deepcopy(model)
-    for _ in range(2):  # the second time nothing is compared
+    for _ in range(2):  # nothing is compared the second time
         plain = take_step(other, loss_of, Level())
         assert differences(plain, retrying(model, loss_of, level)) == []
         model.zero_grad()
@@ -518,7 +518,7 @@ def test_recomputed_tensors_are_compared_rarely() -> None:
 
 def test_block_copied_during_forward_uses_its_own_weights() -> None:
     class Teaching(Noting):
-        """Its teacher is a copy that is made in the first forward."""
+        """Copies its blocks in the first forward, as its teacher."""
 
         teacher: Any = None
 
@@ -547,7 +547,7 @@ def test_patched_forward_keeps_signature() -> None:
 
 def test_block_with_sparse_buffer() -> None:
     class Graph(Block):
-        """Mixes rows by a sparse matrix, which it moves."""
+        """Mixes rows with a sparse matrix in a buffer."""
 
         edges: Tensor
 
@@ -573,7 +573,7 @@ CACHED = Outside(seen=[])
 
 
 class CachingLayer(nn.Module):
-    """As those of transformers': what attention multiplies has been in a cache."""
+    """A layer like those of transformers: attention reads its keys and values from a cache."""
 
     def __init__(self) -> None:
         super().__init__()

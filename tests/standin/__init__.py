@@ -1,1 +1,1 @@
-"""A simulated device: memory, streams and threads of a GPU, its kernels on the CPU."""
+"""A simulated device with the memory, streams and threads of a GPU; kernels run on the CPU."""

@@ -1,4 +1,4 @@
-"""The initial state of each test on the stand-in."""
+"""Fixtures that reset the stand-in before each test."""
 
 import gc
 from collections.abc import Iterator
@@ -10,7 +10,7 @@ from tests.standin import device as standin
 
 GIB = 2**30
 
-# Doctests import every module, and importing this one would make the stand-in the accelerator.
+# Doctests import every module, and importing the device would make it the accelerator.
 collect_ignore = ["plugin.py"]
 
 
@@ -32,7 +32,7 @@ def installed_device() -> None:
 
 @pytest.fixture(autouse=True)
 def fresh_device(installed_device: None) -> Iterator[None]:
-    """Reset the device: nothing queued, cached or limited; all streams late."""
+    """Reset the device: nothing queued, cached or limited, and all streams late."""
     reset()
     yield
     reset()

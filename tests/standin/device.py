@@ -52,7 +52,7 @@ def install() -> None:
 
 
 def join(group: dist.ProcessGroup) -> None:
-    """Make a gloo group exchange tensors of the stand-in, too."""
+    """Make a gloo group exchange tensors of the stand-in as well."""
     torch.ops.standin.attach(group.group_name)
 
 
@@ -95,7 +95,7 @@ def get_device_name(device: Device = None) -> str:
 
 
 class Properties(NamedTuple):
-    """The properties of a device that the package reads."""
+    """The device properties that the package reads."""
 
     name: str
     total_memory: int

@@ -1,4 +1,4 @@
-"""The rules of torch's caching allocator for CUDA, in Python, to compare with the compiled one."""
+"""Torch's caching allocator for CUDA, in Python, to compare with the compiled one."""
 
 import itertools
 from dataclasses import dataclass, field
@@ -7,7 +7,7 @@ MIB = 2**20
 
 
 class FullError(Exception):
-    """The device refused, even after all free memory was returned."""
+    """The device has no memory, even after all free segments were returned."""
 
 
 @dataclass(eq=False)

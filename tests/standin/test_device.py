@@ -1,4 +1,4 @@
-"""The device itself: its results, random numbers, memory and threads."""
+"""Results, random numbers, memory and threads of the device."""
 
 import io
 from collections.abc import Callable

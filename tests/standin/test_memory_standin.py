@@ -1,4 +1,4 @@
-"""Reading and limiting the memory of a device, and the behavior if a device cannot."""
+"""Reading and limiting device memory, and the behavior if a device does not support it."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -12,7 +12,7 @@ from automicro.trainer.processes import Process, own_device
 from tests.gpu.device import MIB
 from tests.standin import device as standin
 
-DEVICE = "standin:0"  # torch knows it only after installation
+DEVICE = "standin:0"  # a string, because torch knows it only after installation
 GIB = 2**30
 
 

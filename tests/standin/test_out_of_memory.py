@@ -1,6 +1,6 @@
-"""Where a device of a model is full, and what libraries take: on two devices, which few GPUs have.
+"""Full devices and library memory on two devices, which few machines with GPUs have.
 
-Recovery itself is asked in tests/gpu, which run on the stand-in, too.
+Recovery itself is tested in tests/gpu, which also runs on the stand-in.
 """
 
 import threading

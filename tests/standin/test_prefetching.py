@@ -1,6 +1,6 @@
-"""Batches from pinned memory have the bits of a batch on the device, even with late streams.
+"""Batches from pinned memory give bit-identical results, even with late streams.
 
-The second half removes each safeguard, and checks that the numbers become wrong.
+The second half removes each safeguard and checks that results become wrong.
 """
 
 from typing import Any

@@ -1,6 +1,6 @@
-"""Two ranks on two devices: what is connected before the first forward.
+"""Two ranks on two devices: communicators are connected before the first forward.
 
-Their recovery is asked in tests/gpu/test_two_ranks_gpu.py.
+Their recovery is tested in tests/gpu/test_two_ranks_gpu.py.
 """
 
 import functools
@@ -23,7 +23,7 @@ from tests.standin import device as standin
 
 @pytest.fixture
 def fake_group() -> Iterator[None]:
-    """Simulate two ranks in one process: collectives do nothing, except that one uses memory."""
+    """Simulate two ranks in one process: collectives do nothing, but one of them uses memory."""
     spec = "cpu:fake,standin:fake"
     dist.init_process_group(spec, store=FakeStore(), rank=0, world_size=2)
     yield

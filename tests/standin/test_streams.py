@@ -1,6 +1,6 @@
-"""Late streams: code that forgets to wait reads wrong numbers, every time.
+"""Late streams: code that forgets to wait always reads wrong numbers.
 
-For side streams `test_prefetching` shows it, and tests/gpu count what waits.
+`test_prefetching` covers side streams, and tests/gpu counts waits.
 """
 
 import pytest
@@ -108,7 +108,7 @@ def test_asynchronous_error_is_raised_at_synchronization() -> None:
     torch.index_select(table, 0, index, out=result)
     with pytest.raises((RuntimeError, IndexError), match="index out of range"):
         standin.synchronize()
-    standin.synchronize()  # once
+    standin.synchronize()  # the error is raised only once
 
 
 def test_device_clock_counts_only_device_work() -> None:

@@ -1,4 +1,4 @@
-"""The torture sweep on the device: every kind of fault, and a comparison of the remaining state."""
+"""The torture sweep on the device: every kind of fault, and a check of the remaining state."""
 
 import functools
 from collections.abc import Callable
@@ -28,7 +28,7 @@ def trials_of(name: str, call: str, warm_steps: int) -> Trials:
 
 
 def spread(plans: list[Plan], number: int) -> list[Plan]:
-    """Return points of the whole call, including the last: checks at its start lose no attempt."""
+    """Return points across the call, up to the last; failing checks at its start cost nothing."""
     return plans[::-1][:: max(1, len(plans) // number)]
 
 
@@ -50,7 +50,7 @@ def test_device_failure_is_recovered_or_leaves_no_trace(
     assert row.wrong == []
     assert row.bytes_alive <= 0
     assert row.plans == len(plans)
-    if trials.scene.is_transaction and warm_steps:  # most of a first batch is checks
+    if trials.scene.is_transaction and warm_steps:  # a first batch consists mostly of checks
         assert row.outcomes["recovered"] > 0
 
 

@@ -1,4 +1,4 @@
-"""Everything that a forward may change is restored, in the same objects."""
+"""Everything that a forward may change is restored in the same objects."""
 
 import collections
 import contextlib
@@ -152,7 +152,7 @@ class Layers(nn.Module):
         self.mean = self.mean * 0.9
 
     def disturb(self):
-        """Change state in all ways in which an attempt might."""
+        """Change state in every way that an attempt might."""
         self.n += 1
         self.seen.append(self.n)
         self.table["a"] = self.table.pop("a", 0)
@@ -179,8 +179,8 @@ def replace_in_order(model):
     model._modules["drop"] = model._modules.pop("drop")
 
 
-# Changes between two captures stay, and later changes by an attempt are undone; those of one value
-# and of its place are in tests/state/test_programs.py.
+# Changes between two captures are kept, and later changes by an attempt are undone. Single values and
+# places are tested in tests/state/test_programs.py.
 BETWEEN: dict[str, Any] = {
     "nothing": lambda m: None,
     "constant becomes a text": lambda m: setattr(m, "note", "text"),
@@ -223,7 +223,7 @@ def test_changes_between_captures_are_kept(kind, settled):
     captured = captured.again()
     for _ in range(2):
         assert list(captured.changed()) == []
-        with contextlib.suppress(AttributeError, RuntimeError):  # it fails somewhere in between
+        with contextlib.suppress(AttributeError, RuntimeError):  # it fails midway
             Layers.disturb(model)
         assert picture(model) != before
         assert list(captured.changed())
@@ -237,7 +237,7 @@ class Passing(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-# Each case with the code that reveals it.
+# By name: a change, and the code that detects it.
 BEYOND = {
     "function of a library": (lambda: setattr(F, "relu", F.gelu), lambda: F.relu),
     "hook of all modules": (
@@ -382,7 +382,7 @@ def test_capture_runs_no_user_code():
 
 
 def calls(function):
-    """Count the Python functions that run."""
+    """Count the Python functions that are called."""
     number = 0
 
     def see(frame, event, argument):

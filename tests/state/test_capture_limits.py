@@ -1,4 +1,4 @@
-"""Capture names state that it cannot restore, and survives unusual objects."""
+"""Capture reports state that it cannot restore, and handles unusual objects."""
 
 import contextvars
 import enum

@@ -1,4 +1,4 @@
-"""Tensors are restored into the same memory, and captures keep no tensor alive."""
+"""Tensors are restored in place, and captures keep no tensor alive."""
 
 import collections
 import gc
@@ -28,7 +28,7 @@ def uncoalesced():
     return torch.sparse_coo_tensor(torch.ones(2, 2).long(), torch.ones(2), (4, 4))
 
 
-# A buffer and a change to it.
+# By name: a buffer, and a change to it.
 # fmt: off
 BUFFERS = {
     "scalar": (lambda: torch.tensor(0), lambda b: b.add_(1)),
@@ -121,13 +121,13 @@ def test_large_buffer_is_copied_until_known_constant():
     model.register_buffer("kept", buffer)
     captured = capture({"model": model})
     for number in (1, 2):
-        buffer.data[0] = number  # without a new version, in an attempt that commits
+        buffer.data[0] = number  # does not change its version, in an attempt that commits
         captured.let_go()
         captured = captured.again()
         buffer.data[0] = 9
         captured.put_back()
         assert buffer[0] == number
-    captured.let_go()  # nothing has changed
+    captured.let_go()  # here, nothing has changed
     buffer[0] = 3
     captured = captured.again()
     buffer[0] = 9
@@ -262,7 +262,7 @@ def test_captured_objects_are_freed_with_capture():
     assert all(each() is not None for each in gone)
     gone.append(weakref.ref(captured))
     del captured
-    assert [each() for each in gone] == [None] * 4  # without a collection: there is no cycle
+    assert [each() for each in gone] == [None] * 4  # without garbage collection: no cycle
 
 
 @pytest.mark.parametrize("settled", [0, 2])

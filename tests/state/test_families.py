@@ -1,4 +1,4 @@
-"""Models of transformers and metrics of torchmetrics, after failures at three points."""
+"""Models of transformers and metrics of torchmetrics after failures at three points."""
 
 import random
 import warnings
@@ -22,8 +22,8 @@ from tests.sweeps import mostly_in_sweeps
 OUTSIDE = Outside(counts={}, plan=[])
 
 
-class Falling(Policy):
-    """A policy that goes to the next of its sizes after each failure."""
+class DescendingSizes(Policy):
+    """A policy that proposes its next size after each failure."""
 
     def __init__(self, sizes):
         self.left = list(sizes)
@@ -37,7 +37,7 @@ class Falling(Policy):
 
 
 def reach(where):
-    """Run out of memory at the planned calls of an attempt."""
+    """Raise out of memory at the planned calls of an attempt."""
     counts, plan = OUTSIDE.counts, OUTSIDE.plan
     counts[where] = counts.get(where, 0) + 1
     if plan and plan[0] == (where, counts[where]):
@@ -65,7 +65,7 @@ def seed(number):
 
 
 def plan_for(counts):
-    """Plan failures in the forward, in the backward, and after the first microbatch."""
+    """Plan failures in the forward, the backward, and after the first microbatch."""
     forward, backward = counts["forward"], counts.get("backward", 1)
     within = max(1, forward * 2 // 3)
     return [("forward", within), ("backward", (backward + 1) // 2), ("forward", forward + within)]
@@ -76,7 +76,7 @@ def trained(make, sizes, plan):
     seed(0)
     model, batch, options, more = make()
     OUTSIDE.plan = list(plan)
-    policy = Falling(sizes if plan else sizes[-1:])
+    policy = DescendingSizes(sizes if plan else sizes[-1:])
     microbatcher = Microbatcher(model, microbatch_size=policy, probe=False, **options)
     found: list[Any] = []
     seed(1)
@@ -127,7 +127,7 @@ class Scale(nn.Module):
 
 
 def of_metric(name):
-    """Return the state of a metric that a training forward updates."""
+    """Return the verdict on a metric that a training forward updates."""
     kind, given = METRICS[name]
 
     def make():
@@ -164,5 +164,5 @@ def judged(name):
     "name", [*mostly_in_sweeps(MODELS, few=10), *mostly_in_sweeps(OF_METRICS, few=14)]
 )
 def test_model_family_trains_identically_after_failures(name):
-    # Reformers take a seed from the system.
+    # Reformers draw a seed from the system.
     assert judged(name) == ("never twice the same" if "Reformer" in name else "same")

@@ -1,4 +1,4 @@
-"""Roots of hosts: opaque objects that are given by name, except skipped ones."""
+"""Roots given by hosts: opaque objects by name, except skipped ones."""
 
 import contextlib
 import gc
@@ -25,7 +25,7 @@ class Meter(Box):
 
 
 class Host(threading.Thread):
-    """A class that is opaque by its kind, as trainers are by their package."""
+    """An object that is opaque because of its class, as trainers are because of their package."""
 
     data: list[int]
     told: list[Any]
@@ -115,7 +115,7 @@ def test_replay_sees_earlier_state_and_leaves_current_state():
     assert held == [1, 5]
     gone = weakref.ref(before)
     del owner, before
-    assert replay.take() is gone()  # given back, and reused
+    assert replay.take() is gone()  # released, and reused
 
 
 @pytest.mark.parametrize("kind", ["oom", "boom", "interrupt"])

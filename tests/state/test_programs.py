@@ -1,9 +1,9 @@
-"""Random programs that change state anywhere, fail somewhere and run again without a trace.
+"""Random programs that change any state, fail at any point, and are retried without a trace.
 
-A program has a model, and a forward that changes some places (an attribute, a closure, a buffer, a
-mode of torch …) at some times, and whose loss depends on what it finds there. It is run with
-failures, and by plain torch without, in microbatches of the same sizes. Losses, gradients and places
-must be equal to the bit, or a warning or an error names the place.
+A program has a model and a forward. The forward changes some places (an attribute, a closure, a
+buffer, a mode of torch …) at some times, and its loss depends on their content. automicro runs it
+with failures; plain torch runs it without, in microbatches of the same sizes. Losses, gradients and
+places must be bit-identical, or a warning or an error names the place.
 """
 
 import collections
@@ -40,11 +40,11 @@ CLOCK = Outside(batch=0, ticks={}, failures=[], made=[], has_failed=False, seed=
 
 
 class UserError(Exception):
-    """An error that the program raises itself."""
+    """An error raised by the program itself."""
 
 
 def tick(where):
-    """Count an operation, and fail if it is planned to."""
+    """Count an operation, and fail if a failure is planned here."""
     CLOCK.ticks[where] = number = CLOCK.ticks.get(where, 0) + 1
     for each in CLOCK.failures:
         if (each.batch, each.where, each.at) == (CLOCK.batch, where, number):
@@ -70,9 +70,9 @@ class Theirs(nn.Linear):
 
 
 class At:
-    """A place: an attribute ``v`` of an owner of some kind, which may belong to a module."""
+    """A place: the attribute ``v`` of an owner of some kind, which may belong to a module."""
 
-    owner = Unreached()  # reached only by the code or the model
+    owner = Unreached()  # reachable only through the code or the model
 
     def __init__(self, owner, module, name):
         self.owner, self.module, self.name = owner, module, name
@@ -119,7 +119,7 @@ def scale_rate(optimizer, factor):
 
 
 class Stepping(torch.optim.SGD):
-    """Keeps a number next to its options, as optimizers with hooks of their own do."""
+    """Keeps a number next to its options, like optimizers with their own hooks."""
 
     seen = 0
 
@@ -146,7 +146,7 @@ SDPA: Any = F.scaled_dot_product_attention
 LINEAR: Any = nn.Linear.forward
 OWN: Any = Theirs.forward
 ANY = ("before", "after", "around", "first", "turn", "backward", "through")
-DRAWN = ("before", "after", "backward")  # phases in which the program itself cannot undo a change
+DRAWN = ("before", "after", "backward")  # phases in which the program cannot undo a change itself
 AROUND = ("around", "turn", "pulse", "first")
 PULSE = ("pulse",)
 LATE: int
@@ -169,7 +169,7 @@ def default_dtype(dtype):
     torch.set_default_dtype(dtype)
     try:
         yield
-    finally:  # also if nothing refers to it any more
+    finally:  # even if nothing refers to it any more
         torch.set_default_dtype(before)
 
 
@@ -183,9 +183,9 @@ def of_value(make, change, undo=None, see=None):
 
 
 def of_place(place):
-    """A counter at the place, if possible, and a list that grows there."""
+    """Yield a counter at the place, if possible, and a list that grows there."""
     name = re.sub(r"\W", "_", place)
-    if {"default", "global", "imports"}.isdisjoint(place.split()):  # there is only one of each
+    if {"default", "global", "imports"}.isdisjoint(place.split()):  # each of these exists only once
         yield f"counts_in_{name}", (lambda a: a.inside(place, 0), up, down)
     grow = lambda a: a.kept.append(1), lambda a: a.kept.pop(), lambda a: a.kept
     yield f"grows_in_{name}", (lambda a: a.inside(place, []), *grow)
@@ -202,7 +202,7 @@ def empty(at):
     del at.v
 
 
-# By name: the initial value, its change, the undoing; then the code that reads it, and phases.
+# By name: the initial value, its change and undo, the code that reads it, and its phases.
 # fmt: off
 KINDS: dict[str, tuple[Any, ...]] = {
     **{"its_" + re.sub(r"\W", "_", name): of_value(*row) for name, row in VALUES.items()},
@@ -242,7 +242,7 @@ KINDS: dict[str, tuple[Any, ...]] = {
     "module_is_added": (lambda a: a, lambda a: a.module.add_module("added", nn.BatchNorm1d(1)), lambda a: a.module._modules.pop("added", 0), lambda a: sorted(a.module.state_dict()), AROUND),
     "method_on_the_instance": (lambda a: [Theirs(2, 2)], lambda a: setattr(a.v[0], "forward", len), lambda a: vars(a.v[0]).pop("forward", 0)),
     "method_on_the_class": (lambda a: [Theirs(2, 2)], lambda a: setattr(Theirs, "forward", len), lambda a: setattr(Theirs, "forward", OWN), lambda a: vars(Theirs)["forward"] is len, AROUND),
-    # Modes, generators, and state that can only be named.
+    # Modes, generators, and state that can only be reported.
     "grad_mode": (lambda a: a, lambda a: torch.set_grad_enabled(False), lambda a: torch.set_grad_enabled(True), modes, PULSE),
     "autocast": (lambda a: autocast(), lambda a: a.v.__enter__(), lambda a: a.v.__exit__(None, None, None), modes, PULSE),
     "autocast_in_a_list": (lambda a: [], lambda a: enter(a.v, autocast()), lambda a: leave(a.v), modes, PULSE),
@@ -330,12 +330,12 @@ class Mutation:
             self.undo(self.at)
 
     def graphs(self):
-        """Tensors with a graph that a forward keeps until it ends."""
+        """Return the tensors with a graph that a forward keeps until it ends."""
         held = self.at.v if "graph" in self.kind and self.phase == "around" else None
         return held if isinstance(held, list) else [] if held is None else [held]
 
     def end(self, undone, done):
-        """The end of the forward, or of the backward."""
+        """End the forward or the backward."""
         if self.phase in (undone, done):
             (self.undo if self.phase == undone else self.do)(self.at)
 
@@ -434,14 +434,14 @@ def everything_global():
 
 @dataclasses.dataclass
 class Trace:
-    """The state that a run has left after each batch."""
+    """The state that a run leaves after each batch."""
 
     sizes: list[int] = dataclasses.field(default_factory=list)
     numbers: list[Any] = dataclasses.field(default_factory=list)
     places: list[dict[str, Any]] = dataclasses.field(default_factory=list)
     told: str = ""
     fired: bool = False
-    left: int = 0  # tensors of a failed attempt that are alive when it is repeated
+    left: int = 0  # tensors of a failed attempt that are alive at the retry
 
 
 def run(program, failures=(), wrap=lambda model: model, **options):
@@ -485,7 +485,7 @@ def plainly(program, sizes):
 
 
 def train(model, mutations, failures, step):
-    """Train on some batches, each repeated after a failure."""
+    """Train on some batches, retrying each one after a failure."""
     trace = Trace()
     CLOCK.failures, CLOCK.fired, CLOCK.left = list(failures), False, 0
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -551,7 +551,7 @@ def check(program):
         pytest.fail(f"{verdict}: {differing} after {program}", pytrace=False)
 
 
-# Without making failing programs smaller, which would take many runs.
+# Without shrinking failing programs, which would take many runs.
 DRAWN_ONLY: Any = {"phases": [Phase.generate], "suppress_health_check": list(HealthCheck)}
 
 
@@ -570,7 +570,7 @@ def test_many_programs_recover_without_trace(program):
     check(program)
 
 
-# Points of failure: between a change and its undoing, in the backward, after a backward.
+# Points of failure: between a change and its undo, in the backward, after a backward.
 FAILURES = ("nowhere", "forward", "backward", "after")
 NAMED = {"list_of_20000_counts", "tensor_of_20_megabytes", "iterator"}  # not restored
 PHASES = (*ANY, *PULSE)

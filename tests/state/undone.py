@@ -1,4 +1,4 @@
-"""Pictures of values down to the bit, and changes that roll back or stay once committed."""
+"""Bit-exact pictures of values, and a check that changes are rolled back or committed."""
 
 import array
 import collections
@@ -13,13 +13,13 @@ from torch import Tensor, nn
 
 from automicro.state.capture import capture
 
-# Handles of hooks have different numbers in each run.
+# Hook handles have different numbers in each run.
 _HOOKS = {name for name in vars(nn.Module()) if "hook" in name}
 _PLAIN = (bool, int, float, complex, str, bytes, np.generic, type(None))
 
 
 def picture(value: Any, seen: dict[int, Any] | None = None) -> Any:
-    """Return a value as nested tuples of plain values; of objects, attributes and slots.
+    """Return a value as nested tuples of plain values; objects by their attributes and slots.
 
     >>> picture({"a": [1, {2}]}) == picture({"a": [1, {2}]}), picture([1]) == picture([1.0])
     (True, False)
@@ -83,7 +83,7 @@ def _of_tensor(value: Tensor) -> Any:
 def _bits(plain: Tensor) -> bytes:
     if plain.is_quantized:
         plain = plain.int_repr()
-    # A copy, because NumPy memory that was viewed cannot be resized.
+    # A copy, because viewed NumPy memory cannot be resized.
     dense = plain.to_dense().resolve_conj().resolve_neg().reshape(-1).clone()
     return dense.view(torch.uint8).numpy().tobytes()
 
@@ -127,7 +127,7 @@ def quantized():
 
 
 def undone(roots, change, see=list, *, times=3, skip=()):
-    """Check that a change is visible, is rolled back repeatedly, and stays if committed."""
+    """Check that a change is visible, can be rolled back repeatedly, and is kept on commit."""
     captured = capture(roots, skip=skip)
     shown = []
     for _ in range(times):

@@ -1,4 +1,4 @@
-"""Values of every kind with a change to each, and places that hold them."""
+"""Values of every kind with a change to each, and places that can hold them."""
 
 import array
 import collections
@@ -94,7 +94,7 @@ def less(owner):
     count(owner, number=-1)
 
 
-# The value of an attribute, a change to it, and optionally its undoing and its reading.
+# By name: a value, a change to it, and optionally how to undo and read the change.
 # fmt: off
 VALUES: dict[str, tuple[Any, ...]] = {
     "list": (list, lambda v: v.append(len(v)), lambda v: v.pop()),

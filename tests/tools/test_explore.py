@@ -1,4 +1,4 @@
-"""Which size is the fastest, before a run: measured, and nothing stays changed."""
+"""Measuring the fastest microbatch size before a run, without side effects."""
 
 import json
 import random
@@ -25,7 +25,7 @@ LOSS = nn.CrossEntropyLoss()
 
 
 def make_model() -> nn.Sequential:
-    """Dropout draws random numbers, BatchNorm counts, and the last layer may not be trained."""
+    """Make a model with dropout, BatchNorm, and a last layer that may be frozen."""
     return nn.Sequential(
         nn.Linear(FEATURES, 32), nn.BatchNorm1d(32), nn.Dropout(0.5), nn.Linear(32, 3)
     )
@@ -36,13 +36,13 @@ def make_loader(*, rows: int = 8 * ROWS, generator: torch.Generator | None = Non
     return DataLoader(data, batch_size=ROWS, shuffle=True, generator=generator)
 
 
-def drawn_so_far(order: torch.Generator) -> tuple[Tensor, Tensor, Any, str]:
-    """Where all generators stand."""
+def generator_states(order: torch.Generator) -> tuple[Tensor, Tensor, Any, str]:
+    """Return the state of all generators."""
     return torch.get_rng_state(), order.get_state(), random.getstate(), str(np.random.get_state())
 
 
 class Clock:
-    """Stands in for the one that measures: it goes on when a model says so."""
+    """A fake clock that models advance."""
 
     def __init__(self) -> None:
         self.seconds = 0.0
@@ -58,8 +58,8 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     return clock
 
 
-class Takes(nn.Module):
-    """A forward that takes so many seconds, by the rows that it is given."""
+class TimedModel(nn.Module):
+    """A model whose forward takes a given number of seconds for its rows."""
 
     def __init__(self, clock: Clock, seconds: Callable[[int], float]) -> None:
         super().__init__()
@@ -75,7 +75,7 @@ class Takes(nn.Module):
 
     def forward(self, inputs: Tensor) -> Tensor:
         self.rows.append(len(inputs))
-        # No two steps take the same.
+        # No two steps take the same time.
         self.clock.seconds += self.seconds(len(inputs)) * (1 + 0.01 * (len(self.rows) % 3))
         outputs: Tensor = self.linear(inputs)
         return outputs
@@ -92,18 +92,18 @@ def test_explore_leaves_all_state_unchanged(evaluate: bool) -> None:
     model[0].eval()
     gradients = [each.grad for each in model.parameters()]
 
-    def all_there_is() -> Any:
-        return picture([model, gradients, optimizer.state_dict(), *drawn_so_far(order)])
+    def complete_state() -> Any:
+        return picture([model, gradients, optimizer.state_dict(), *generator_states(order)])
 
-    before = all_there_is()
+    before = complete_state()
     explore(model, loader, loss_fn=LOSS, optimizer=optimizer, evaluate=evaluate, max_steps=12)
-    assert all_there_is() == before
+    assert complete_state() == before
     assert all(p.grad is g for p, g in zip(model.parameters(), gradients, strict=True))
     assert not optimizer._optimizer_step_pre_hooks
 
 
 def test_explore_does_not_affect_later_run() -> None:
-    """The order of the data, dropout and weights: bit for bit."""
+    """Data order, dropout and weights must be bit-identical."""
 
     def run(*, explores: bool) -> list[Tensor]:
         torch.manual_seed(5)
@@ -123,8 +123,8 @@ def test_explore_does_not_affect_later_run() -> None:
 
 @pytest.mark.parametrize("evaluate", [False, True])
 def test_explore_finds_clearly_fastest_size(clock: Clock, evaluate: bool) -> None:
-    """Above eight rows a row takes twice as long; below, a pass takes time by itself."""
-    model = Takes(clock, lambda rows: rows * (1 if rows <= 8 else 2) + 4)
+    """Each row takes twice as long above eight rows; each pass has a fixed cost."""
+    model = TimedModel(clock, lambda rows: rows * (1 if rows <= 8 else 2) + 4)
     report = explore(model, make_loader(), loss_fn=LOSS, evaluate=evaluate, max_rows=ROWS)
     assert report.microbatch_size == 8
     assert report.confidence >= 95
@@ -135,8 +135,8 @@ def test_explore_finds_clearly_fastest_size(clock: Clock, evaluate: bool) -> Non
 
 
 def test_sizes_may_exceed_batch_of_loader(clock: Clock) -> None:
-    """A pass takes the same for any rows: four batches together are the fastest."""
-    model = Takes(clock, lambda rows: 64)
+    """A pass takes the same time for any number of rows: four batches together are the fastest."""
+    model = TimedModel(clock, lambda rows: 64)
     report = explore(model, make_loader(), loss_fn=LOSS)
     assert report.microbatch_size == 4 * ROWS
     assert report.batch_rows == ROWS
@@ -158,7 +158,7 @@ def test_size_that_does_not_fit_is_tried_once_and_reported() -> None:
 
 
 def test_measured_size_may_run_out_of_memory_later(clock: Clock) -> None:
-    class Fills(Takes):
+    class Fills(TimedModel):
         def forward(self, inputs: Tensor) -> Tensor:
             if len(inputs) == ROWS and self.rows.count(ROWS) > 3:
                 raise torch.OutOfMemoryError("CUDA out of memory")
@@ -195,7 +195,7 @@ def test_batchnorm_is_noted_in_report() -> None:
 
 
 def test_interrupt_returns_best_size_so_far(clock: Clock) -> None:
-    class Interrupted(Takes):
+    class Interrupted(TimedModel):
         def forward(self, inputs: Tensor) -> Tensor:
             if len(self.rows) > 6:
                 raise KeyboardInterrupt
@@ -209,7 +209,7 @@ def test_interrupt_returns_best_size_so_far(clock: Clock) -> None:
         def forward(self, inputs: Tensor) -> Tensor:
             raise KeyboardInterrupt
 
-    with pytest.raises(KeyboardInterrupt):  # there is nothing to tell
+    with pytest.raises(KeyboardInterrupt):  # there is nothing to report
         explore(nn.Sequential(AtOnce(), nn.Linear(FEATURES, 3)), make_loader(), loss_fn=LOSS)
 
 

@@ -1,4 +1,4 @@
-"""Pictures: what stands on their axes, what is drawn, and where they are shown."""
+"""Pictures: axis labels, drawn points, and file formats."""
 
 from pathlib import Path
 from typing import Any

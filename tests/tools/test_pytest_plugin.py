@@ -1,4 +1,4 @@
-"""The pytest plugin, in projects of its users."""
+"""The pytest plugin in users' projects."""
 
 import contextlib
 import dataclasses
@@ -36,19 +36,19 @@ BATCH = torch.zeros(4096, 64), torch.zeros(4096, dtype=torch.long)
 
 
 @dataclasses.dataclass(frozen=True)
-class Done:
-    """What came of a run of pytest: its exit code, and all that it printed."""
+class PytestResult:
+    """The result of a pytest run: exit code and output."""
 
     returncode: int
     stdout: str
 
 
-def run_pytest(folder: Path, test: str, *options: str) -> Done:
-    """Run pytest in a project of its own, in this process: another would import torch first."""
+def run_pytest(folder: Path, test: str, *options: str) -> PytestResult:
+    """Run pytest on a new project in this process; another process would have to import torch."""
     (folder / "test_net.py").write_text(MODEL + test)
     command = ["-q", "-p", "no:cacheprovider", "--import-mode=importlib", f"--rootdir={folder}"]
     installed = importlib.metadata.entry_points(group="pytest11")
-    if "automicro" not in installed.names:  # a tree that was not installed since it is there
+    if "automicro" not in installed.names:  # installed before it had a plugin
         command += ["-p", "automicro.tools.pytest_plugin"]
     printed = io.StringIO()
     with (
@@ -57,12 +57,12 @@ def run_pytest(folder: Path, test: str, *options: str) -> Done:
         contextlib.redirect_stdout(printed),
         warnings.catch_warnings(),
     ):
-        warnings.simplefilter("default")  # here they are errors
-        patch.setattr(sys, "dont_write_bytecode", True)  # the next text has the same name
+        warnings.simplefilter("default")  # this test suite turns them into errors
+        patch.setattr(sys, "dont_write_bytecode", True)  # the next test file has the same name
         patch.delitem(sys.modules, "test_net", raising=False)
         code = pytest.main([*command, *options, "test_net.py"])
         sys.modules.pop("test_net", None)
-    return Done(int(code), printed.getvalue())
+    return PytestResult(int(code), printed.getvalue())
 
 
 TESTS = """
@@ -89,7 +89,7 @@ def test_marked_test_fails_if_model_does_not_fit(tmp_path: Path) -> None:
     done = run_pytest(tmp_path, TESTS, "-W", "error", "--strict-markers")
     assert "2 failed, 1 passed, 1 error" in done.stdout
     assert "the batch does not fit whole" in done.stdout
-    assert "Net fits" not in done.stdout  # what does not fit does not say that it does
+    assert "Net fits" not in done.stdout  # a model that does not fit is not reported as fitting
     assert "in forward at " in done.stdout
     assert "return self.no_such_part(x). Skip that code" in done.stdout
     assert "Call assert_fits(model, batch, '80GiB') in the test" in done.stdout

@@ -1,4 +1,4 @@
-"""A batch that did not fit: kept in a file that holds data alone, and run once more."""
+"""Replay of a batch that did not fit, from a file that contains only data."""
 
 import dataclasses
 import json
@@ -44,7 +44,7 @@ def tokens(rows: int, length: int) -> tuple[Tensor, Tensor]:
 
 @dataclasses.dataclass
 class Pair:
-    """A class of somebody's own."""
+    """A user-defined class."""
 
     inputs: Tensor
     names: list[str]
@@ -89,7 +89,7 @@ def test_custom_classes_come_only_from_given_batch(
 
 
 class Runs:
-    """Unpickled, it would write a file."""
+    """Writes a file when unpickled."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -126,7 +126,7 @@ def test_oversized_batch_is_not_saved(tmp_path: Path, mocker: Any) -> None:
 
 
 def limit_of(rows: int, length: int) -> int:
-    """Bytes that so many rows take, with everything that any size takes."""
+    """Return the bytes that this many rows need, including all fixed memory."""
     model = Model()
     microbatcher = Microbatcher(
         model,

@@ -1,4 +1,4 @@
-"""Thousands of trials, each of which collects garbage after running out of memory."""
+"""Faster trials: each of thousands collects garbage after running out of memory."""
 
 from collections.abc import Iterator
 

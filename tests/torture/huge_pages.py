@@ -9,7 +9,7 @@ _COLLAPSE = 25  # MADV_COLLAPSE, of Linux 6.1 and later
 
 
 def use_huge_pages() -> None:
-    """Request huge pages, after all imports. They only save time, and may be unavailable."""
+    """Request huge pages after all imports. They only save time, and may be unavailable."""
     if not sys.platform.startswith("linux"):
         return
     madvise = ctypes.CDLL(None).madvise

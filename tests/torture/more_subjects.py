@@ -43,7 +43,7 @@ class Reentrant(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.first(x)
-        # Without a gradient torch warns of a checkpoint.
+        # Without a gradient, torch warns about a checkpoint.
         needs_gradient = torch.is_grad_enabled()
         x = x + (checkpoint(self.block, x, use_reentrant=True) if needs_gradient else self.block(x))
         out: Tensor = self.head(x)
@@ -67,7 +67,7 @@ def perceptron(act: type[nn.Module] = nn.Tanh, width: int = 5) -> nn.Sequential:
 
 
 def of(make: Callable[[], nn.Module], *shape: int) -> MakeSubject:
-    """A subject that classifies with a model that is made anew each time."""
+    """Return a subject that classifies with a new model each time."""
     return lambda: classify(make(), *shape)
 
 
@@ -75,7 +75,7 @@ mlp = of(functools.partial(perceptron, nn.ReLU, 6), 4)
 
 
 def similar(content: Content, index: int) -> Content:
-    """Return other numbers with the same classes and lengths, so that checks see nothing new."""
+    """Return different numbers with the same classes and lengths, to trigger no new checks."""
     rows = {
         name: value + index / 8 if name in "xt" and value.is_floating_point() else value.clone()
         for name, value in content.rows.items()
@@ -84,7 +84,7 @@ def similar(content: Content, index: int) -> Content:
 
 
 def of_search(**ingredients: Any) -> MakeSubject:
-    """A subject made of ingredients of the search."""
+    """Return a subject made of ingredients of the search."""
     one = dataclasses.replace(
         SIMPLE, declares=True, optimizer="adam", num_rows=(ROWS,) * BATCHES, **ingredients
     )
@@ -125,7 +125,7 @@ def half_precision() -> Subject:
 
 
 def attack() -> Subject:
-    """A gradient in the forward, only of the inputs."""
+    """A subject that computes a gradient of only the inputs in its forward."""
     subject = classify(perceptron(), 4)
     return dataclasses.replace(subject, options={"forward": _attacked, "batchnorm": "ignore"})
 
@@ -142,7 +142,7 @@ def _attacked(model: nn.Module, microbatch: tuple[Tensor, Tensor]) -> tuple[Tens
 
 
 def outside_leaf() -> Subject:
-    """A learned scale that is in no module, whose gradient is never cleared."""
+    """A subject with a learned scale outside of all modules, whose gradient is never cleared."""
     scale = torch.ones(3, requires_grad=True)
 
     def forward(model: nn.Module, microbatch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
@@ -155,7 +155,7 @@ def outside_leaf() -> Subject:
 
 
 def gpt2() -> Subject:
-    from transformers import GPT2Config, GPT2LMHeadModel  # imports slowly
+    from transformers import GPT2Config, GPT2LMHeadModel  # a slow import
 
     config = GPT2Config(
         vocab_size=VOCABULARY, n_positions=4, n_embd=8, n_layer=1, n_head=2, bos_token_id=0,
@@ -170,7 +170,7 @@ def _language_model(model: Any) -> Subject:
     for _ in range(BATCHES):
         tokens = torch.randint(1, VOCABULARY, (ROWS, 4))
         labels = tokens.clone()
-        labels[1, 2:] = -100  # rows of different weight
+        labels[1, 2:] = -100  # so that rows have different weights
         batches.append(
             {"input_ids": tokens, "labels": labels, "attention_mask": torch.ones_like(tokens)}
         )
@@ -188,7 +188,7 @@ def _count_rows(metric: RowCounter, outputs: Any, microbatch: Any) -> None:
 
 
 def by_cost() -> Subject:
-    """Rows that are sorted by tokens and lose their padding; dropout draws in sorted order."""
+    """A subject whose rows are sorted by length and lose padding; dropout draws in sorted order."""
     model = Reader(dropout=0.3)
     # All batches have rows of the same lengths, so that one size cuts all of them equally.
     lengths = [[3, 4, 3, 4], [4, 3, 4, 3], [3, 3, 4, 4], [4, 4, 3, 3], [4, 3, 3, 4]]

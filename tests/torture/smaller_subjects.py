@@ -1,4 +1,4 @@
-"""Subjects whose parts have sizes of their own, and such as are computed at further levels."""
+"""Subjects with separately sized parts, and subjects at further levels."""
 
 import dataclasses
 import functools
@@ -15,11 +15,11 @@ from tests.torture.engine.subject import MakeSubject, Subject
 from tests.torture.subjects import BATCHES, ROWS, adamw, classify
 
 WORDS, WIDTH, VOCABULARY = 3, 4, 6
-LEVELS = ["recompute", "offload"]  # in order; "auto" would choose by the clock
+LEVELS = ["recompute", "offload"]  # in order, because "auto" would choose by measured time
 
 
 def halving(initial: int) -> Halving:
-    """Sizes of a part: from so many rows, downwards alone."""
+    """Return a policy for a part that starts from this many rows and only halves."""
     return Halving(initial=initial, refine=False)
 
 
@@ -47,7 +47,7 @@ class WithTail(nn.Module):
 
 
 class TiedTail(nn.Module):
-    """Head and loss as a function of the model's, whose weight is the embedding, token by token."""
+    """Head and loss as a method of the model, per token; its weight is the embedding."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -66,8 +66,8 @@ class TiedTail(nn.Module):
 
 
 class Counting(nn.Module):
-    """A part that counts in buffers (in place, past its version, replaced) and in a number, and
-    draws from a generator of its own and from Python's.
+    """A part that counts in buffers (in place, without a new version, replaced) and in a number,
+    and draws from its own generator and from Python's.
     """
 
     seen: Tensor
@@ -96,7 +96,7 @@ class Counting(nn.Module):
 
 
 class Remembering(Counting):
-    """Computes with what it counts."""
+    """Uses its counts in the computation."""
 
     def forward(self, x: Tensor) -> Tensor:
         x = super().forward(x)
@@ -104,7 +104,7 @@ class Remembering(Counting):
 
 
 class Block(nn.Module):
-    """Of a transformer, as small as may be: attention, a feed-forward part, dropout."""
+    """A minimal transformer block: attention, a feed-forward part, dropout."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -134,7 +134,7 @@ class Transformer(nn.Module):
 
 
 class NormalizedBlock(nn.Module):
-    """BatchNorm counts in each forward, and may not in a second one."""
+    """A block with BatchNorm, which must not count again in a recomputed forward."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -158,7 +158,7 @@ def with_options(subject: Subject, *, level: int = 0, **options: Any) -> Subject
 
 
 def with_loss(model: nn.Module, batches: list[Any], **options: Any) -> Subject:
-    """A model that gives its loss itself."""
+    """Return a subject whose model computes its own loss."""
     return Subject(
         model=model,
         optimizer=adamw(model.parameters()),
@@ -200,7 +200,7 @@ def nested_tokens() -> Subject:
 
 
 def with_part(part: nn.Module, size: Any) -> Subject:
-    """Two layers, and between them a part with a size of its own."""
+    """Return a subject with a separately sized part between two layers."""
     model = nn.Sequential(nn.Linear(WIDTH, WIDTH), part, nn.Linear(WIDTH, 3))
     return with_options(classify(model, WIDTH, first_size=ROWS), nested={"1": size})
 
@@ -215,7 +215,7 @@ def nested_buffers() -> Subject:
 
 
 def nested_as_it_comes() -> Subject:
-    """The whole at first, in one piece, and smaller where that fails."""
+    """A subject that starts with one whole slice, and shrinks it after a failure."""
     return with_part(Counting(0.0), "auto")
 
 
@@ -223,7 +223,7 @@ def gpt2(size: int, **unit: Any) -> Subject:
     from tests.torture.more_subjects import gpt2
 
     subject = gpt2()
-    # Outputs are without logits then.
+    # Then, outputs contain no logits.
     options = {**subject.options, "nested": {"tail": {"microbatch_size": halving(size), **unit}}}
     options["update_metric"] = lambda metric, outputs, microbatch: None
     return dataclasses.replace(subject, options=options, metrics=None, first_size=ROWS)
@@ -234,18 +234,18 @@ def transformer(when: Any, level: int) -> Subject:
 
 
 def at_recompute(block: type[nn.Module], **options: Any) -> Subject:
-    """Two blocks that are computed again in their backward."""
+    """Return a subject with two blocks that are recomputed in the backward."""
     return with_options(classify(residual(block), WIDTH), when_too_large=LEVELS, level=1, **options)
 
 
 def nested_and_recompute(block: type[nn.Module], sizes: Any) -> Subject:
-    """Parts inside of blocks that are computed again."""
+    """Return a subject with separately sized parts inside recomputed blocks."""
     subject = at_recompute(block, nested=sizes)
     return dataclasses.replace(subject, first_size=ROWS)
 
 
 class Drawing(nn.Module):
-    """A block whose part draws more than once, and whose backward needs what the part gave."""
+    """A block whose part draws more than once, and whose backward needs the part's output."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -283,7 +283,7 @@ def exact_batchnorm_as_it_comes() -> Subject:
 
 
 def exact_batchnorm_of_a_part() -> Subject:
-    """In slices from the first one on, and at a further level."""
+    """A subject in slices from the start, and at a further level."""
     subject = classify(residual(NormalizedBlock), WIDTH, first_size=ROWS)
     part = {"microbatch_size": halving(2), "batchnorm": "exact"}
     return with_options(subject, nested={"1": part}, when_too_large=LEVELS, level=2)

@@ -14,12 +14,12 @@ from tests.torture.engine.subject import Subject
 
 __all__ = ["ROWS", "RowCounter"]
 
-ROWS = 4  # slices of 2, so that one failure leads to size 1, and two to none
+ROWS = 4  # slices of 2, so that one failure leads to size 1, and two failures to an error
 BATCHES = 5
 
 
 class ConvNet(nn.Module):
-    """BatchNorm writes its statistics without a new version; dropout draws."""
+    """BatchNorm, which writes its statistics without a new version, and dropout."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -34,8 +34,8 @@ class ConvNet(nn.Module):
 
 
 class StateOfEveryKind(nn.Module):
-    """Buffers replaced, counted in place and written past their version; a tensor, a list, a dict
-    in a dict and a number that are no buffers; every kind of generator, and an edited input.
+    """Buffers that are replaced, changed in place, or changed without a new version; a tensor, a
+    list, a nested dict and a number that are no buffers; all generators, and an edited input.
     """
 
     mean: Tensor
@@ -72,7 +72,7 @@ class StateOfEveryKind(nn.Module):
 
 
 class TiedWeights(nn.Module):
-    """The embedding is also the output head, and the graph branches."""
+    """A model whose embedding is also its output head, so that the graph branches."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -110,7 +110,7 @@ def accuracy(num_classes: int = 3) -> MulticlassAccuracy:
 
 
 def classify(model: nn.Module, *shape: int, **more: Any) -> Subject:
-    """A subject that classifies inputs of a shape into three classes."""
+    """Return a subject that classifies inputs of a shape into three classes."""
     batches = [(torch.randn(ROWS, *shape), torch.tensor([0, 1, 2, i % 3])) for i in range(BATCHES)]
     return Subject(
         model=model,
@@ -146,7 +146,7 @@ def state_of_every_kind() -> Subject:
 def tied_weights() -> Subject:
     model = TiedWeights()
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01, foreach=True)
-    # Gradients that are views of one storage, like DDP's buckets.
+    # Gradients are views of one storage, like DDP's buckets.
     parameters = list(model.parameters())
     bucket = torch.randn(sum(each.numel() for each in parameters))
     pieces = bucket.split([each.numel() for each in parameters])

@@ -10,7 +10,7 @@ from tests.torture.engine.subject import differences, values
 from tests.torture.engine.trials import Scene, Trials, attempt
 from tests.torture.subjects import batchnorm_and_dropout
 
-# The workers of pytest-xdist have a second thread, which waits.
+# Workers of pytest-xdist have a second thread, which waits.
 pytestmark = pytest.mark.filterwarnings("ignore:.*multi-threaded:DeprecationWarning")
 
 

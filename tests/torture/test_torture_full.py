@@ -11,8 +11,8 @@ from tests.torture.more_subjects import SUBJECTS
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(3600)]
 
-# All four faults at each operation of a settled call for small models, one per mechanism. For other
-# subjects one of the four is drawn.
+# All four faults at each operation of a settled call, for one small model per mechanism. For other
+# subjects, one of the four is drawn.
 ALL_FOUR = {
     "MLP",
     "BatchNorm and dropout",
@@ -74,7 +74,7 @@ def test_every_fault_is_recovered_or_raised_without_loss(rows: list[Row], name: 
     assert [each for row in found for each in row.wrong] == []
     assert all(row.bytes_alive <= 0 for row in found)
     settled = [row for row in found if "first" not in row.what]
-    assert not any(row.extra for row in settled)  # otherwise the calls would not be settled
+    assert not any(row.extra for row in settled)  # otherwise, the calls would not be settled
 
 
 def test_sweep_has_enough_faults(rows: list[Row]) -> None:

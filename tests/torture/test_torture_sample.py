@@ -59,9 +59,9 @@ def scene(name: str, call: str = "backward", warm_steps: int = 1) -> Scene:
 @pytest.mark.parametrize("name", mostly_in_sweeps(SUBJECTS, few=16))
 def test_failure_is_recovered_bit_identically_or_leaves_no_trace(name: str) -> None:
     trials = Trials(scene(name))
-    # Checks are over, except for parts whose targets reveal something new.
+    # Checks are over, except for parts whose targets trigger new ones.
     assert trials.num_extra == 0 or "tail" in name
-    num_faults = 8 if trials.num_extra else 2  # a check can fail for lack of memory without effect
+    num_faults = 8 if trials.num_extra else 2  # a check that runs out of memory has no effect
     outcomes = check(trials, "one out of memory", single_faults(trials, ["oom"]), num_faults)
     assert any(outcome.startswith("recovered") for outcome in outcomes)
     outcomes = check(trials, "foreign errors", single_faults(trials, ["boom", "interrupt"]), 1)
@@ -129,7 +129,7 @@ def test_harness_detects_leaked_tensors(monkeypatch: pytest.MonkeyPatch) -> None
 
 @functools.cache
 def hidden() -> list[int]:
-    """A counter that a library cannot reach."""
+    """Return a counter that no library can reach."""
     return [0]
 
 

@@ -1,4 +1,4 @@
-"""Gradients of earlier batches, through attempts that fail or commit."""
+"""Gradients of earlier batches through failed and committed attempts."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -114,7 +114,7 @@ def commit_with_faults(plan: Sequence[Fault]) -> tuple[nn.Parameter, Tensor, Bas
 
 
 TOTAL = [2.5, 4.5, 6.5]
-FIRST_COPY = 2  # after adding two totals
+FIRST_COPY = 2  # after the addition of two totals
 
 
 @pytest.mark.parametrize("after", [False, True])

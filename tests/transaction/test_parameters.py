@@ -1,4 +1,4 @@
-"""Parameters that a forward changes for a while, when memory runs out in between."""
+"""Parameters that a forward changes temporarily while memory runs out."""
 
 import gc
 import weakref

@@ -1,4 +1,4 @@
-"""The generators of the process: drawing between two states, and restoring them."""
+"""Global generators: draws between two states, and rollback."""
 
 import random
 from collections.abc import Callable, Iterator
@@ -62,7 +62,7 @@ def check(first: Draw, between: Draw, after: Draw) -> None:
     random.seed(1)
     np.random.seed(1)
     first()
-    RandomState([]).begin()  # from now on its state is known
+    RandomState([]).begin()  # from now on, the state is known
     between()
     expected = state_of_all()
     state = RandomState([])

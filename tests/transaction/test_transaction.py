@@ -1,4 +1,4 @@
-"""The promises of a transaction, and all its parts except gradients."""
+"""Guarantees of a transaction, and all its parts except gradients."""
 
 import functools
 import types
@@ -17,7 +17,7 @@ from automicro.transaction.transaction import Transaction
 
 
 def two_parts(**fails: BaseException) -> tuple[Transaction, list[str]]:
-    """Two parts that record their calls; each named call fails once."""
+    """Make a transaction of two parts that record their calls; each named call fails once."""
     log: list[str] = []
 
     def act(called: str) -> None:
@@ -78,7 +78,7 @@ def test_rollback_continues_after_one_part_fails(error: BaseException) -> None:
         transaction.roll_back()
     assert caught.value is error
     assert log[-2:] == ["b roll_back", "a roll_back"]
-    transaction.roll_back()  # the failed part is retried, the others are finished
+    transaction.roll_back()  # retries only the failed part
     assert log[-1] == "b roll_back"
     assert log.count("a roll_back") == 1
 
@@ -99,7 +99,7 @@ def write(module: nn.Module) -> None:
 def test_restoring_buffer_does_not_count_as_change(
     change: Callable[[nn.Module], None] | None,
 ) -> None:
-    """A part of an attempt may be undone separately, and the attempt checks what has changed."""
+    """Part of an attempt may be rolled back separately before the attempt looks for changes."""
     module = Buffered()
     index = ModuleIndex([module])
     attempt, part = State(lambda: {"": module}), State(lambda: {"": module})

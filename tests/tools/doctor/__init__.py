@@ -1,1 +1,1 @@
-"""Why memory ran out: reading snapshots, and naming what was planted."""
+"""Diagnosis of out-of-memory errors: snapshots of programs with planted causes."""

@@ -1,8 +1,8 @@
-"""A device on the CPU that allocates as CUDA does, and leaves snapshots as torch does.
+"""A device on the CPU that allocates like CUDA, and makes snapshots like torch.
 
-Storages of real operations come and go in segments that are split and joined by the rules of
-torch's caching allocator, each with the real Python stack of whoever made it. As on CUDA, the
-backward of autograd runs where no Python stack is to be had.
+Storages of real operations live in segments that are split and joined by the rules of torch's
+caching allocator. Each has the real Python stack of its creation. As on CUDA, autograd's backward
+runs without a Python stack.
 """
 
 import sys
@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_leaves
 from automicro.units import format_bytes
 
 SMALL, SMALL_SEGMENT, LARGE_SEGMENT, MIDDLE = 1 << 20, 2 << 20, 20 << 20, 10 << 20
-# Through these a mode is called, and no allocator.
+# Frames that call the mode, which the stacks of a real allocator do not have.
 OWN = ("/_python_dispatch.py", "/_dynamo/eval_frame.py", "/torch/_compile.py")
 ENGINE = {
     "name": "torch::autograd::Engine::evaluate_function(std::shared_ptr<GraphTask>&, Node*)",
@@ -35,7 +35,7 @@ class Block:
     address: int
     size: int
     requested: int = 0
-    frames: list[dict[str, Any]] | None = None  # None where nobody holds it
+    frames: list[dict[str, Any]] | None = None  # None if it is free
 
 
 @dataclass
@@ -46,13 +46,13 @@ class Segment:
 
 
 class Recorder(TorchDispatchMode):
-    """Counts every storage on a device of some size.
+    """Counts every storage on a device of a given size.
 
     Args:
-        capacity: bytes of the device.
-        others: what other processes have of it.
-        stacks: "all" as torch has it, or "python".
-        events: whether to write them down; without, only what is held.
+        capacity: size of the device in bytes.
+        others: bytes used by other processes.
+        stacks: "all" as in torch, or "python".
+        events: whether to record a history of events, not only the blocks in use.
     """
 
     def __init__(
@@ -143,11 +143,11 @@ class Recorder(TorchDispatchMode):
         size = -(-requested // 512) * 512
         block = self._find(size) or self._grow(size)
         if block is None:
-            self._give_back()
+            self._release_cached()
             block = self._find(size) or self._grow(size)
         if block is None:
             self._note("oom", self._free_bytes(), requested, frames, key="device_free")
-            raise self._shortage(requested)
+            raise self._oom_error(requested)
         self._split(block, size)
         block.requested, block.frames = requested, frames
         self._note("alloc", block.address, requested, frames)
@@ -204,13 +204,13 @@ class Recorder(TorchDispatchMode):
                 joined.append(each)
         segment.blocks = joined
 
-    def _give_back(self) -> None:
+    def _release_cached(self) -> None:
         for segment in list(self.segments):
             if len(segment.blocks) == 1 and segment.blocks[0].frames is None:
                 self.segments.remove(segment)
                 self._note("segment_free", segment.address, segment.size, [])
 
-    def _shortage(self, requested: int) -> torch.OutOfMemoryError:
+    def _oom_error(self, requested: int) -> torch.OutOfMemoryError:
         own = self.reserved
         others = f"Process 4242 has {format_bytes(self.others)} memory in use. "
         self.message = (
@@ -225,15 +225,15 @@ class Recorder(TorchDispatchMode):
         return torch.OutOfMemoryError(self.message)
 
     def _take(self) -> dict[str, Any]:
-        """What `torch.cuda.memory._snapshot` gives, where the allocator's observer calls it."""
+        """Return a snapshot like the one that torch's out-of-memory observer takes."""
         return {
-            "segments": [self._told(segment) for segment in self.segments],
+            "segments": [self._describe(segment) for segment in self.segments],
             "device_traces": [list(self.trace)],
             "allocator_settings": {"expandable_segments": False},
             "external_annotations": [],
         }
 
-    def _told(self, segment: Segment) -> Mapping[str, Any]:
+    def _describe(self, segment: Segment) -> Mapping[str, Any]:
         active = sum(block.size for block in segment.blocks if block.frames is not None)
         return {
             "device": 0,

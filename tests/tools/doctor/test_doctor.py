@@ -1,4 +1,4 @@
-"""The doctor on programs that really run out of memory, and on files of every kind."""
+"""The doctor on programs that run out of memory, and on files of every kind."""
 
 import importlib
 import io
@@ -21,7 +21,7 @@ MIB = 1 << 20
 FOLDER = Path(__file__).parent / "failures"
 DOCS = Path(__file__).parents[3] / "docs" / "doctor.md"
 
-# MiB of the device, the kind of the likeliest cause, and words among the remedies.
+# By program: MiB of the device, the kind of the likeliest cause, and words of a remedy.
 PLANTED = {
     "heavy": (60, "activations", "recompute heavy.py:25 (forward)"),
     "losses": (30, "growth", "keep loss.item()"),
@@ -35,7 +35,7 @@ PLANTED = {
     "whole_data": (50, "other tensors", "keep tensors of whole_data.py:8 (main) on the host"),
     "neighbour": (52, "other processes", "nvidia-smi"),
 }
-# No line is to blame, or the one that makes what grows is not the one that keeps it.
+# No line is at fault, or one line creates growing tensors and another one keeps them.
 WITHOUT_A_LINE = ("gradients", "losses", "neighbour", "pieces")
 PYTHON_ONLY = {"bank", "gradients", "heavy"}  # the others have C++ frames, too
 
@@ -63,13 +63,13 @@ def dump(taken: Any, folder: Path) -> Path:
 
 
 def pieces_of(recorder: Recorder) -> list[int]:
-    """Bytes of each piece that was reserved and unallocated."""
+    """Return the bytes of each reserved but unallocated piece."""
     blocks = [block for segment in recorder.snapshot["segments"] for block in segment["blocks"]]
     return [block["size"] for block in blocks if block["state"] == "inactive"]
 
 
 def names_the_culprit(name: str, diagnosis: Diagnosis) -> bool:
-    """Whether the first cause is of the planted kind, and says the planted line."""
+    """Return whether the first cause is of the planted kind and names the planted line."""
     cause = diagnosis.causes[0]
     is_line = name in WITHOUT_A_LINE or f"{name}.py:{culprit_of(name)} " in cause.text
     return cause.kind == PLANTED[name][1] and is_line
@@ -96,7 +96,7 @@ def test_planted_cause_is_reported_with_remedy(name: str, tmp_path: Path) -> Non
 
 @pytest.mark.parametrize("name", ["average", "heavy", "state", "teacher", "whole_data"])
 def test_late_snapshot_still_shows_holders_at_failure(name: str, tmp_path: Path) -> None:
-    """As on CUDA where the error is caught, and its frames are gone."""
+    """On CUDA, this happens if the error is caught and its frames are gone."""
     recorder = fail(name)
     early = diagnose(dump(recorder.snapshot, tmp_path))
     late = recorder.snapshot
@@ -110,7 +110,7 @@ def test_late_snapshot_still_shows_holders_at_failure(name: str, tmp_path: Path)
                 block.update(state="inactive", frames=[])
     found = diagnose(dump(late, tmp_path))
     assert names_the_culprit(name, found)
-    # A history has bytes as they were asked for, which the allocator rounds up.
+    # The history contains requested bytes, which the allocator rounds up.
     assert found.device.allocated_bytes == pytest.approx(early.device.allocated_bytes, rel=0.03)
     assert found.remedies[0].text == early.remedies[0].text
 
@@ -125,7 +125,7 @@ def test_documented_pages_match_output(page: str, name: str, tmp_path: Path) -> 
     path.write_bytes(pickle.dumps(recorder.snapshot))
     printed = str(diagnose(path, memory=recorder.capacity))
 
-    def without_sizes(text: str) -> str:  # which differ with the kernels of a CPU
+    def without_sizes(text: str) -> str:  # which depend on the CPU's kernels
         return re.sub(r" *[\d.]+ ([KM]iB|bytes)", " …", text)
 
     assert without_sizes(page.strip()) in without_sizes(printed)
@@ -135,7 +135,7 @@ def test_documented_pages_match_output(page: str, name: str, tmp_path: Path) -> 
 def test_growth_is_reported_from_second_to_last_pass(tmp_path: Path) -> None:
     diagnosis = diagnose(dump(fail("bank").snapshot, tmp_path))
     (bank,) = (each for each in diagnosis.holders if each.growth)
-    features = 256 * 512 * 4  # of each batch
+    features = 256 * 512 * 4  # per batch
     assert bank.passes == [features * number for number in range(1, len(bank.passes) + 1)]
     assert bank.owner in diagnosis.causes[0].text
     assert diagnosis.causes[0].num_bytes == bank.passes[-1] - bank.passes[1]
@@ -144,11 +144,11 @@ def test_growth_is_reported_from_second_to_last_pass(tmp_path: Path) -> None:
 def test_growth_counts_steady_increase_between_passes() -> None:
     cases: list[Any] = [
         ([0, 1, 2, 3, 4], 3),
-        ([9, 0, 0, 0, 0, 0], 0),  # the first pass does not count
-        ([0, 2, 4], 0),  # too few to tell
+        ([9, 0, 0, 0, 0, 0], 0),  # the first pass is ignored
+        ([0, 2, 4], 0),  # too few passes
         ([0, 5, 5, 5, 5, 5, 5], 0),
-        ([0, 3, 9, 2, 8, 4, 1], 0),  # lengths that vary
-        ([0, 1, 2, 3, 5, 8, 8, 8, 8, 8, 8, 8], 0),  # a buffer that is full
+        ([0, 3, 9, 2, 8, 4, 1], 0),  # varying lengths
+        ([0, 1, 2, 3, 5, 8, 8, 8, 8, 8, 8, 8], 0),  # a buffer that has filled up
         ([0, 1, 1, 2, 2, 3, 3, 4, 4], 3),
     ]
     for passes, growth in cases:
@@ -181,7 +181,7 @@ def test_page_without_history_recommends_recording_it(tmp_path: Path) -> None:
 
 
 class Dangerous:
-    """Runs code where it is loaded by pickle."""
+    """Runs code when unpickled."""
 
     ran: list[str] = []  # noqa: RUF012
 
@@ -336,7 +336,7 @@ def test_request_outside_known_modules_belongs_to_step(tmp_path: Path) -> None:
     text = "the rest of the step took 1.00 GiB; requested 4.00 GiB more"
     assert diagnosis.causes[0].text == text
     assert diagnosis.remedies[0].text == "halve the microbatch"
-    assert diagnosis.remedies[0].saved_bytes == 5 << 29  # half of both
+    assert diagnosis.remedies[0].saved_bytes == 5 << 29  # half of the total
 
 
 def test_failed_request_is_not_counted_for_its_module(tmp_path: Path) -> None:
@@ -350,7 +350,7 @@ def test_failed_request_is_not_counted_for_its_module(tmp_path: Path) -> None:
     )
     diagnosis = diagnose(path)
     taken = {each.owner: each.num_bytes >> 30 for each in diagnosis.holders}
-    assert taken == {"a": 5, "b": 1, "the rest of the step": 1}  # and not 12 of the peak
+    assert taken == {"a": 5, "b": 1, "the rest of the step": 1}  # not the 12 of the peak
     assert diagnosis.where.endswith("8 rows, inside b")
     assert "b took 1.00 GiB" in str(diagnosis)
     assert "requested 2.00 GiB more" in str(diagnosis)

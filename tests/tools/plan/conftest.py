@@ -1,4 +1,4 @@
-"""What plans are held against: real runs on a simulated device."""
+"""Fixtures to compare plans with real runs on a simulated device."""
 
 from collections.abc import Callable
 from typing import Any
@@ -13,7 +13,7 @@ from automicro.features import with_features
 
 @pytest.fixture
 def without_workspaces(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What kernels take for themselves, a simulated device does not see."""
+    """Plan without kernel workspaces, which a simulated device does not see."""
     monkeypatch.setattr("automicro.tools.plan.kernels._workspace_bytes", lambda *_, **__: 0)
 
 
@@ -24,7 +24,7 @@ def adam(parameters: Any) -> torch.optim.Optimizer:
 def real_peak(
     model: nn.Module, data: Any, size: int, *, loss_fn: Callable[..., Any] | None, **options: Any
 ) -> int:
-    """Of the second batch at the last level, on a simulated device without a limit."""
+    """Return the peak of the second batch at the last level, on a device without a limit."""
     optimizer = adam(model.parameters())
     with MemoryBudget(None) as budget:
         budget.track(model)

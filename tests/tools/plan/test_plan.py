@@ -1,4 +1,4 @@
-"""Peaks before anything is allocated: what is counted, what is found, what is left alone."""
+"""Planned peaks without allocation: counted memory, sizes found, and no side effects."""
 
 import copy
 import json
@@ -28,7 +28,7 @@ UNITS = {"bytes": 1, "KiB": 1 << 10, "MiB": 1 << 20}
 
 
 class Blocks(nn.Module):
-    """Residual blocks, so that there is something to compute again."""
+    """Residual blocks, which can be recomputed."""
 
     def __init__(self, width: int = 128, depth: int = 4) -> None:
         super().__init__()
@@ -143,7 +143,7 @@ def test_half_precision_gradients_accumulate_in_float32_if_split() -> None:
     assert gradients(16, "fp32") == pytest.approx(2 * gradients(16, "native"), rel=0.02)
 
 
-# What would help
+# Remedies
 
 
 def test_remedy_savings_match_plans_with_that_remedy() -> None:
@@ -170,11 +170,11 @@ def test_ranks_shard_state_and_gather_blocks() -> None:
     assert shared.breakdown["gathered from other ranks"] >= 3 * block
 
 
-# Attention as the device computes it
+# Attention kernels of the device
 
 
 class Attends(nn.Module):
-    """One layer of attention, with what a case says."""
+    """One layer of attention, with the options of a case."""
 
     def __init__(self, heads: int = 4, width: int = 64, **options: Any) -> None:
         super().__init__()
@@ -195,7 +195,7 @@ def texts(length: int = 256, rows: int = 4, width: int = 64, **kind: Any) -> tup
     return torch.randn(rows, length, width, **kind), torch.randn(rows, length, width, **kind)
 
 
-# Bytes that an H100's allocator counted at the peak (tests/gpu/test_plan_gpu.py).
+# Peak bytes counted by an H100's allocator (tests/gpu/test_plan_gpu.py).
 MEASURED = {
     ("perceptron", "fp32"): 47_572_992,
     ("perceptron", "bf16"): 47_401_472,
@@ -214,7 +214,7 @@ def test_planned_peak_matches_gpu_measurement(name: str, precision: str) -> None
 
 
 def test_fused_attention_workspace_matches_gpu_measurement() -> None:
-    """Bytes beside the three gradients, by number of the queries; some are of vectors."""
+    """Workspace bytes per query element, in addition to the three gradients."""
     cases: list[Any] = [
         (torch.bfloat16, 128, 16, 12.25, 16.27),
         (torch.bfloat16, 192, 64, 9.43, 4.08),
@@ -302,7 +302,7 @@ def test_attention_outside_plan_is_unaffected() -> None:
     assert all(torch.equal(each, expected) for each in seen)
 
 
-# What kernels take for themselves
+# Kernel workspaces
 
 
 def test_margin_is_larger_for_cpu_than_for_accelerator() -> None:
@@ -327,18 +327,18 @@ def test_lstm_activations_are_counted() -> None:
     assert report.breakdown["activations"] >= 16 * states
 
 
-# What cannot be run without data
+# Models that need real data
 
 
 class Reads(nn.Module):
-    """Looks at its numbers."""
+    """A model that reads values of its input."""
 
     def __init__(self) -> None:
         super().__init__()
         self.layer = nn.Linear(128, 10)
 
     def forward(self, x: Tensor) -> Any:
-        if x.sum().item() > 1e9:  # the line in question
+        if x.sum().item() > 1e9:  # the line that the error names
             x = x * 2
         return self.layer(x)
 
@@ -380,7 +380,7 @@ def test_forward_that_refers_to_model_is_rejected() -> None:
     assert all(parameter.grad is None for parameter in model.parameters())
 
 
-# What is said
+# Reports
 
 
 def test_report_prints_text_and_json() -> None:

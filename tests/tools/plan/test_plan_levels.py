@@ -1,4 +1,4 @@
-"""Plans of levels, and of parts with a size of their own."""
+"""Plans of levels, and of parts with their own size."""
 
 from typing import Any
 
@@ -17,7 +17,7 @@ ROWS = 64
 
 
 class Model(nn.Module):
-    """Blocks to compute again, and a head that is much larger inside."""
+    """Blocks that can be recomputed, and a head with much larger hidden layers."""
 
     def __init__(self, width: int = 64, depth: int = 4) -> None:
         super().__init__()
@@ -36,7 +36,7 @@ class Model(nn.Module):
 
 
 class WithTail(Model):
-    """The same with a tail that gives the loss."""
+    """The same model with a tail that returns the loss."""
 
     class Tail(nn.Module):
         def __init__(self) -> None:

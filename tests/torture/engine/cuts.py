@@ -1,8 +1,8 @@
-"""The final cut of a call, to cut another one in the same way without any fault.
+"""Records how a call was finally cut, to cut another call in the same way without faults.
 
-A run that lost slices of a part, or attempts, is compared with one that never fails. That one needs
-the same size, the same level, and the same slices in each call of a part, up to the backward that
-computes them again. No option forces these, so they are recorded and forced from outside.
+A run with failed attempts or failed slices of a part is compared with one that never fails. The
+latter needs the same size, the same level, and the same slices in each call of a part, including
+recomputation in the backward. No option forces these, so they are recorded and forced from outside.
 """
 
 import contextlib
@@ -14,7 +14,7 @@ import automicro.nested.split as split
 import automicro.step.fit as fitting
 from automicro.loss.passes import is_extra_pass
 
-MOST_ATTEMPTS = 60  # of one call; a size halves, and there are few levels
+MOST_ATTEMPTS = 60  # of one call; sizes are halved, and there are few levels
 
 
 @dataclass(frozen=True)
@@ -22,10 +22,10 @@ class Cut:
     """The cut of the last attempt of a call.
 
     Attributes:
-        size: of a microbatch.
-        level: at which microbatches were computed.
-        parts: rows of the slices of each call of a part, in order, those that are computed again
-            in a backward included; None where they are as they come.
+        size: the microbatch size.
+        level: the level of its microbatches.
+        parts: rows of the slices of each call of a part, in order, including those recomputed in
+            the backward; None if slices are not forced.
     """
 
     size: int
@@ -33,7 +33,7 @@ class Cut:
     parts: tuple[int, ...] | None = None
 
 
-class Noting:
+class CutRecorder:
     """Record how a call is cut, or force a cut."""
 
     def __init__(
@@ -52,7 +52,7 @@ class Noting:
         return Cut(*self._last, tuple(size for _, size in self._calls))
 
     @contextlib.contextmanager
-    def __call__(self) -> Iterator["Noting"]:
+    def __call__(self) -> Iterator["CutRecorder"]:
         seams: list[tuple[Any, str, Any]] = [
             (fitting, "attempt", self._attempt),
             (split._Sizer, "begin", self._begin),

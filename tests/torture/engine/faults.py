@@ -15,7 +15,7 @@ from automicro.torch_private import FakeTensor
 
 
 class Boom(Exception):  # noqa: N818
-    """An error that has nothing to do with memory."""
+    """An error unrelated to memory."""
 
 
 class InjectedOutOfMemory(torch.OutOfMemoryError):
@@ -38,7 +38,7 @@ ERRORS: dict[str, Callable[[], BaseException]] = {
 class Fault:
     """An error at one operation, counted from the first one of the call.
 
-    After an operation its result is lost, but its writes in place stay.
+    A fault after an operation loses its result, but not its in-place writes.
     """
 
     index: int
@@ -47,22 +47,21 @@ class Fault:
 
 
 class FaultMode(CountingMode):
-    """A mode that counts operations and raises at those that a plan names.
+    """A mode that counts operations and raises the errors of a plan.
 
-    It counts live bytes like a device, and keeps a weak reference to every storage that operations
-    created up to the last fault, with the index of the operation, so that storages that survive
-    a failed attempt can be found.
+    It counts live bytes like a device. To find storages that survive a failed attempt, it keeps a
+    weak reference to each storage created up to the last fault, with the index of the operation.
     """
 
     def __init__(self, plan: Sequence[Fault] = ()) -> None:
         super().__init__(None)
         self.plan = {fault.index: fault for fault in plan}
         self.num_operations = 0
-        self.num_extra = 0  # of extra passes
+        self.num_extra = 0  # operations of extra passes
         self.foreign: list[BaseException] = []  # kept alive, to compare identity
         self.out_of_memory: list[weakref.ref[BaseException]] = []
         self.raised_at: list[int] = []
-        self.raised_in: list[list[str]] = []  # functions on the stack, the outermost first
+        self.raised_in: list[list[str]] = []  # functions on the stack, outermost first
         self._functions: list[Any] = []
         # Tensors after the last fault are not needed, and recording them is slow.
         self._last = max(self.plan, default=-1)

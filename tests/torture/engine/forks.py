@@ -1,4 +1,4 @@
-"""Work in a fork of this process, which starts in its present state and leaves it unchanged."""
+"""Work in a fork of this process, which starts from its state and leaves it unchanged."""
 
 import contextlib
 import os
@@ -15,10 +15,10 @@ _THREADS = Path("/proc/self/task")
 
 
 def can_fork() -> bool:
-    """Whether a fork of this process can run: with a single thread, no lock is held.
+    """Return whether a fork of this process can run: with a single thread, no lock is held.
 
-    False if an accelerator is in use or torch has worker threads, which start with the first
-    backward. False if the threads of the process cannot be counted.
+    False if an accelerator is in use, if torch has worker threads (they start with the first
+    backward), or if the threads of the process cannot be counted.
     """
     return hasattr(os, "fork") and _THREADS.is_dir() and len(list(_THREADS.iterdir())) == 1
 
@@ -28,7 +28,7 @@ def in_fork(work: Callable[[], T]) -> T:
     reading, writing = os.pipe()
     child = os.fork()
     if child == 0:
-        _be_child(work, writing)
+        _run_child(work, writing)
     try:
         os.close(writing)
         with os.fdopen(reading, "rb") as pipe:
@@ -48,8 +48,8 @@ def in_fork(work: Callable[[], T]) -> T:
     return given
 
 
-def _be_child(work: Callable[[], T], writing: int) -> None:
-    # Nothing of the parent may run again here: no handler, no flush, no clean-up.
+def _run_child(work: Callable[[], T], writing: int) -> None:
+    # Nothing of the parent may run again here: no handler, no flush, no cleanup.
     try:
         try:
             told = pickle.dumps((work(), None))

@@ -27,8 +27,7 @@ from automicro.values import is_generator, state_of
 class Subject:
     """A model in training, and everything that a step may change.
 
-    Small models are sufficient, and take minutes: the kinds of operations matter, not their
-    sizes.
+    Small models are sufficient, and take minutes, because only the kinds of operations matter.
     """
 
     model: nn.Module
@@ -46,7 +45,7 @@ class Subject:
 
     @property
     def can_be_smaller(self) -> bool:
-        """Whether it has levels, or parts with sizes of their own."""
+        """Whether it has levels, or parts with their own sizes."""
         return bool(self.options.get("nested")) or "when_too_large" in self.options
 
 
@@ -75,7 +74,7 @@ class TortureRun:
         return step_optimizer(self.optimizer, device, scaler=self.scaler)
 
     def start_at(self, level: int) -> None:
-        """Continue at a level of ``when_too_large``, as if nothing had fit below."""
+        """Continue at a level of ``when_too_large``, as if no lower level fit."""
         begin_at_level(self.microbatcher, level)
 
     def zero_grad(self) -> None:
@@ -84,7 +83,7 @@ class TortureRun:
 
 
 def build(make: MakeSubject, policy: Policy, eval_policy: Policy) -> TortureRun:
-    """Make a run from its seed, always the same."""
+    """Make a reproducible run from a fixed seed."""
     random.seed(1)
     np.random.seed(1)
     torch.manual_seed(1)
@@ -133,7 +132,7 @@ def without_advice() -> Iterator[None]:
 def freeze(value: Any) -> Any:
     """Return an immutable value that equals only a bit-identical one.
 
-    Of objects of unknown kinds, only the kind is compared.
+    Objects of unknown types are compared only by type.
 
     >>> freeze(torch.tensor([0.0])) == freeze(torch.tensor([-0.0]))
     False
@@ -153,7 +152,7 @@ def freeze(value: Any) -> Any:
     if isinstance(value, list | tuple | deque):
         return [freeze(each) for each in value]
     if value is None or isinstance(value, bool | int | float | complex | str | bytes):
-        return repr(value)  # NaN equals itself here
+        return repr(value)  # this way, NaN equals itself
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return freeze(vars(value))
     return type(value).__qualname__

@@ -52,7 +52,7 @@ def double_faults(
 ) -> list[Plan]:
     """Yield out of memory at some operations, and another fault at each later one.
 
-    The second occurs in the clean-up, the rollback, and the retry at a smaller size.
+    The second fault occurs in the cleanup, the rollback, or the retry at a smaller size.
     """
     count = trials.num_operations
     draw = trials.scene.draw(seed)
@@ -69,7 +69,7 @@ def double_faults(
 
 
 def bursts(trials: Trials, count: int, seed: int = 0) -> list[Plan]:
-    """Yield out of memory in consecutive attempts: at smaller sizes, and level by level."""
+    """Return plans with out of memory in consecutive attempts, at other sizes and levels."""
     draw = trials.scene.draw(seed, "bursts")
     most = trials.num_operations
     plans: list[Plan] = []
@@ -107,7 +107,7 @@ class Row:
 
     @property
     def recovered(self) -> int:
-        """The trials that continued as if nothing had happened."""
+        """The number of trials that continued as if nothing had happened."""
         return sum(
             count
             for outcome, count in self.outcomes.items()
@@ -177,7 +177,7 @@ def torture(
 
 
 def scenes(name: str, make: MakeSubject, calls: Sequence[str] = CALLS) -> list[Scene]:
-    """Yield every call, the first time and later, and on a simulated device."""
+    """Return every call: the first one, later ones, and on a simulated device."""
     found = []
     if "backward" in calls:
         found += [Scene(name=name, make=make, warm_steps=warm) for warm in (0, 1)]
@@ -202,11 +202,11 @@ def scenes(name: str, make: MakeSubject, calls: Sequence[str] = CALLS) -> list[S
 
 @dataclass(frozen=True)
 class Choice:
-    """The choice of trials.
+    """Selection of trials.
 
     Attributes:
         most: limit for each row of the table that is not a settled call.
-        per_operation: how many of the four single faults at each operation of a settled call.
+        per_operation: number of the four single faults to try at each operation of a settled call.
         seed: for random draws.
     """
 
@@ -258,7 +258,7 @@ def sweep(trials: Trials, what: str, plans: Sequence[Plan]) -> Row:
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Log no retry, and exclude existing objects, mostly torch's, from each collection."""
+    """Suppress logs of retries, and exclude existing objects from garbage collection."""
     logger = logging.getLogger("automicro")
     level = logger.level
     logger.setLevel(logging.CRITICAL)

@@ -16,7 +16,7 @@ from automicro.memory.budget import MemoryBudget
 from automicro.optimizer.step import clip_gradients
 from automicro.policy.auto import Halving
 from automicro.policy.policy import Outcome, Policy
-from tests.torture.engine.cuts import Cut, Noting
+from tests.torture.engine.cuts import Cut, CutRecorder
 from tests.torture.engine.faults import Boom, Fault, FaultMode
 from tests.torture.engine.forks import can_fork, in_fork
 from tests.torture.engine.subject import (
@@ -32,8 +32,8 @@ from tests.torture.engine.subject import (
 )
 
 CALLS = ("backward", "evaluate", "unscale", "clip", "step")
-# Batches, and as many evaluations: looks are at 1, 2, 4 and 8, comparisons with the whole at the
-# first two that are split.
+# Number of batches, and of evaluations: probes are at 1, 2, 4 and 8, and comparisons with the whole
+# batch at the first two that are split.
 LOOKS_OVER_AFTER = 4
 AFTER_THE_GRADIENT = ("unscale", "clip", "step")
 STEPS_AFTER = 2
@@ -41,16 +41,16 @@ MOST_BATCHES = 9  # of a run, of training or of evaluation
 
 
 class Scripted(Policy):
-    """A policy that proposes what is written down, batch by batch."""
+    """A policy that proposes scripted sizes, batch by batch."""
 
     def __init__(self, sizes: Sequence[int]) -> None:
         self._sizes = list(sizes)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Scripted":
-        return self  # all levels go by the same script
+        return self  # all levels follow the same script
 
-    def go_by(self, sizes: Sequence[int]) -> None:
-        """Propose these from now on."""
+    def follow(self, sizes: Sequence[int]) -> None:
+        """Propose these sizes from now on."""
         self._sizes = list(sizes)
 
     def propose(self, num_rows: int, cost: float | None = None) -> int:
@@ -85,21 +85,21 @@ class Scene:
 
     @property
     def is_transaction(self) -> bool:
-        """Whether the call is undone as a whole; the others write in place."""
+        """Whether a failed call is rolled back; other calls write in place."""
         return self.call not in AFTER_THE_GRADIENT
 
     @property
     def is_settled(self) -> bool:
-        """Whether all looks lie behind it, so that each operation is one of every later call."""
+        """Whether all probes are over, so that later calls consist of the same operations."""
         warm = self.warm_evaluations if self.call == "evaluate" else len(self._warm_batches)
         return self.is_transaction and warm >= LOOKS_OVER_AFTER
 
     def place(self) -> contextlib.AbstractContextManager[object]:
-        """Where the call runs: on the CPU, or on a device simulated there."""
+        """Return the context of the call: the CPU, or a device simulated on it."""
         return MemoryBudget(None) if self.in_budget else contextlib.nullcontext()
 
     def clean_sizes(self, first_size: int, cuts: Sequence[Cut]) -> tuple[list[int], list[int]]:
-        """In training and evaluation without faults: of each batch from the disturbed call on."""
+        """Return the sizes of each training and evaluation batch, from the disturbed call on."""
         size = cuts[0].size
         sizes = [size] if self.call == "backward" else []
         sizes += [each.size for each in cuts[1:]]
@@ -107,7 +107,7 @@ class Scene:
         return sizes + [later] * MOST_BATCHES, [size] * MOST_BATCHES
 
     def prepare(self, policy: Policy, eval_policy: Policy) -> TortureRun:
-        """A run up to the call that is to be disturbed."""
+        """Prepare a run up to the call to disturb."""
         run = build(self.make, policy, eval_policy)
         with without_advice():
             for index in self._warm_batches:
@@ -125,7 +125,7 @@ class Scene:
         return run
 
     def play(self, run: TortureRun) -> Any:
-        """The call that is disturbed."""
+        """Make the call to disturb."""
         device = next(run.model.parameters()).device
         with without_advice():
             if self.call == "backward":
@@ -146,7 +146,7 @@ class Scene:
         return run.microbatcher.evaluate(batch, metrics=run.metrics, return_outputs=True)
 
     def go_on(self, run: TortureRun, cuts: Sequence[Cut] = ()) -> "End":
-        """A few more steps, where anything that was left wrong would show."""
+        """Run a few more steps, which would reveal any wrong state."""
         if self.call not in ("evaluate", "step"):
             run.step()
         found: list[Cut] = []
@@ -163,14 +163,14 @@ class Scene:
 
     def cutting(
         self, run: TortureRun, cut: Cut | None, count: Callable[[], int] = lambda: 0
-    ) -> Noting:
-        """Notes how a call is cut; where that is given, at this level and in these slices."""
+    ) -> CutRecorder:
+        """Record how a call is cut, or force a given level and given slices."""
         if cut is not None and cut.level:
             run.start_at(cut.level)
-        return Noting(None if cut is None else cut.parts, count)
+        return CutRecorder(None if cut is None else cut.parts, count)
 
     def draw(self, *seed: object) -> random.Random:
-        """Chance of its own, the same in every process."""
+        """Return a separate random generator, the same in every process."""
         return random.Random(f"{self} {seed}")
 
     @property
@@ -181,7 +181,7 @@ class Scene:
 
 @dataclass(frozen=True)
 class End:
-    """All values a few steps later, and how these were cut."""
+    """All values after a few more steps, and how these steps were cut."""
 
     values: dict[str, Any]
     cuts: tuple[Cut, ...]
@@ -189,7 +189,7 @@ class End:
 
 @dataclass(frozen=True)
 class Reference:
-    """What a run without any fault gives, cut the same way."""
+    """The results of a run without faults that is cut in the same way."""
 
     num_operations: int
     num_extra: int
@@ -202,19 +202,19 @@ class Reference:
 
 @dataclass
 class Trial:
-    """A run that was disturbed, and what was there before."""
+    """A disturbed run, and its state before."""
 
     run: TortureRun
     mode: FaultMode
     before: dict[str, Any]
     before_objects: dict[str, object]
-    noted: Noting
+    noted: CutRecorder
     result: Any = None
     raised: BaseException | None = None
 
 
 class Prepared:
-    """A run up to the call that is to be disturbed, and what all runs share, as it was then."""
+    """A run up to the call to disturb, and the global state at that point."""
 
     def __init__(self, run: TortureRun, scripts: Sequence[Scripted] = ()) -> None:
         self.scripts = scripts
@@ -223,7 +223,7 @@ class Prepared:
         self._torch = torch.get_rng_state()
 
     def take(self) -> TortureRun:
-        """The run, with all that as it was; only once in a process."""
+        """Restore the global state and return the run; possible only once per process."""
         random.setstate(self._python)
         np.random.set_state(self._numpy)
         torch.set_rng_state(self._torch)
@@ -231,7 +231,7 @@ class Prepared:
 
 
 class Trials:
-    """One scene, tried again and again."""
+    """Repeated trials of one scene."""
 
     def __init__(self, scene: Scene) -> None:
         self.scene = scene
@@ -245,11 +245,11 @@ class Trials:
         self._clean: Prepared | None = None
 
     def reference(self, size: int) -> Reference:
-        """The clean run whose disturbed call, and all after it, use slices of this size."""
+        """Return the clean run with slices of this size, from the disturbed call on."""
         return self.reference_of(Cut(size, self._first_level))
 
     def reference_of(self, cut: Cut, later: Sequence[Cut] = ()) -> Reference:
-        """The clean run whose disturbed call is cut like this, and all after it like these."""
+        """Return the clean run with this cut of the disturbed call, and these cuts afterwards."""
         key = cut, tuple(later)
         if key not in self._references:
             run = functools.partial(self._run_reference, *key)
@@ -258,24 +258,24 @@ class Trials:
 
     @property
     def num_operations(self) -> int:
-        """Operations of the call without any fault."""
+        """The number of operations of the call without faults."""
         return self.reference(self.first_size).num_operations
 
     @property
     def num_extra(self) -> int:
-        """How many of these belong to looks."""
+        """The number of operations that belong to probes."""
         return self.reference(self.first_size).num_extra
 
     def get_ready(self) -> None:
-        """Prepare one run for all trials that follow, where each can be tried in a copy of it.
+        """Prepare one run for all further trials, if each can run in a fork.
 
-        A copy of the process has the same run, from its weights to what the allocator holds, and
-        what a trial does to it is gone with the copy. So is it with the runs without faults. Where
-        there can be no copy, each trial prepares a run of its own.
+        A fork has the same run, from its weights to the state of the allocator, and the effects of
+        a trial end with the fork. The same holds for runs without faults. If the process cannot
+        fork, each trial prepares its own run.
         """
         if self._prepared is None:
-            self.reference(self.first_size)  # a backward starts the threads that there will be
-            gc.freeze()  # what was imported on the way; automicro collects after each failure
+            self.reference(self.first_size)  # its backward starts all threads
+            gc.freeze()  # skips imported objects when automicro collects after each failure
             if can_fork():
                 self._clean = self._prepare_clean()
                 self._prepared = Prepared(self._prepare())
@@ -298,7 +298,7 @@ class Trials:
         return verdict
 
     def disturb(self, plan: Sequence[Fault], run: TortureRun | None = None) -> Trial:
-        """Run a plan of faults, in a run that is prepared; in one of its own unless given."""
+        """Run a plan of faults in the given prepared run, or in a new one."""
         if run is None:
             self._learn_references()
             run = self._prepare()
@@ -314,7 +314,7 @@ class Trials:
         return trial
 
     def _learn_references(self) -> None:
-        """Before a run is prepared: it sets the global generators."""
+        """Run the references before a run is prepared, because they seed the global generators."""
         for size in (self.first_size, self.retry_size):
             self.reference(size)
 
@@ -326,7 +326,7 @@ class Trials:
         return Prepared(self.scene.prepare(*scripts), scripts)
 
     def _policy(self) -> Halving:
-        # On a device that counts its memory, sizes would also grow, without any fault.
+        # On a device that counts memory, sizes would also grow without faults.
         return Halving(initial=self.first_size, refine=False)
 
     def _run_reference(self, cut: Cut, later: tuple[Cut, ...]) -> Reference:
@@ -337,7 +337,7 @@ class Trials:
         for script, sizes in zip(
             clean.scripts, scene.clean_sizes(self.first_size, cuts), strict=True
         ):
-            script.go_by(sizes)
+            script.follow(sizes)
         before = objects(run)
         with scene.place(), FaultMode() as mode, scene.cutting(run, cut)() as noted:
             _count_reservation(run, mode)
@@ -358,14 +358,14 @@ class Trials:
 
 
 def _count_reservation(run: TortureRun, mode: FaultMode) -> None:
-    """Know the placeholders that are there: an attempt that fails gives them back and takes new."""
+    """Register existing placeholders, because a failed attempt replaces them."""
     if (reservation := run.microbatcher._engine.reservation) is not None:
         mode.ledger.see(reservation._placeholders, [])
 
 
 HALF_APPLIED = "half applied"
 
-# Functions of automicro that may go on without what failed in them.
+# Functions of automicro that may continue after a failure inside them.
 PROBE, DRY_RUN, OF_A_METRIC = "probe", "dry run of the optimizer", "check of a metric"
 ABSORBED = {
     "predict_step_memory": DRY_RUN,
@@ -379,19 +379,19 @@ ABSORBED = {
     "_finish_backward": "clean-up",
 }
 
-# What computes a slice of a part.
+# Functions that compute a slice of a part.
 _OF_A_SLICE = {"loss_and_gradients", "compute_part", "_through_stages"}
 
 
 @dataclass
 class TrialVerdict:
-    """What became of one plan.
+    """The result of one plan.
 
     Attributes:
-        outcome: what happened.
-        faults: what is wrong about it; nothing, if all is well.
-        survivors: storages of failed attempts that are alive.
-        bytes_alive: more bytes than after the same call without faults.
+        outcome: the outcome in words.
+        faults: violations; empty if everything is correct.
+        survivors: storages of failed attempts that are still alive.
+        bytes_alive: live bytes in excess of the same call without faults.
     """
 
     outcome: str
@@ -446,7 +446,7 @@ def _judge_success(trials: Trials, trial: Trial) -> TrialVerdict:
 
 
 def _can_stay(trials: Trials, mode: FaultMode) -> bool:
-    """Whether the only fault was in a slice of a part, of which each had several rows."""
+    """Return whether the only fault was in a slice of a part with several rows."""
     if len(mode.raised_at) > 1 or not _is_in_slice(mode.raised_in[0]):
         return False
     cut = trials.reference(trials.first_size).cut
@@ -455,13 +455,13 @@ def _can_stay(trials: Trials, mode: FaultMode) -> bool:
 
 
 def _is_in_slice(stack: Sequence[str]) -> bool:
-    """Whether an operation was one of the slice of a part, which can be cut smaller."""
+    """Return whether an operation belonged to a slice of a part, which can be split further."""
     return not _OF_A_SLICE.isdisjoint(stack)
 
 
 def _judge_committed(trials: Trials, trial: Trial, raised: BaseException) -> TrialVerdict:
-    # The call gave no result: it was cut as the last attempt was.
-    after = values(trial.run)  # before others set the global generators
+    # The call returned no result, so the cut of its last attempt counts.
+    after = values(trial.run)  # before other runs seed the global generators
     clean = trials.reference_of(trial.noted.cut or Cut(trials.first_size))
     verdict = TrialVerdict("committed, then raised")
     if not any(raised is error for error in trial.mode.foreign):
@@ -497,17 +497,17 @@ def _judge_refusal(trials: Trials, trial: Trial, raised: BaseException) -> Trial
     verdict.survivors = 0 if mode.foreign else mode.survivors(mode.raised_at[-1])
     if verdict.survivors:
         verdict.faults.append(f"{verdict.survivors} storages alive")
-    # And a second call goes through, as if nothing had been.
+    # A second call must succeed as if nothing had happened.
     with trials.scene.place(), trials.scene.cutting(run, None)() as noted:
         again = trials.scene.play(run)
-    after = {**values(run), **result_values(again)}  # before others set the global generators
+    after = {**values(run), **result_values(again)}  # before other runs seed the global generators
     clean = trials.reference_of(noted.cut or Cut(trials.first_size))
     verdict.faults += [f"differs later: {name}" for name in differences(clean.after_call, after)]
     return verdict
 
 
 def _judge_half_applied(trials: Trials, trial: Trial) -> TrialVerdict:
-    """A step may have changed anything it writes to; what comes before it only gradients."""
+    """A failed step may have changed all its outputs; a failure before it only gradients."""
     verdict = TrialVerdict(f"OptimizerStepError: {trials.scene.call} {HALF_APPLIED}")
     may_change: tuple[str, ...] = ("parameter", "optimizer")
     if trials.scene.call in ("unscale", "clip"):
@@ -525,8 +525,8 @@ def _judge_half_applied(trials: Trials, trial: Trial) -> TrialVerdict:
 def _let_go(error: BaseException | None) -> None:
     """Forget the frames of an error, as its handler does in the end.
 
-    Those of functions with closures (the recomputation of a checkpoint is one) keep what is closed
-    over even when they are cleared.
+    Even when cleared, frames of functions with closures keep the closed-over values. The
+    recomputation of a checkpoint is an example.
     """
     while error is not None:
         error.__traceback__ = None
@@ -535,7 +535,7 @@ def _let_go(error: BaseException | None) -> None:
 
 
 def _end_of_last_failed_attempt(trial: Trial) -> int:
-    """Up to which operation everything was of failed attempts, and has to be gone."""
+    """Return the last operation of failed attempts, whose storages must all be freed."""
     mode, begun_at = trial.mode, trial.noted.begun_at
     ends = [
         index
@@ -546,22 +546,22 @@ def _end_of_last_failed_attempt(trial: Trial) -> int:
 
 
 def _is_experiment(mode: FaultMode) -> bool:
-    """Whether the last fault hit a trial of automicro's own, on stand-ins or in another mode.
+    """Return whether the last fault hit an experiment of automicro, such as a dry run.
 
-    If the optimizer fails on stand-ins, nothing is reserved; if the model fails on two rows in
-    evaluation mode, they are tried in training mode; a metric may fail on so few rows. None of it
-    may end a training that works.
+    If the optimizer fails on stand-ins, nothing is reserved. If the model fails on two rows in
+    evaluation mode, they are tried in training mode. A metric may fail on so few rows. None of
+    these may stop a training run that works.
     """
     return _absorbed_by(mode) in (DRY_RUN, PROBE, OF_A_METRIC)
 
 
 def _absorbed_by(mode: FaultMode) -> str:
-    """The innermost part of automicro around the last fault that may go on without it."""
+    """Return the innermost function of automicro that may continue after the last fault."""
     return _absorbing(mode.raised_in[-1]) or "?"
 
 
 def _absorbing(stack: Sequence[str]) -> str | None:
-    # A look at a part is one of an attempt; what it can do without is marked by itself.
+    # A probe of a part belongs to an attempt; what may fail in it is listed separately.
     is_in_attempt = "_go_through" in stack
     for name in reversed(stack):
         if name in ABSORBED and not (is_in_attempt and ABSORBED[name] == PROBE):

@@ -1,1 +1,1 @@
-"""Small programs that run out of memory, each for another reason. The line to blame is marked."""
+"""Small programs that run out of memory for different reasons. The line at fault is marked."""

@@ -1,4 +1,4 @@
-"""Train, and keep an average of the weights."""
+"""Training with an average of the weights."""
 
 import copy
 

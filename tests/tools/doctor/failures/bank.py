@@ -1,4 +1,4 @@
-"""Contrast with everything that was ever seen."""
+"""Contrastive training with an unbounded memory bank."""
 
 import torch
 from torch import Tensor, nn

@@ -1,4 +1,4 @@
-"""Train, and look at all gradients later."""
+"""Training that keeps all gradients for later."""
 
 import torch
 from torch.nn.functional import cross_entropy

@@ -1,4 +1,4 @@
-"""An image model, one part of which works at full resolution."""
+"""An image model with one part at full resolution."""
 
 import torch
 from torch import Tensor, nn

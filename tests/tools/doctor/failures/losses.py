@@ -1,4 +1,4 @@
-"""Train, and plot the losses later."""
+"""Training that keeps losses for a plot."""
 
 import torch
 from torch.nn.functional import cross_entropy

@@ -1,4 +1,4 @@
-"""A small transformer, as anybody would write it."""
+"""A small transformer in a common style."""
 
 import torch
 from torch import Tensor, nn

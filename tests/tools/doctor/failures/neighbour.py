@@ -1,4 +1,4 @@
-"""A model that fits, on a device where somebody else is."""
+"""A model that fits, on a device with another process."""
 
 import torch
 from torch.nn.functional import cross_entropy

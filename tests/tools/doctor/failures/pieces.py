@@ -1,4 +1,4 @@
-"""Caches of many sizes, of which every other one goes."""
+"""Caches of many sizes, every other one of which is freed."""
 
 import torch
 

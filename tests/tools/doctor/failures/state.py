@@ -1,4 +1,4 @@
-"""A wide model, and an optimizer that keeps two numbers for each of its own."""
+"""A wide model, and an optimizer with two numbers per parameter."""
 
 import torch
 from torch import nn

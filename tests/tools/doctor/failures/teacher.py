@@ -1,4 +1,4 @@
-"""Distillation."""
+"""Distillation from a large teacher."""
 
 import torch
 from torch.nn.functional import kl_div, log_softmax

@@ -1,4 +1,4 @@
-"""All data on the device, because it used to fit."""
+"""All data on the device."""
 
 import torch
 from torch import nn

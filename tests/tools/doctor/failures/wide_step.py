@@ -1,4 +1,4 @@
-"""What fits in the forward and the backward, and not in the step of the optimizer."""
+"""Training in which only the optimizer step does not fit."""
 
 import torch
 from torch import nn
