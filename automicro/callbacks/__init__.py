@@ -18,3 +18,9 @@ __all__ = [
     "SequenceLengthSchedule",
     "SpeedMonitor",
 ]
+
+
+def __getattr__(name: str) -> object:
+    if name == "LearningRateMonitor":
+        raise ImportError(f"automicro.callbacks has no {name}. Every run logs train/lr")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
