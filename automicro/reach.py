@@ -1,5 +1,6 @@
 """Modules and generators that functions and modules reach other than by their arguments."""
 
+import enum
 import functools
 import itertools
 import random
@@ -137,7 +138,8 @@ def kinds_of_loading(kind: type) -> tuple[Kind, ...]:
 @functools.lru_cache(5_000)
 def kinds_of_orders(kind: type) -> tuple[Kind, ...]:
     """Return kinds for a walk through a loader, which enters all that decides the order of rows."""
-    is_of_data = issubclass(kind, nn.Module | Dataset | type | types.FunctionType)
+    # A member of an enumeration is the same object everywhere.
+    is_of_data = issubclass(kind, nn.Module | Dataset | type | types.FunctionType | enum.Enum)
     is_order = issubclass(kind, DataLoader | Sampler | torch.Generator)
     if is_of_data or (is_library(kind) and not is_order):
         return ()

@@ -482,6 +482,10 @@ def import_removed_name() -> None:
     from automicro import EvalLossAverage  # type: ignore[attr-defined]  # noqa: F401
 
 
+def import_removed_callback() -> None:
+    from automicro.callbacks import LearningRateMonitor  # type: ignore[attr-defined]  # noqa: F401
+
+
 RATES = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=1.0)
 DURATIONS = "0.0001h 0h 0ep -1ba 1.5ep 1.5tok 1.23e1sp 1e2ba 1e999999999tok 5min. 5m 2h30min ten ep"
 TIMES = (90, True, None, "90", "", "1:30:00", "1.5h", "30m2h", "2h2h", "2ep", "-5m", "0s")
@@ -556,6 +560,7 @@ PIECES: dict[str, Callable[[], object]] = {
     ),
     "figure for a logger": lambda: Run.show(cast(Any, None), "a", None),
     "import of a name that is gone": import_removed_name,
+    "import of a callback that is gone": import_removed_callback,
 }
 
 CASES = {

@@ -102,7 +102,7 @@ class NewFolder:
 
 
 MANIFEST = "manifest.json"
-FORMAT = 2
+FORMAT = 3
 """Incremented when the format or its meaning changes."""
 
 _ALL = slice(None)

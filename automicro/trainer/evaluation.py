@@ -342,7 +342,7 @@ class EvaluationPlan:
             if is_stopped(evaluation.microbatcher.ranks):
                 return
             here = rng_state()  # a loader draws random numbers, which must not affect training
-            before = evaluation.standing.begin(is_whole=True)
+            before = evaluation.standing.begin()
             values = evaluation.run(
                 self._state.eval,
                 self._context,
@@ -351,7 +351,7 @@ class EvaluationPlan:
             )
             restore_rng_state(here)
             if values is None:  # it is repeated from where it began
-                evaluation.standing.write(before)
+                evaluation.standing.go_back(before)
                 return
             self._state.evaluated_at[evaluation.name] = self._state.batch
             self._context.flush()

@@ -24,7 +24,7 @@ from tests.ranks.world import World
 from tests.ranks.wrapping import local, wrapped
 from tests.savers.families import LANGUAGE, OTHERS, Family
 from tests.sweeps import SEED, mostly_in_sweeps
-from tests.torture.engine.cuts import Cut, Noting
+from tests.torture.engine.cuts import Cut, CutRecorder
 from tests.torture.engine.subject import begin_at_level
 from tests.torture.engine.trials import Scripted
 
@@ -101,10 +101,10 @@ def run_cut(
             cut = cuts[step] if cuts else None
             if cut is not None and cut.level:
                 begin_at_level(stepper.microbatcher, cut.level)
-            with Noting(None if cut is None else cut.parts)() as noted:
+            with CutRecorder(None if cut is None else cut.parts)() as recorder:
                 stepper.train(step, batch(step, dist.get_rank(), {"rows": ROWS}))
-            assert noted.cut is not None
-            found.append(noted.cut)
+            assert recorder.cut is not None
+            found.append(recorder.cut)
     state, attempts = stepper.state(), stepper.attempts
     return {"state": state, "cuts": found, "attempts": attempts, "fired": faults.fired}
 

@@ -1,5 +1,6 @@
 """Fetching batches from a data loader on the host, and the state that decides them."""
 
+import enum
 import math
 import random
 from collections import deque
@@ -62,31 +63,23 @@ class Standing:
     def __init__(self, loader: Any, name: str) -> None:
         self._loader, self._name = loader, name
         self._keeps_state = has_own_state(loader)
-        owners = self._owners()
-        self._first, self._iterators = _attributes(owners), _unsaved_iterators(owners)
+        owners, self._first = self._owners(), dict[str, dict[Any, Any]]()
+        self._first, self._iterators = self._changed(owners), _unsaved_iterators(owners)
 
-    def begin(self, *, is_whole: bool = False) -> dict[str, Any]:
+    def begin(self) -> dict[str, Any]:
         """Return the state at the start of a pass."""
-        here = self.read(is_whole=is_whole)
+        here = self.read()
         self._iterators = _unsaved_iterators(self._owners())
         return here
 
-    def read(self, *, is_whole: bool = False) -> dict[str, Any]:
-        """Return the state; of attributes, by default only those that have changed."""
-        since, owners = {} if is_whole else self._first, self._owners()
-        attributes = {
-            place: {
-                name: value
-                for name, value in held.items()
-                if name not in since.get(place, ()) or not same_values(since[place][name], value)
-            }
-            for place, held in _attributes(owners).items()
-        }
+    def read(self) -> dict[str, Any]:
+        """Return the state; of attributes, only those that have changed."""
+        owners = self._owners()
         # An iterator that outlives a pass has a position, which only its owner may know.
         now, before = _unsaved_iterators(owners), self._iterators
         return {
             "generators": read_generators(find_generators(self._loader)),
-            "attributes": {place: held for place, held in attributes.items() if held},
+            "attributes": self._changed(owners),
             "own": {place: each.state_dict() for place, each in _keepers(owners).items()},
             "iterators": [place for place in now if now[place] is before.get(place)],
         }
@@ -123,6 +116,18 @@ class Standing:
                 CheckpointWarning,
             )
 
+    def _changed(self, owners: Mapping[str, Any]) -> dict[str, dict[Any, Any]]:
+        """Copy the attributes that are not as they were first."""
+        found = {
+            place: {
+                name: _copied(value)
+                for name, value in held.items()
+                if not _is_same(value, self._first.get(place, {}).get(name, _NOTHING))
+            }
+            for place, held in _attributes(owners).items()
+        }
+        return {place: held for place, held in found.items() if held}
+
     def _owners(self) -> dict[str, Any]:
         """Collect all objects and dicts with attributes of their own, by place."""
         everything = dict(walk({"": self._loader}, kinds_of_loading))
@@ -134,7 +139,8 @@ class Standing:
         return {
             place: each
             for place, each in found.items()
-            if (hasattr(each, "__dict__") or isinstance(each, dict))
+            # By type, because proxies and slots have no dictionary of their own.
+            if (type(each).__dictoffset__ or isinstance(each, dict))
             and not (is_library(type(each)) or (each is self._loader and self._keeps_state))
         }
 
@@ -143,9 +149,9 @@ def _attributes(owners: Mapping[str, Any]) -> dict[str, dict[Any, Any]]:
     """Read the values that can decide the rows of a pass; of data sets, only plain ones."""
     return {
         place: {
-            name: _copied(value)
+            name: value
             for name, value in _table(owner).items()
-            if isinstance(value, _PLAIN) or (not _is_dataset(place, owner) and _is_data(value))
+            if _is_plain(value) or (not _is_dataset(place, owner) and _is_data(value, owner))
         }
         for place, owner in owners.items()
     }
@@ -161,8 +167,8 @@ def _unsaved_iterators(owners: Mapping[str, Any]) -> dict[str, Any]:
     return {
         f"{place}.{name}".lstrip("."): value
         for place, owner in owners.items()
-        if not has_own_state(owner)
-        for name, value in _iterators(owner).items()
+        if (found := _iterators(owner)) and not has_own_state(owner)
+        for name, value in found.items()
     }
 
 
@@ -186,29 +192,60 @@ def _table(owner: Any) -> dict[Any, Any]:
     return owner if isinstance(owner, dict) else table_of(owner)
 
 
-_PLAIN = (type(None), bool, int, float, complex, str, bytes, np.generic)
+_NOTHING = object()
+_MOST_BYTES = 2**20  # of an array of several dimensions in a loader
+_PLAIN = {type(None), bool, int, float, complex, str, bytes}
 
 
-def _is_data(value: Any) -> bool:
-    """Whether a checkpoint can hold a value.
+def _is_plain(value: Any) -> bool:
+    return type(_plain(value)) in _PLAIN
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, enum.Enum):  # many are ints or text, too
+        return value.value
+    return value.item() if isinstance(value, np.number | np.bool_) else value
+
+
+def _is_data(value: Any, owner: Any = None) -> bool:
+    """Whether a checkpoint can hold a value of an owner, which is not the rows themselves.
 
     >>> _is_data({"order": [1, (2, 3)]}), _is_data([object()])
     (True, False)
     """
-    if isinstance(value, np.ndarray):
-        return not value.dtype.hasobject
-    if isinstance(value, Tensor):
-        return value.layout is torch.strided and not (value.is_meta or value.requires_grad)
+    if isinstance(value, np.ndarray | Tensor):
+        if isinstance(value, Tensor):
+            is_held = value.layout is torch.strided and not (value.is_meta or value.requires_grad)
+        else:
+            is_held = not (value.dtype.hasobject or isinstance(value, np.memmap))
+        # Loaders may hold all rows, which are not copied. A sampler has a table of scores at most.
+        are_rows = value.ndim > 1 and value.nbytes > _MOST_BYTES and not isinstance(owner, Sampler)
+        return is_held and not are_rows
     if isinstance(value, dict):
-        return all(_is_data(part) for item in value.items() for part in item)
+        return all(_is_part(part, owner) for item in value.items() for part in item)
     if isinstance(value, list | set | deque) or type(value) is tuple:
-        return _is_flat(value) or all(map(_is_data, value))
-    return type(value) in _PLAIN or isinstance(value, np.generic)
+        return _is_flat(value) or all(_is_part(part, owner) for part in value)
+    return _is_plain(value)
+
+
+def _is_part(value: Any, owner: Any) -> bool:
+    # Other classes are kept by attributes alone, where `_write` finds them.
+    is_other = isinstance(value, dict | list | set | deque | enum.Enum)
+    return _is_data(value, owner) and not (is_other and type(value) not in (dict, list, set))
 
 
 def _is_flat(values: Iterable[Any]) -> bool:
     # Orders of rows can be long.
     return set(map(type, values)) <= {int, float, str}
+
+
+def _is_same(value: Any, copied: Any) -> bool:
+    """Whether a value is the one that `_copied` returned a copy of."""
+    if isinstance(value, np.ndarray | Tensor):
+        return same_values(value, copied)
+    if isinstance(value, list) and type(copied) is list and _is_flat(value) and _is_flat(copied):
+        return bool(value == copied)
+    return same_values(_copied(value), copied)
 
 
 def _copied(value: Any) -> Any:
@@ -218,19 +255,19 @@ def _copied(value: Any) -> Any:
     if isinstance(value, np.ndarray):
         return value.copy()
     if isinstance(value, dict):
-        return {key: _copied(each) for key, each in value.items()}
+        return {_copied(key): _copied(each) for key, each in value.items()}
     if isinstance(value, list | deque):
         return list(value) if _is_flat(value) else [_copied(each) for each in value]
     if isinstance(value, set):
-        return set(value)
-    return tuple(map(_copied, value)) if type(value) is tuple else value
+        return set(map(_copied, value))
+    return tuple(map(_copied, value)) if type(value) is tuple else _plain(value)
 
 
 def _write(table: dict[Any, Any], values: Mapping[Any, Any]) -> None:
     """Write the values that differ, into containers in place."""
     for name, value in values.items():
-        here = table.get(name)
-        if name in table and same_values(_copied(here), value):
+        here = table.get(name, _NOTHING)
+        if _is_same(here, value):
             continue
         if isinstance(here, list | deque) and isinstance(value, list):
             here.clear()
@@ -238,6 +275,8 @@ def _write(table: dict[Any, Any], values: Mapping[Any, Any]) -> None:
         elif isinstance(here, dict | set) and isinstance(value, dict | set):
             here.clear()
             here.update(_copied(value))
+        elif type(here) is not type(value) and type(_plain(here)) is type(value):
+            table[name] = type(here)(value)
         else:
             table[name] = _copied(value)
 

@@ -1,7 +1,11 @@
 """A pass over a loader can stop anywhere and resume with the same remaining batches."""
 
+import enum
 import itertools
 import random
+import types
+import weakref
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -26,6 +30,7 @@ from automicro.checkpoints.state import put_together, take_apart
 from automicro.errors import CheckpointWarning, DataLoaderError
 from automicro.trainer.data.feed import Feed
 from automicro.trainer.data.loading import (
+    Standing,
     fetch,
     find_generators,
     read_generators,
@@ -187,6 +192,57 @@ class SavesIterator(Rotating):
         self.numbers = itertools.count(state["next"])
 
 
+class Odd(enum.StrEnum):
+    """An enumeration of text."""
+
+    NO = "no"
+    YES = "yes"
+
+
+class Attributes(dict[str, int]):
+    """A table by attributes, which raises KeyError for others."""
+
+    def __getattr__(self, name: str) -> int:
+        return self[name]
+
+
+class Slotted:
+    """A proxy without a dictionary of its own."""
+
+    __slots__ = ("inner",)
+
+    def __init__(self, inner: Any) -> None:
+        self.inner = inner
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.inner, name)
+
+
+class Keeping(Rotating):
+    """Keeps what decides its order in values and containers of many classes."""
+
+    def __init__(self) -> None:
+        self.odd, self.scale, self.day = Odd.NO, np.float32(1), np.datetime64("2020-01-01")
+        self.used: set[Any] = set()
+        self.proxies = [weakref.proxy(type(self)), Slotted(types.SimpleNamespace(a=1))]
+        self.held = types.SimpleNamespace(
+            last=deque([1], 2), seen=Counter[Any](), of=defaultdict[int, list[int]](list)
+        )
+        self.held.all = {"held": Attributes(a=1), "of": self.held.of, "last": self.held.last}
+
+    def __iter__(self) -> Iterator[int]:
+        self.odd = Odd.NO if self.odd is Odd.YES else Odd.YES
+        self.scale = self.scale * np.float32(1.1)
+        self.used.add(np.int64(len(self.used)))
+        last, seen, of = self.held.last, self.held.seen, self.held.of
+        last.append(sum(last))
+        seen[np.int64(len(seen))] += 1
+        of[len(of)].append(len(of))
+        drawn = len(self.used) + len(seen) + len(of) + sum(last) + int(self.scale * 100)
+        turn = (drawn + (self.odd is Odd.YES)) % ROWS
+        return iter([*range(turn, ROWS), *range(turn)])
+
+
 def load(**options: Any) -> DataLoader:
     settings: dict[str, Any] = {"batch_size": BATCH_SIZE} if "batch_sampler" not in options else {}
     return DataLoader(Augmented(), **settings, **options)
@@ -215,6 +271,7 @@ LOADERS: dict[str, Callable[[], Any]] = {
     ),
     "saves its position": SavesPosition,
     "saves its iterator": lambda: load(sampler=SavesIterator()),
+    "keeps values of many classes": lambda: load(sampler=Keeping()),
     "workers": lambda: load(shuffle=True, num_workers=2),
     "persistent workers": lambda: load(shuffle=True, num_workers=2, persistent_workers=True),
 }
@@ -470,3 +527,20 @@ def test_evaluation_with_persistent_workers_keeps_random_state(
         before = torch.get_rng_state()
         assert len(list(fetch(loader))) == BATCHES
         assert torch.equal(torch.get_rng_state(), before) is not moves
+
+
+@pytest.mark.parametrize("hold", [lambda rows: [{"x": rows}], lambda rows: PlainRows(rows)])
+def test_rows_in_a_loader_are_not_copied(hold: Callable[[Tensor], Any]) -> None:
+    standing = Standing(hold(rows := torch.zeros(2, 2**18)), "train_dataloader")
+    rows.add_(1)
+    assert not standing.read()["attributes"]
+
+
+class PlainRows:
+    """A loader around all rows."""
+
+    def __init__(self, rows: Tensor) -> None:
+        self.rows = [rows]
+
+    def __iter__(self) -> Iterator[Tensor]:
+        return iter(self.rows)
