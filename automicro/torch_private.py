@@ -215,6 +215,13 @@ def set_gradient_hooks(leaf: Tensor, before: Hooks | None, after: Hooks | None) 
         leaf._post_accumulate_grad_hooks = after
 
 
+def drop_empty_hooks(leaves: Iterable[Tensor]) -> None:
+    """Remove empty tables of hooks after accumulation, which captures would walk and compare."""
+    for leaf in leaves:
+        if not leaf._post_accumulate_grad_hooks:
+            leaf._post_accumulate_grad_hooks = None  # type: ignore[assignment]
+
+
 def node_hooks(leaf: Tensor) -> int:
     """Return the number of Python hooks on the autograd node that accumulates a leaf's gradient."""
     node = torch.autograd.graph.get_gradient_edge(leaf).node

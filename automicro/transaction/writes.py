@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from automicro.state.tensors import Copies
-from automicro.torch_private import OperationMode, schema_of
+from automicro.torch_private import OperationMode, drop_empty_hooks, schema_of
 from automicro.values import same_content
 
 
@@ -143,6 +143,7 @@ class GradientWrites(OperationMode):
         super().__exit__(*error)  # type: ignore[no-untyped-call]
         for handle in self._handles:
             handle.remove()
+        drop_empty_hooks(self._leaves)
 
     def _added(self, leaf: Tensor) -> None:
         self._last[id(leaf)] = leaf.grad

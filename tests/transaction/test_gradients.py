@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from automicro.transaction.gradients import Gradients
 from automicro.transaction.transaction import Transaction
+from automicro.transaction.writes import GradientWrites
 from tests.torture.engine.faults import Boom, Fault, FaultMode
 
 
@@ -142,3 +143,17 @@ def test_other_error_during_copy_is_raised_after_commit(kinds: tuple[str, ...]) 
     assert "the batch was committed" in error.__notes__[0]
     assert weight.grad is not None
     assert weight.grad.tolist() == TOTAL
+
+
+@pytest.mark.parametrize("is_hooked", [False, True])
+def test_a_watched_backward_leaves_no_table_of_hooks(is_hooked: bool) -> None:
+    weight, seen = nn.Parameter(torch.ones(2)), list[Tensor]()
+    if is_hooked:
+        weight.register_post_accumulate_grad_hook(seen.append)  # type: ignore[no-untyped-call]
+    for _ in range(2):
+        with GradientWrites([weight]):
+            weight.sum().backward()
+    assert (weight._post_accumulate_grad_hooks is not None) is is_hooked
+    weight.register_post_accumulate_grad_hook(seen.append)  # type: ignore[no-untyped-call]
+    weight.sum().backward()
+    assert len(seen) == (4 if is_hooked else 1)
