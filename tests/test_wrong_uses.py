@@ -483,7 +483,7 @@ def import_removed_name() -> None:
 
 
 def import_removed_callback() -> None:
-    from automicro.callbacks import LearningRateMonitor  # type: ignore[attr-defined]  # noqa: F401
+    from automicro.callbacks import LearningRateMonitor  # noqa: F401
 
 
 RATES = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=1.0)

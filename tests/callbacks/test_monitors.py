@@ -164,7 +164,7 @@ def test_logged_learning_rate_is_that_of_step() -> None:
 
 
 def test_each_parameter_group_logs_its_learning_rate() -> None:
-    model = make_model()
+    model: Any = make_model()
     optimizer = torch.optim.SGD(
         [
             {"params": model[0].parameters(), "lr": 0.5},
