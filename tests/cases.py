@@ -7,9 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tests.models import (
-    IGNORED,
-)
+from tests.models import IGNORED
 
 
 def gradients(*modules: nn.Module) -> dict[str, Tensor | None]:

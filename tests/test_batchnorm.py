@@ -6,12 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from automicro.batchnorm import (
-    batchnorm_buffers,
-    batchnorm_message,
-    find_batchnorm,
-    needs_two_rows,
-)
+from automicro.batchnorm import batchnorm_buffers, batchnorm_message, find_batchnorm, needs_two_rows
 
 
 class BatchNormAct2d(nn.BatchNorm2d):

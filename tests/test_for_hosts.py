@@ -8,11 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from automicro import (
-    LossAverageError,
-    MemoryBudget,
-    Microbatcher,
-)
+from automicro import LossAverageError, MemoryBudget, Microbatcher
 from automicro.features import StepState
 from tests import models
 from tests.models import Mlp

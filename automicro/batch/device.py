@@ -101,12 +101,11 @@ def _copied(tensor: Tensor) -> Tensor:
     """Copy a tensor, to memory that is aligned as its own."""
     # Kernels round in another order if rows begin elsewhere. Only the first batches are copied, so
     # later ones, or those of a resumed run, would have other bits.
-    is_plain = (
-        type(tensor) is Tensor and tensor.layout is torch.strided and not tensor.requires_grad
-    )
-    if not is_plain or tensor.is_conj() or tensor.is_neg() or tensor.is_quantized:
-        return tensor.clone()
-    start = tensor.data_ptr() % _ALIGNMENT // tensor.itemsize
+    is_plain = type(tensor) is Tensor and tensor.layout is torch.strided
+    is_changed = tensor.is_conj() or tensor.is_neg() or tensor.is_quantized or tensor.requires_grad
+    start = 0
+    if is_plain and not is_changed:
+        start = tensor.data_ptr() % _ALIGNMENT // tensor.itemsize
     if start == 0:
         return tensor.clone()
     strides = torch.empty_like(tensor, device="meta").stride()

@@ -8,15 +8,7 @@ import numpy as np
 import torch
 
 from automicro.batch.tensors import builder, open_container
-from automicro.batch.types import (
-    STRUCTURES,
-    Kind,
-    Pieces,
-    RowType,
-    join_path,
-    kind_of,
-    row_type_of,
-)
+from automicro.batch.types import STRUCTURES, Kind, Pieces, RowType, join_path, kind_of, row_type_of
 from automicro.errors import BatchError
 
 NOWHERE_ELSE: Mapping[str, int] = MappingProxyType({})

@@ -12,14 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from automicro.batch.types import (
-    STRUCTURES,
-    Kind,
-    TensorFunction,
-    join_path,
-    kind_of,
-    row_type_of,
-)
+from automicro.batch.types import STRUCTURES, Kind, TensorFunction, join_path, kind_of, row_type_of
 from automicro.errors import BatchError
 from automicro.memory.oom import Failure, classify
 from automicro.values import attributes_of

@@ -446,13 +446,16 @@ class Bench:
             for view, first, bits in shaken:
                 # Ctrl-C might arrive between any two of them.
                 if not first.equal(view.as_strided(first.shape, (1,))):  # it was shaken
-                    _flip(view, bits)
+                    with without_modes():
+                        view.bitwise_xor_(bits)
             self.draws.copies = copies  # further ones contain shaken values
             self.draws.put_back()
 
         try:
-            for view, _, bits in shaken:
-                _flip(view, bits)
+            # Unseen by a check around this one, which would take it for a write of the forward.
+            with without_modes():
+                for view, _, bits in shaken:
+                    view.bitwise_xor_(bits)
             yield
         finally:
             if shaken:
@@ -585,12 +588,6 @@ def _pattern(steps: int, shake: int) -> int:
     return (high, low, high | high >> 1, high | high >> 2, high | high >> 1 | high >> 2)[
         (shake - 1) % 5
     ]
-
-
-def _flip(bits_of: Tensor, pattern: int) -> None:
-    # Unseen by a check around this one, which would take it for a write of the forward.
-    with without_modes():
-        bits_of.bitwise_xor_(pattern)
 
 
 def _without_graph(tensor: Tensor) -> Tensor:

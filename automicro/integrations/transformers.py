@@ -27,12 +27,7 @@ from torch import Tensor, nn
 
 from automicro.batch.layout import BatchLayout
 from automicro.batch.tensors import map_tensors
-from automicro.errors import (
-    BatchError,
-    LossError,
-    PeerFailedError,
-    describe_error,
-)
+from automicro.errors import BatchError, LossError, PeerFailedError, describe_error
 from automicro.integrations.host import (
     OURS,
     RETURNS,

@@ -14,10 +14,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from torch import Tensor, nn
-from torch.nn.modules.module import (
-    register_module_forward_hook,
-    register_module_forward_pre_hook,
-)
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
 from automicro.memory.budget import GRANULE
 from automicro.memory.ledger import Change, CountingMode, Entry, StorageLedger

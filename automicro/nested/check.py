@@ -43,13 +43,7 @@ from automicro.loss.passes import Computation, extra_pass
 from automicro.memory.oom import Failure, classify
 from automicro.modules import runs_collectives
 from automicro.nested.batchnorm import Stages, through_stages
-from automicro.nested.slices import (
-    Call,
-    aliases_of,
-    marked,
-    refuse_outputs,
-    rows_of,
-)
+from automicro.nested.slices import Call, aliases_of, marked, refuse_outputs, rows_of
 from automicro.reach import Reach
 from automicro.sharding import num_ranks
 from automicro.torch_private import in_backward, reduction_of, uncheckpointed

@@ -26,12 +26,7 @@ from automicro.errors import (
 )
 from automicro.memory.oom import Failure, classify
 from automicro.modules import is_parallel, runs_collectives
-from automicro.ranks.exchange import (
-    Exchange,
-    GlooGroup,
-    plan_levels,
-    ranks_by_node,
-)
+from automicro.ranks.exchange import Exchange, GlooGroup, plan_levels, ranks_by_node
 from automicro.ranks.guards.collectives import (
     Call,
     keep_in_step,
@@ -63,12 +58,7 @@ from automicro.ranks.interface import (
 )
 from automicro.ranks.votes import Votes
 from automicro.ranks.warm_up import Use, WarmUp
-from automicro.torch_private_distributed import (
-    PrefixStore,
-    Store,
-    default_store,
-    num_data_parallel,
-)
+from automicro.torch_private_distributed import PrefixStore, Store, default_store, num_data_parallel
 
 _CANNOT_TAKE_BACK = (
     "automicro: messages between ranks (send, isend) had not been received at that point, and a "

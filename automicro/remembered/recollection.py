@@ -16,12 +16,7 @@ from automicro.memory.device import usable_bytes
 from automicro.options import read_flag
 from automicro.policy.policy import Policy
 from automicro.ranks.interface import Ranks, announcing_failure
-from automicro.remembered.cache import (
-    RememberedSize,
-    RunKey,
-    SizeCache,
-    digest_of,
-)
+from automicro.remembered.cache import RememberedSize, RunKey, SizeCache, digest_of
 from automicro.step.feature import Feature
 from automicro.step.plan import ROWS, Finished, ReadBatch
 from automicro.step.setup import Setup

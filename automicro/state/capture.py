@@ -322,6 +322,8 @@ def _nesting() -> int:
 def _set_nesting(nesting: int) -> None:
     for _ in range(_nesting() - nesting):
         torch.autocast_decrement_nesting()
+    for _ in range(nesting - _nesting()):  # a context around a computation that is replayed
+        torch.autocast_increment_nesting()
 
 
 _OWN: list[tuple[Any, Any]] = [  # one per device type

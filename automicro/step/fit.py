@@ -11,15 +11,7 @@ from typing import TYPE_CHECKING, Generic, NamedTuple, NoReturn, Protocol, TypeV
 from automicro.batchnorm import needs_two_rows
 from automicro.errors import RollbackError, add_note, describe_error, remember, text_of
 from automicro.memory.device import Measured, highs_of, measured_by_all, peak_bytes
-from automicro.memory.oom import (
-    Failure,
-    caught,
-    classify,
-    empty_cache,
-    first_line,
-    release,
-    surely,
-)
+from automicro.memory.oom import Failure, caught, classify, empty_cache, first_line, release, surely
 from automicro.ranks.interface import Ranks, Report, Status, StrayedError, announcing_failure
 from automicro.step.phase import Phase
 from automicro.step.plan import Finished, Plan, Step

@@ -12,13 +12,7 @@ from torch import Tensor
 
 from automicro.batch.device import on_host
 from automicro.batch.tensors import map_tensors, tensor_leaves
-from automicro.errors import (
-    BatchError,
-    LossAverageWarning,
-    LossError,
-    MetricWarning,
-    warn,
-)
+from automicro.errors import BatchError, LossAverageWarning, LossError, MetricWarning, warn
 from automicro.loss.averages import BatchWeights, CutBatch
 from automicro.loss.conventions import Output
 from automicro.loss.passes import Computation

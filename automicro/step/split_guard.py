@@ -10,12 +10,7 @@ from automicro.batchnorm import (
     evaluation_message,
     sees_the_batch,
 )
-from automicro.errors import (
-    BatchNormWarning,
-    BufferWarning,
-    UnsplittableModelError,
-    warn,
-)
+from automicro.errors import BatchNormWarning, BufferWarning, UnsplittableModelError, warn
 from automicro.modules import ModuleIndex
 from automicro.policy.policy import Fixed, Policy
 from automicro.state.part import State

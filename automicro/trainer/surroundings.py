@@ -12,10 +12,7 @@ from torch import nn
 from automicro.errors import DeterminismWarning, add_note, warn
 from automicro.memory.device import active_budget, limit_memory, track_residents
 from automicro.options import read_flag
-from automicro.torch_private import (
-    inductor_is_deterministic,
-    set_inductor_deterministic,
-)
+from automicro.torch_private import inductor_is_deterministic, set_inductor_deterministic
 from automicro.trainer.context import RunContext
 from automicro.trainer.processes import Process
 from automicro.trainer.progress import Progress

@@ -33,11 +33,7 @@ from automicro.trainer.evaluation import make_evaluations, predict_all
 from automicro.trainer.evaluators import read_evaluators
 from automicro.trainer.failed_batch import Failures
 from automicro.trainer.metrics import MetricSet, model_metrics
-from automicro.trainer.optimizer import (
-    OptimizerMode,
-    OptimizerOrFactory,
-    build_optimizer,
-)
+from automicro.trainer.optimizer import OptimizerMode, OptimizerOrFactory, build_optimizer
 from automicro.trainer.parallel import whole_state_dict
 from automicro.trainer.progress import count_of, describe_parameters
 from automicro.trainer.report import FitSummary

@@ -20,10 +20,7 @@ from automicro import (
 )
 from automicro.batch.layout import BatchLayout
 from automicro.checking.rows import telling_rows
-from tests.cases import (
-    contrastive,
-    mean_of_tokens,
-)
+from tests.cases import contrastive, mean_of_tokens
 from tests.checking.told import warnings_of
 from tests.models import (
     CLASSES,

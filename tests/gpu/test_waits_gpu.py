@@ -19,15 +19,7 @@ from automicro import Callback, Microbatcher, StepResult, Trainer
 from automicro.events.run import Run
 from automicro.features import NonFinite, with_features
 from tests.gpu import subjects
-from tests.gpu.device import (
-    DEVICE,
-    GPU,
-    accelerator,
-    num_segments,
-    pinned,
-    to_device,
-    waits,
-)
+from tests.gpu.device import DEVICE, GPU, accelerator, num_segments, pinned, to_device, waits
 
 pytestmark = GPU
 

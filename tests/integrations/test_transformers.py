@@ -58,15 +58,7 @@ from tests.integrations.both import (
     with_and_without,
 )
 from tests.integrations.transformers_ranks import compare_on_ranks
-from tests.integrations.transformers_runs import (
-    CASES,
-    Case,
-    logged,
-    losses,
-    make,
-    run,
-    timeless,
-)
+from tests.integrations.transformers_runs import CASES, Case, logged, losses, make, run, timeless
 from tests.ranks.world import world_of
 
 SIZES = {"microbatch_size": 3, "eval_microbatch_size": 3}

@@ -13,12 +13,7 @@ from torch import nn
 
 from automicro import Microbatcher
 from automicro.errors import LoggerWarning
-from automicro.loggers import (
-    JSONLinesLogger,
-    Logger,
-    LoggerGroup,
-    TensorBoardLogger,
-)
+from automicro.loggers import JSONLinesLogger, Logger, LoggerGroup, TensorBoardLogger
 from tests.loggers.logged import read_json_lines
 from tests.models import Mlp, x, y
 

@@ -25,17 +25,7 @@ from automicro.loss.averages import (
 )
 from automicro.ranks.interface import OneRank
 from tests.cases import count_targets, difference, gradients, masked_mean
-from tests.models import (
-    IGNORED,
-    ROWS,
-    Encoder,
-    Mlp,
-    classes,
-    tokens,
-    with_ignored,
-    x,
-    y,
-)
+from tests.models import IGNORED, ROWS, Encoder, Mlp, classes, tokens, with_ignored, x, y
 from tests.sweeps import mostly_in_sweeps
 
 

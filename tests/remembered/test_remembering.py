@@ -15,13 +15,7 @@ from torch import nn
 
 from automicro import MemoryBudget, SizeCacheWarning
 from automicro.batch.layout import BatchLayout
-from automicro.remembered.cache import (
-    RememberedSize,
-    RunKey,
-    SizeCache,
-    file_of,
-    sizes_folder,
-)
+from automicro.remembered.cache import RememberedSize, RunKey, SizeCache, file_of, sizes_folder
 from automicro.remembered.recollection import describe_run, describe_shapes
 
 CPU = torch.device("cpu")

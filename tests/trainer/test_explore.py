@@ -6,12 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from automicro import (
-    DeterminismWarning,
-    Explore,
-    Microbatcher,
-    Trainer,
-)
+from automicro import DeterminismWarning, Explore, Microbatcher, Trainer
 from automicro.features import Repeatable
 from automicro.policy.policy import Policy
 from automicro.step.results import StepResult

@@ -11,12 +11,7 @@ import torch
 from torch import nn
 from torchmetrics.classification import MulticlassAccuracy
 
-from automicro import (
-    CheckpointConfig,
-    MemoryBudget,
-    OptimizerStepError,
-    Trainer,
-)
+from automicro import CheckpointConfig, MemoryBudget, OptimizerStepError, Trainer
 from automicro.callbacks import EarlyStopping, ExponentialMovingAverage
 from automicro.features import RememberSizes
 from tests.trainer.runs import (

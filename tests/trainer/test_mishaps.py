@@ -9,13 +9,7 @@ import torch
 from torch import Tensor, nn
 from torchmetrics.classification import MulticlassAccuracy
 
-from automicro import (
-    Callback,
-    Evaluator,
-    FitSummary,
-    Microbatcher,
-    Trainer,
-)
+from automicro import Callback, Evaluator, FitSummary, Microbatcher, Trainer
 from automicro.callbacks import EarlyStopping
 from automicro.events.run import Run
 from automicro.features import NonFinite

@@ -8,14 +8,7 @@ from torch import Tensor, nn
 
 from automicro import Microbatcher, ParameterGroups, Trainer
 from automicro.features import NonFinite, Optimization
-from tests.trainer.runs import (
-    FEATURES,
-    adam,
-    make_loader,
-    make_model,
-    make_trainer,
-    schedule,
-)
+from tests.trainer.runs import FEATURES, adam, make_loader, make_model, make_trainer, schedule
 
 
 def sentences(*lengths: int) -> list[dict[str, Tensor]]:

@@ -25,12 +25,7 @@ from automicro.torch_private_distributed import HashStore
 from automicro.trainer.data.sharing import LoaderSharing
 from automicro.trainer.device import choose_device
 from automicro.trainer.parallel import check_parallel, find_blocks
-from automicro.trainer.processes import (
-    Process,
-    name_of_start,
-    own_device,
-    process_in_environment,
-)
+from automicro.trainer.processes import Process, name_of_start, own_device, process_in_environment
 from tests.config_jobs import load_config
 from tests.sweeps import mostly_in_sweeps
 

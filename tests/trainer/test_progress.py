@@ -11,11 +11,7 @@ from torchmetrics.classification import MulticlassAccuracy
 
 from automicro import FitSummary, Trainer
 from automicro.events.run import GlobalBatch, LoopState
-from automicro.trainer.progress import (
-    PLAIN_SECONDS,
-    Progress,
-    RecentSpeed,
-)
+from automicro.trainer.progress import PLAIN_SECONDS, Progress, RecentSpeed
 
 
 class Clock:

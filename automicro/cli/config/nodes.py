@@ -11,14 +11,7 @@ from contextlib import contextmanager
 from typing import Any, TypedDict
 
 from automicro.cli.config.keys import OPTIONS, Option, as_override, mistake
-from automicro.errors import (
-    ConfigError,
-    about,
-    add_note,
-    facts_of,
-    remember,
-    suggestion,
-)
+from automicro.errors import ConfigError, about, add_note, facts_of, remember, suggestion
 
 NODE_KEYS = ("call", "args")
 FORM = "write {call: dotted.path, args: {name: value}}"

@@ -20,14 +20,7 @@ from automicro.durations import Duration, Unit, read_duration
 from automicro.errors import CheckpointWarning, DataLoaderError, warn
 from automicro.options import read_count
 from automicro.reach import generators_in, is_library, kinds_of_loading, kinds_of_orders
-from automicro.values import (
-    comes_from,
-    same_values,
-    set_state,
-    state_of,
-    table_of,
-    walk,
-)
+from automicro.values import comes_from, same_values, set_state, state_of, table_of, walk
 
 Generator: TypeAlias = torch.Generator | random.Random | np.random.Generator | np.random.RandomState
 

@@ -29,12 +29,7 @@ from automicro.checkpoints.rng import restore_rng_state, rng_state
 from automicro.checkpoints.state import put_together, take_apart
 from automicro.errors import CheckpointWarning, DataLoaderError
 from automicro.trainer.data.feed import Feed
-from automicro.trainer.data.loading import (
-    Standing,
-    fetch,
-    find_generators,
-    read_generators,
-)
+from automicro.trainer.data.loading import Standing, fetch, find_generators, read_generators
 from automicro.values import same_values
 from tests.loaders import seeded_generator
 

@@ -16,11 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import BatchSampler, DataLoader, Dataset, Sampler, TensorDataset
 from torchmetrics import Metric, MetricCollection, MinMaxMetric
-from torchmetrics.classification import (
-    MulticlassAccuracy,
-    MulticlassAUROC,
-    MulticlassPrecision,
-)
+from torchmetrics.classification import MulticlassAccuracy, MulticlassAUROC, MulticlassPrecision
 from torchmetrics.wrappers import Running
 
 from automicro.errors import CheckpointError, CheckpointWarning
