@@ -149,11 +149,11 @@ def test_other_error_during_copy_is_raised_after_commit(kinds: tuple[str, ...]) 
 def test_a_watched_backward_leaves_no_table_of_hooks(is_hooked: bool) -> None:
     weight, seen = nn.Parameter(torch.ones(2)), list[Tensor]()
     if is_hooked:
-        weight.register_post_accumulate_grad_hook(seen.append)  # type: ignore[no-untyped-call]
+        weight.register_post_accumulate_grad_hook(seen.append)
     for _ in range(2):
         with GradientWrites([weight]):
             weight.sum().backward()
     assert (weight._post_accumulate_grad_hooks is not None) is is_hooked
-    weight.register_post_accumulate_grad_hook(seen.append)  # type: ignore[no-untyped-call]
+    weight.register_post_accumulate_grad_hook(seen.append)
     weight.sum().backward()
     assert len(seen) == (4 if is_hooked else 1)
