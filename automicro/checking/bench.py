@@ -277,7 +277,9 @@ class Bench:
                 kind = torch.finfo(kinds[name]).eps if name in kinds else 0.0
                 reading.floors[name] = max(4 * kind, sums) * scale
             else:
-                reading.floors[name] = values * scale + sums * total * (name in reading.gradients)
+                # Rows that are alike are rounded alike, in the whole and in the parts.
+                floor = 2 * values * scale
+                reading.floors[name] = floor + sums * total * (name in reading.gradients)
         for name, value in reading.outputs.items():
             if not has_fractions(value):
                 reading.floors[name] = _TURNED_OVER

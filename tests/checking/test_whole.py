@@ -24,7 +24,6 @@ from automicro.checking.check import Occasions
 from tests.checking.told import warnings_of
 from tests.outside import Outside
 from tests.sweeps import mostly_in_sweeps
-from tests.torture.engine.faults import Fault, FaultMode
 
 ROWS = 64
 
@@ -64,22 +63,31 @@ def test_probe_error_is_raised_before_state_changes() -> None:
 
 
 @pytest.mark.filterwarnings("ignore::automicro.LossAverageWarning")
-def test_interrupted_parameter_perturbation_is_undone() -> None:
-    def interrupted(plan: list[Fault]) -> list[str]:
+def test_interrupted_parameter_perturbation_is_undone(monkeypatch: pytest.MonkeyPatch) -> None:
+    flip = torch.Tensor.bitwise_xor_
+
+    def interrupted(at: int | None, *, after: bool = False) -> int:
         torch.manual_seed(0)
-        model, mode = net(), FaultMode(plan)
+        model, calls = net(), itertools.count()
         before = copy.deepcopy(model.state_dict())
         microbatcher = Microbatcher(model, forward=lambda *given: each(*given).sum())
-        with contextlib.suppress(KeyboardInterrupt), mode:
+
+        def flip_and_fail(tensor: Tensor, bits: int) -> None:
+            is_due = next(calls) == at
+            if not is_due or after:
+                flip(tensor, bits)
+            if is_due:
+                raise KeyboardInterrupt
+
+        with monkeypatch.context() as patch, contextlib.suppress(KeyboardInterrupt):
+            patch.setattr(torch.Tensor, "bitwise_xor_", flip_and_fail)
             microbatcher.backward(batch(8))
         assert all(before[name].equal(now) for name, now in model.state_dict().items())
-        assert mode.raised_at == [fault.index for fault in plan]
-        return mode.names
+        return next(calls)
 
-    turns = [index for index, name in enumerate(interrupted([])) if "bitwise_xor_" in name]
-    assert len(turns) >= 8
-    for index, after in itertools.product(turns[:8:3], (False, True)):
-        interrupted([Fault(index, after, "interrupt")])
+    assert interrupted(None) >= 8
+    for index, after in itertools.product((0, 3, 6), (False, True)):
+        assert interrupted(index, after=after) > index
 
 
 def test_smaller_part_is_compared_after_oom() -> None:
