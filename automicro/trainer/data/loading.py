@@ -55,19 +55,20 @@ class Standing:
 
     def __init__(self, loader: Any, name: str) -> None:
         self._loader, self._name = loader, name
-        self._keeps_state = has_own_state(loader)
         owners, self._first = self._owners(), dict[str, dict[Any, Any]]()
         self._first, self._iterators = self._changed(owners), _unsaved_iterators(owners)
 
     def begin(self) -> dict[str, Any]:
         """Return the state at the start of a pass."""
-        here = self.read()
-        self._iterators = _unsaved_iterators(self._owners())
+        owners = self._owners()
+        here, self._iterators = self._read(owners), _unsaved_iterators(owners)
         return here
 
     def read(self) -> dict[str, Any]:
         """Return the state; of attributes, only those that have changed."""
-        owners = self._owners()
+        return self._read(self._owners())
+
+    def _read(self, owners: Mapping[str, Any]) -> dict[str, Any]:
         # An iterator that outlives a pass has a position, which only its owner may know.
         now, before = _unsaved_iterators(owners), self._iterators
         return {
@@ -134,7 +135,7 @@ class Standing:
             for place, each in found.items()
             # By type, because proxies and slots have no dictionary of their own.
             if (type(each).__dictoffset__ or isinstance(each, dict))
-            and not (is_library(type(each)) or (each is self._loader and self._keeps_state))
+            and not (is_library(type(each)) or (each is self._loader and has_own_state(each)))
         }
 
 
