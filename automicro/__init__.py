@@ -113,9 +113,6 @@ _EXPORTS = {
     "automicro.trainer.trainer": "Trainer",
 }
 _HOMES = {name: home for home, names in _EXPORTS.items() for name in names.split()}
-_REMOVED = {
-    "EvalLossAverage": "Give loss_average a function of the microbatch, or evaluate elsewhere",
-}
 
 __all__ = sorted(_HOMES)
 
@@ -125,9 +122,6 @@ if not TYPE_CHECKING:
         home = _HOMES.get(name)
         if home is not None:
             value = getattr(importlib.import_module(home), name)
-        elif name in _REMOVED:
-            # Python would replace the text of an AttributeError in ``from automicro import …``.
-            raise ImportError(f"automicro has no {name}. {_REMOVED[name]}")
         elif not name.startswith("_") and importlib.util.find_spec(f"{__name__}.{name}"):
             # A submodule that might not be imported yet.
             return importlib.import_module(f"{__name__}.{name}")

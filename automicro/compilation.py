@@ -15,11 +15,11 @@ from torch import nn
 
 from automicro.errors import about
 from automicro.memory.device import active_budget
-from automicro.torch_private import (
+from automicro.torch_private import compiler_is_loaded
+from automicro.torch_private_execution import (
     compile_in_place,
     compile_modes,
     compiler_config,
-    compiler_is_loaded,
     is_compiled,
 )
 

@@ -170,15 +170,6 @@ def refuse_lazy(modules: Iterable[nn.Module]) -> None:
         )
 
 
-def is_of_torch(kind: type) -> bool:
-    """Whether a class is torch's, whose attributes record the arguments of its modules.
-
-    >>> is_of_torch(nn.Linear), is_of_torch(ModuleIndex)
-    (True, False)
-    """
-    return kind.__module__.partition(".")[0] == "torch"
-
-
 @contextlib.contextmanager
 def evaluation_mode(modules: Sequence[nn.Module]) -> Iterator[None]:
     """Set modules to evaluation mode inside the context, and restore each submodule's own mode.

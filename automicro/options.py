@@ -1,6 +1,5 @@
 """Early checks of arguments, with errors that suggest a remedy."""
 
-import numbers
 from collections.abc import Iterable, Mapping
 from typing import Any, NoReturn
 
@@ -8,7 +7,6 @@ import torch
 from torch import Tensor, nn
 
 from automicro.errors import BatchError, LossError, suggestion
-from automicro.modules import is_rank_wrapper
 
 PRECISIONS = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 """The type of autocast, by the name of a precision; None for the model's own types."""
@@ -83,16 +81,6 @@ def check_model(model: object) -> None:
                 f"{name or 'the model'} is wrapped in DataParallel, which would split each "
                 "microbatch again over the devices of one process. Pass the unwrapped module, "
                 "or wrap it in DistributedDataParallel with one process per device (torchrun)"
-            )
-
-
-def check_unwrapped(model: nn.Module) -> None:
-    """Refuse a model wrapped for several ranks, for tools that run in one process."""
-    for name, module in model.named_modules():
-        if is_rank_wrapper(module):
-            raise ValueError(
-                f"{name or 'the model'} is wrapped in {type(module).__name__}, but this tool "
-                "runs in a single process. Pass the unwrapped module"
             )
 
 
@@ -202,18 +190,6 @@ def resolve_device(device: torch.device | str | None, model: nn.Module) -> torch
 def _agrees(one: torch.device, other: torch.device) -> bool:
     # "cuda" without an index matches any device of that type.
     return one.type == other.type and other.index in (None, one.index)
-
-
-def read_amount(name: str, value: float | None) -> float | None:
-    """Return a positive number as a float, or None for None."""
-    if value is None:
-        return None
-    if isinstance(value, bool) or not isinstance(value, numbers.Real):
-        raise TypeError(f"{name} is {value!r}, not a number; pass one such as 1.0, or None")
-    # Written so that NaN is refused, too.
-    if not value > 0:
-        raise ValueError(f"{name}={value} must be above 0; pass a number such as 1.0, or None")
-    return float(value)
 
 
 def read_count(name: str, value: object, *, least: int = 1) -> int:

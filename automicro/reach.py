@@ -1,10 +1,8 @@
 """Modules and generators that functions and modules reach other than by their arguments."""
 
-import enum
 import functools
 import itertools
 import random
-import sys
 import types
 from collections import deque
 from collections.abc import Container, Iterator, Mapping
@@ -13,11 +11,9 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, Dataset, Sampler
 
 from automicro.options import unwrapped
 from automicro.values import (
-    OBJECT,
     Kind,
     Kinds,
     Place,
@@ -25,18 +21,13 @@ from automicro.values import (
     is_generator,
     kinds_of,
     places,
-    table_of,
     walk,
 )
 
 OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 """The attributes that every module has."""
 
-_CONTAINERS = (list, tuple, dict, set, frozenset, deque)
-_MOST_ELEMENTS = 100  # of a container; longer ones in a loader hold data
-# Attributes of loaders and samplers: the current pass, and an alias of the dataset.
-_NOTHING_OF_ITS_OWN = frozenset(("_iterator", "data_source"))
-_NO_ORDER = _NOTHING_OF_ITS_OWN | {"dataset", "collate_fn"}
+CONTAINERS = (list, tuple, dict, set, frozenset, deque)
 
 
 class Reach:
@@ -121,47 +112,6 @@ def generators_in(roots: Mapping[str, Any], kinds: Kinds = kinds_of) -> dict[str
 _OF_THE_PROCESS = (random._inst, np.random.mtrand._rand, torch.default_generator)
 
 
-@functools.lru_cache(5_000)
-def kinds_of_loading(kind: type) -> tuple[Kind, ...]:
-    """Return kinds for a walk through a loader, which enters samplers and datasets, but no data."""
-    found = kinds_of(kind)
-    if issubclass(kind, _CONTAINERS):
-        return tuple(each._replace(read=functools.partial(_read_short, each)) for each in found)
-    # Reading an iterator would consume elements of the current pass.
-    is_a_pass = issubclass(kind, Iterator | type | types.ModuleType)
-    is_of_python = kind.__module__.partition(".")[0] in sys.stdlib_module_names
-    if found or is_a_pass or is_of_python or not kind.__dictoffset__:
-        return found
-    return (_LOADING,)
-
-
-@functools.lru_cache(5_000)
-def kinds_of_orders(kind: type) -> tuple[Kind, ...]:
-    """Return kinds for a walk through a loader, which enters all that decides the order of rows."""
-    # A member of an enumeration is the same object everywhere.
-    is_of_data = issubclass(kind, nn.Module | Dataset | type | types.FunctionType | enum.Enum)
-    is_order = issubclass(kind, DataLoader | Sampler | torch.Generator)
-    if is_of_data or (is_library(kind) and not is_order):
-        return ()
-    found = kinds_of_loading(kind)
-    return tuple(_ORDER if each in (OBJECT, _LOADING) else each for each in found)
-
-
-def is_library(kind: type) -> bool:
-    """Whether a class belongs to torch or to this package, so that its state is known."""
-    return kind.__module__.partition(".")[0] in ("torch", "automicro")
-
-
-def _read_short(kind: Kind, value: Any) -> Any:
-    return kind.read(value) if len(value) <= _MOST_ELEMENTS else ()
-
-
-def _read_except(names: frozenset[str], value: Any) -> dict[str, Any]:
-    table = table_of(value)
-    # Sorted, because the order of a set varies between runs.
-    return {name: table[name] for name in sorted(table.keys() - names)}
-
-
 def captured_modules(function: Any) -> list[nn.Module]:
     """Return modules with state that a function holds in its closure, defaults or globals.
 
@@ -185,12 +135,10 @@ def _kinds_of_code(kind: type) -> tuple[Kind, ...]:
     """Return kinds for names that a function reads, without objects that are copied with it."""
     if issubclass(kind, functools.partial | types.MethodType):
         return (_CODE,)
-    is_walked = issubclass(kind, (types.FunctionType, *_CONTAINERS))
+    is_walked = issubclass(kind, (types.FunctionType, *CONTAINERS))
     return kinds_of(kind) if is_walked or not kinds_of(kind) else (_CLOSED,)
 
 
-_LOADING = OBJECT._replace(read=functools.partial(_read_except, _NOTHING_OF_ITS_OWN))
-_ORDER = OBJECT._replace(read=functools.partial(_read_except, _NO_ORDER))
 _CODE = Kind(lambda value: [getattr(value, "func", None) or value.__func__], name="")
 _CLOSED = Kind(lambda value: None, is_leaf=True)
 

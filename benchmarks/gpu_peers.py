@@ -33,8 +33,8 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
 from automicro import Microbatcher
-from automicro.memory.budget import MemoryBudget
-from automicro.memory.device import limit_memory, peak_bytes, read_counts, reset_peak, synchronize
+from automicro.memory.budget import MemoryBudget, limit_memory
+from automicro.memory.device import peak_bytes, read_counts, reset_peak, synchronize
 from automicro.memory.oom import empty_cache, first_line, is_out_of_memory
 from benchmarks.overhead import open_device
 from benchmarks.sizes_of_peers import (

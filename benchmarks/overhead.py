@@ -30,7 +30,7 @@ from torch import Tensor, nn
 
 from automicro import Microbatcher, is_extra_pass
 from automicro.memory.device import synchronize
-from automicro.torch_private import OperationMode
+from automicro.torch_private_execution import OperationMode
 from tests.outside import Outside
 
 

@@ -1,11 +1,13 @@
 """Joining the outputs of microbatches into those of the whole batch."""
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from automicro.batch.tensors import builder, open_container
 from automicro.batch.types import STRUCTURES, Kind, Pieces, RowType, join_path, kind_of, row_type_of
@@ -124,3 +126,25 @@ def _concat_structures(
 
 def _named(path: str) -> str:
     return f"The output {path!r}" if path else "The output"
+
+
+def outputs_with_rows(outputs: Any) -> Any:
+    """Return outputs without their losses and cache, which have no rows to be joined.
+
+    Example:
+        >>> import torch
+        >>> list(outputs_with_rows({"loss": torch.tensor(1.0), "logits": torch.zeros(4, 2)}))
+        ['logits']
+    """
+    if not isinstance(outputs, Mapping):
+        return outputs
+    # A cache would be the largest output, and no later batch would use it.
+    kept = {
+        name: value
+        for name, value in outputs.items()
+        if name != "past_key_values" and not (isinstance(value, Tensor) and value.dim() == 0)
+    }
+    # A Hugging Face ModelOutput forbids removing keys from it.
+    is_record = dataclasses.is_dataclass(outputs)
+    kind: Any = type(outputs) if is_record else dict
+    return outputs if len(kept) == len(outputs) else kind(**kept)

@@ -285,22 +285,6 @@ def decide(node: Node, num_rows: int, decisions: Decisions, shown: Decisions) ->
             decide(child, num_rows, decisions, shown)
 
 
-def describe_cut(
-    num_rows: int, microbatch_size: int, num_microbatches: int, *, unit: str = "rows"
-) -> str:
-    """Describe the cut of a batch in a few words.
-
-    >>> describe_cut(512, 128, 4), describe_cut(10, 4, 3)
-    ('4 × 128 of 512', '3 × up to 4 of 10')
-    >>> describe_cut(48, 2048, 5, unit="tokens")
-    '5 × up to 2048 tokens of 48 rows'
-    """
-    if unit != "rows":
-        return f"{num_microbatches} × up to {microbatch_size} {unit} of {num_rows} rows"
-    up_to = "" if microbatch_size * num_microbatches == num_rows else "up to "
-    return f"{num_microbatches} × {up_to}{microbatch_size} of {num_rows}"
-
-
 def balanced_sizes(num_rows: int, microbatch_size: int, *, min_rows: int = 1) -> list[int]:
     """Cut `num_rows` into the fewest microbatches of at most `microbatch_size` rows, balanced.
 

@@ -24,7 +24,7 @@ from automicro.memory.residents import measure
 from automicro.options import read_count
 from automicro.step.events import Microbatch, OutOfMemory, Resize
 from automicro.step.feature import Attempt
-from automicro.torch_private import (
+from automicro.torch_private_execution import (
     can_record_memory,
     dump_memory_snapshot,
     is_compiled,

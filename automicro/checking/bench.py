@@ -17,7 +17,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.parallel import DistributedDataParallel
 
 from automicro.batch.device import on_device, on_host
-from automicro.batch.joining import concat_rows
+from automicro.batch.joining import concat_rows, outputs_with_rows
 from automicro.batch.layout import BatchLayout
 from automicro.batch.tensors import map_tensors, open_container, tensor_leaves
 from automicro.batch.types import STRUCTURES, Kind, join_path, kind_of
@@ -43,17 +43,18 @@ from automicro.errors import (
     warn,
 )
 from automicro.loss.averages import BatchWeights, CutBatch
-from automicro.loss.conventions import Output, outputs_with_rows
-from automicro.loss.passes import Computation, Mode, check_own_graph, extra_pass
+from automicro.loss.conventions import Output
+from automicro.loss.passes import Computation, Mode, extra_pass
 from automicro.memory.oom import Failure, caught, classify, release, surely
 from automicro.modules import ModuleIndex
-from automicro.options import check_loss
+from automicro.options import ONE_GRAPH_EACH, check_loss
 from automicro.state.capture import Captured, capture
 from automicro.state.tensors import seen_version
-from automicro.torch_private import AnyBatchNorm, num_nodes_made, with_hooks, without_modes
-from automicro.transaction.leaves import HeldHooks, leaves_of
+from automicro.torch_private import AnyBatchNorm, with_hooks, without_modes
+from automicro.torch_private_execution import is_older, num_nodes_made
+from automicro.transaction.leaves import HeldHooks, leaves_of, nodes_of
 from automicro.transaction.parameters import refused_writes
-from automicro.transaction.rng import RandomState, devices_of, foreign_states
+from automicro.transaction.rng import RandomState, devices_of
 from automicro.values import read_scalars, state_of
 
 T = TypeVar("T")
@@ -758,3 +759,19 @@ def _rows_apart(modules: Sequence[nn.Module]) -> Iterator[None]:
                 layer.eval()
                 stack.callback(layer.train)
         yield
+
+
+def check_own_graph(loss: Tensor, first_node: int) -> None:
+    """Refuse a backward through a graph that the caller built before the forward."""
+    older = next((node for node in nodes_of(loss) if is_older(node, first_node)), None)
+    if older is not None:
+        raise LossError(
+            f"the loss depends on a graph that was built before the forward ({older.name()}), "
+            f"which the backward of each microbatch would run through again; {ONE_GRAPH_EACH}"
+        )
+
+
+def foreign_states() -> tuple[Any, Any]:
+    """Return the states of Python's and NumPy's generators, for comparison."""
+    name, numbers, *rest = np.random.get_state()
+    return random.getstate(), (name, np.asarray(numbers).tobytes(), *rest)

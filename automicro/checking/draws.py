@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from automicro.torch_private import DIRICHLET_DRAW, GAMMA_DRAW, is_collective, schema_of
+from automicro.torch_private_execution import DIRICHLET_DRAW, GAMMA_DRAW, is_collective, schema_of
 from automicro.transaction.writes import ParameterWrites
 
 

@@ -1,6 +1,8 @@
 """Find why splitting changes a batch, by comparing again with one condition changed at a time."""
 
 import contextlib
+import functools
+import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -12,9 +14,9 @@ from torch import Tensor, nn
 from automicro.batch.device import on_host
 from automicro.batch.layout import BatchLayout, balanced_sizes
 from automicro.batch.tensors import map_tensors
+from automicro.batch.types import Kind, kind_of
 from automicro.batchnorm import find_batchnorm, needs_two_rows
 from automicro.checking.bench import Bench, Conditions, cuts
-from automicro.checking.candidates import Candidate, candidates, named
 from automicro.checking.draws import HeldDraws
 from automicro.checking.reading import LOSS, gaps, relative_errors
 from automicro.checking.report import (
@@ -30,17 +32,38 @@ from automicro.checking.rows import telling_rows
 from automicro.errors import BatchError, LossError, RollbackError, describe_error, removed, text_of
 from automicro.loss import averages as means
 from automicro.loss.averages import Average, LossAverage
-from automicro.loss.conventions import choose_convention
+from automicro.loss.conventions import (
+    IGNORED,
+    TARGET_KEYS,
+    Carried,
+    Convention,
+    choose_convention,
+)
 from automicro.loss.passes import Computation
-from automicro.memory.oom import Failure, classify, ignoring_errors
-from automicro.modules import unshaped
-from automicro.options import check_model, check_unwrapped, read_count, resolve_device
+from automicro.memory.oom import Failure, classify
+from automicro.modules import is_rank_wrapper, unshaped
+from automicro.options import check_model, read_count, resolve_device
 from automicro.reach import Reach
-from automicro.values import walk
+from automicro.values import attributes_of, walk
 
 _MOST_MICROBATCHES = 32
 _STILL: Mapping[str, Any] = {"batchnorm": False, "carries": False}
 _ONE_VALUE = "BatchNorm needs two values per channel"
+_OTHER_IGNORED = (-1, 0, 255)
+_ADDED = (1e-12, 1e-10, 1e-9, 1e-8, 1e-7, 1e-6, 1e-5, 1e-4, 1e-3)  # added to the divisor of a loss
+
+
+@dataclass(frozen=True)
+class _Candidate:
+    """One value of ``loss_average``."""
+
+    code: str  # the value as a user would write it
+    kind: str  # description of such a loss
+
+    @functools.cached_property
+    def value(self) -> Any:
+        """The value, evaluated from the code so that the code shown is the code tried."""
+        return eval(self.code, {"torch": torch})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -175,7 +198,7 @@ class _Examination:
 
     def diagnose(
         self, sizes: Sequence[int], state: Sequence[str]
-    ) -> tuple[list[Finding], Candidate | None]:
+    ) -> tuple[list[Finding], _Candidate | None]:
         """Hold all suspects still, find the right average, then release one suspect at a time."""
         # With everything else held still, the remaining difference comes from the loss.
         rest, causes, found = self.gap(sizes, **_STILL), list[Finding](), None
@@ -201,7 +224,7 @@ class _Examination:
                 causes.insert(0, finding(kind, names, shown))
         return causes or [finding("unknown")], found
 
-    def _fits(self, candidate: Candidate, sizes: Sequence[int]) -> bool:
+    def _fits(self, candidate: _Candidate, sizes: Sequence[int]) -> bool:
         """Return whether an average makes this batch exact, and also some of its rows."""
         # On the whole batch alone an average might fit by chance, if all its counts are equal.
         few = telling_rows(self.layout, self.batch, self.num_rows)
@@ -211,13 +234,13 @@ class _Examination:
             return not any(self.compare(**g, value=candidate.value, **_STILL).found for g in given)
         return False
 
-    def _average(self, sizes: Sequence[int]) -> Candidate | None:
+    def _average(self, sizes: Sequence[int]) -> _Candidate | None:
         """Return the ``loss_average`` that makes the split exact, with one entry per loss."""
         with on_host():
             # On the host, because counts of a batch can be as large as the batch.
-            every = list(candidates(self.batch, self.convention))
+            every = list(_candidates(self.batch, self.convention))
         if self.losses:
-            fitting: dict[str, Candidate] = {}
+            fitting: dict[str, _Candidate] = {}
             for each in every:
                 value = dict.fromkeys(self.losses, each.value)
                 with ignoring_errors():
@@ -225,7 +248,7 @@ class _Examination:
                     fitting = {**dict.fromkeys(self.losses - found.keys(), each), **fitting}
             # Sorted, so that the code shown is the same in each run.
             fitting = dict(sorted(fitting.items()))
-            every = [named(fitting)] if fitting.keys() == self.losses else []
+            every = [_named(fitting)] if fitting.keys() == self.losses else []
         return next((each for each in every if self._fits(each, sizes)), None)
 
     def _unexplained(self, sizes: Sequence[int]) -> list[Finding]:
@@ -482,3 +505,96 @@ def _cast(batch: Any, dtype: torch.dtype) -> Any:
         return each.detach().to(dtype).requires_grad_(each.requires_grad)
 
     return map_tensors(batch, converted)
+
+
+@contextlib.contextmanager
+def ignoring_errors() -> Iterator[None]:
+    """Ignore any error of an optional attempt, unless memory ran out or the device was lost.
+
+    >>> with ignoring_errors():
+    ...     raise ValueError("it does not know this target")
+    """
+    try:
+        yield
+    except Exception as error:
+        if classify(error) is not Failure.UNRELATED:
+            raise
+
+
+def _candidates(batch: Any, convention: Convention) -> Iterator[_Candidate]:
+    """Yield candidates for this batch, the most likely first."""
+    yield _Candidate("'samples'", "a mean over samples")
+    yield _Candidate("'none'", "a sum")
+    yield _Candidate("'tokens'", "a mean over the targets that are not ignored")
+    targets: Any = None
+    with ignoring_errors():  # the caller's code might run here
+        targets = convention.targets(batch)
+    # The caller's functions get the inner batch only.
+    places = _places(batch.batch if isinstance(batch, Carried) else batch, "batch")
+    leaves = [(code, each) for code, each in places if isinstance(each, Tensor) and each.dim()]
+    leaves.sort(key=lambda leaf: leaf[1] is not targets)
+    counts = [count for leaf in leaves for count in _counts(*leaf, is_target=leaf[1] is targets)]
+    yield from (_Candidate(f"lambda batch: {code}", kind) for code, kind in counts)
+    # Last because there are many: losses guard against division by 0 with a small constant.
+    for (code, kind), added in itertools.product(counts, _ADDED):
+        yield _Candidate(f"lambda batch: {code} + {added}", f"{kind}, {added} added to the divisor")
+
+
+def _named(choice: Mapping[str, _Candidate]) -> _Candidate:
+    """Merge one candidate for each loss name into a single candidate."""
+    code = ", ".join(f"{name!r}: {each.code}" for name, each in choice.items())
+    kind = ", ".join(f"{name!r} {each.kind}" for name, each in choice.items())
+    return _Candidate(f"{{{code}}}", kind)
+
+
+def _counts(where: str, leaf: Tensor, *, is_target: bool) -> Iterator[tuple[str, str]]:
+    """Yield code that counts entries of a leaf, with the kind of loss."""
+    if leaf.layout is not torch.strided or leaf.is_nested or leaf.is_complex():
+        return
+    # Regression targets are not counted, because all of them count.
+    if is_target and not leaf.is_floating_point():
+        yield f"({where} != {IGNORED}).sum()", "a mean over the targets that are not ignored"
+        if leaf.dim() > 1:
+            shifted = "a mean over the targets that are not ignored, the labels shifted by one"
+            yield f"({where}[..., 1:] != {IGNORED}).sum()", shifted
+        # Only if one is in the batch: otherwise all candidates count the same.
+        for ignored in _OTHER_IGNORED:
+            if bool((leaf == ignored).any()):
+                yield (
+                    f"({where} != {ignored}).sum()",
+                    f"a mean over the targets other than {ignored}",
+                )
+    # A divisor must be positive: masks, lengths and row weights are never negative.
+    if not bool((leaf < 0).any()):
+        yield f"{where}.sum()", f"a mean weighted by {where}"
+    if not leaf.is_floating_point():
+        yield f"({where} != 0).sum()", f"a mean over the nonzero entries of {where}"
+
+
+def _places(value: Any, code: str) -> Iterator[tuple[str, Any]]:
+    """Yield each part of a batch, with code that reads it."""
+    yield code, value
+    kind = kind_of(type(value))
+    steps: dict[str, Any] = {}
+    if isinstance(value, Mapping):
+        keys = sorted(value, key=lambda key: key not in TARGET_KEYS)
+        # The repr of other keys is not always valid code.
+        steps = {f"[{key!r}]": value[key] for key in keys if type(key) in (str, int)}
+    elif kind in (Kind.SEQUENCE, Kind.NAMED_TUPLE):
+        steps = {f"[{index}]": part for index, part in enumerate(value)}
+    elif kind in (Kind.RECORD, Kind.ROWS) and not isinstance(value, Tensor):
+        # Generated code must not name hidden attributes.
+        parts = attributes_of(value).items()
+        steps = {f".{name}": part for name, part in parts if not name.startswith("_")}
+    for step, part in steps.items():
+        yield from _places(part, code + step)
+
+
+def check_unwrapped(model: nn.Module) -> None:
+    """Refuse a model wrapped for several ranks, for tools that run in one process."""
+    for name, module in model.named_modules():
+        if is_rank_wrapper(module):
+            raise ValueError(
+                f"{name or 'the model'} is wrapped in {type(module).__name__}, but this tool "
+                "runs in a single process. Pass the unwrapped module"
+            )

@@ -10,7 +10,6 @@ from typing import Any, NoReturn
 import torch
 from torch import nn
 
-from automicro.batch.layout import describe_cut
 from automicro.durations import Duration, Unit
 from automicro.microbatcher import Microbatcher
 from automicro.step.results import EvalResult, StepResult
@@ -428,3 +427,19 @@ class Run:
     def save_checkpoint(self) -> None:
         """Request a checkpoint after this batch, if the run saves checkpoints."""
         self.requests.wants_checkpoint = True
+
+
+def describe_cut(
+    num_rows: int, microbatch_size: int, num_microbatches: int, *, unit: str = "rows"
+) -> str:
+    """Describe the cut of a batch in a few words.
+
+    >>> describe_cut(512, 128, 4), describe_cut(10, 4, 3)
+    ('4 × 128 of 512', '3 × up to 4 of 10')
+    >>> describe_cut(48, 2048, 5, unit="tokens")
+    '5 × up to 2048 tokens of 48 rows'
+    """
+    if unit != "rows":
+        return f"{num_microbatches} × up to {microbatch_size} {unit} of {num_rows} rows"
+    up_to = "" if microbatch_size * num_microbatches == num_rows else "up to "
+    return f"{num_microbatches} × {up_to}{microbatch_size} of {num_rows}"

@@ -348,28 +348,6 @@ def summed(losses: Mapping[str, Tensor], outputs: Any) -> Output:
     return Output(functools.reduce(operator.add, losses.values()), losses, outputs)
 
 
-def outputs_with_rows(outputs: Any) -> Any:
-    """Return outputs without their losses and cache, which have no rows to be joined.
-
-    Example:
-        >>> import torch
-        >>> list(outputs_with_rows({"loss": torch.tensor(1.0), "logits": torch.zeros(4, 2)}))
-        ['logits']
-    """
-    if not isinstance(outputs, Mapping):
-        return outputs
-    # A cache would be the largest output, and no later batch would use it.
-    kept = {
-        name: value
-        for name, value in outputs.items()
-        if name != "past_key_values" and not (isinstance(value, Tensor) and value.dim() == 0)
-    }
-    # A Hugging Face ModelOutput forbids removing keys from it.
-    is_record = dataclasses.is_dataclass(outputs)
-    kind: Any = type(outputs) if is_record else dict
-    return outputs if len(kept) == len(outputs) else kind(**kept)
-
-
 def _pair(batch: Any) -> tuple[Any, Any]:
     is_text = isinstance(batch, str)
     is_row = isinstance(batch, tuple) or (isinstance(batch, Sequence) and not is_text)

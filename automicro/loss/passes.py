@@ -6,16 +6,12 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from automicro.batch.layout import BatchLayout
-from automicro.errors import LossError
 from automicro.loss.averages import Average
 from automicro.loss.conventions import Convention
-from automicro.options import ONE_GRAPH_EACH
 from automicro.reach import Reach
-from automicro.torch_private import is_older
-from automicro.transaction.leaves import nodes_of
 
 Mode: TypeAlias = Literal["train", "eval", "predict"]
 """The forward to run: "train" has a loss, "eval" may have one, "predict" has none."""
@@ -79,13 +75,3 @@ class Computation:
                 if parameter.requires_grad:
                     found.setdefault(id(parameter), name)
         return found
-
-
-def check_own_graph(loss: Tensor, first_node: int) -> None:
-    """Refuse a backward through a graph that the caller built before the forward."""
-    older = next((node for node in nodes_of(loss) if is_older(node, first_node)), None)
-    if older is not None:
-        raise LossError(
-            f"the loss depends on a graph that was built before the forward ({older.name()}), "
-            f"which the backward of each microbatch would run through again; {ONE_GRAPH_EACH}"
-        )

@@ -8,9 +8,18 @@ from typing import Any, Self, TypeVar, cast
 import torch
 from torch import nn
 
-from automicro.memory.device import entered, tensors_in
-from automicro.torch_private import is_compiled
-from automicro.units import format_bytes, parse_bytes
+from automicro.errors import add_note
+from automicro.memory.device import (
+    NO_COUNTS,
+    ability,
+    entered,
+    read_counts,
+    share_of,
+    tensors_in,
+    total_bytes,
+)
+from automicro.torch_private_execution import is_compiled
+from automicro.units import format_bytes, parse_bytes, parse_share
 
 GRANULE = 512  # bytes; CUDA's allocator rounds to multiples of this
 
@@ -258,3 +267,79 @@ def tensors_of(residents: Iterable[object]) -> Iterator[torch.Tensor]:
                 f"a budget cannot track {resident!r} of type {type(resident).__name__}: give "
                 f"modules, optimizers or tensors"
             )
+
+
+def limit_memory(
+    limit: str | int | float, device: torch.device | str
+) -> "contextlib.AbstractContextManager[MemoryBudget | None]":
+    """Return a context in which a device has at most a limit of memory.
+
+    >>> with limit_memory("1MiB", "cpu") as budget:
+    ...     budget.limit_bytes
+    1048576
+    """
+    # On an accelerator, the limit is the share that torch's allocator may take, including its
+    # cache. It also helps with drivers that use host memory instead of failing.
+    device = torch.device(device)
+    num_bytes = limit_bytes(limit, device)
+    if device.type == "cpu":
+        from automicro.memory.budget import MemoryBudget
+
+        return MemoryBudget(num_bytes)
+    total = total_bytes(device)
+    if total is None or ability(device, "set_per_process_memory_fraction") is None:
+        raise ValueError(
+            f"cannot limit the memory of {device} to {format_bytes(num_bytes)}: only a CPU "
+            "(simulated) and devices like CUDA can be limited. Leave the limit out, or use one "
+            "of these"
+        )
+    if read_counts(device) is NO_COUNTS:
+        raise ValueError(
+            f"cannot limit the memory of {device} to {format_bytes(num_bytes)}: its pluggable "
+            "allocator keeps no statistics. Leave the limit out, or use torch's own allocator"
+        )
+    if num_bytes > total:
+        raise ValueError(
+            f"the limit of {format_bytes(num_bytes)} exceeds the {format_bytes(total)} of "
+            f"{device}: give at most that, or leave the limit out"
+        )
+    return _limited(num_bytes / total, device)
+
+
+def limit_bytes(limit: str | int | float, device: torch.device | str) -> int:
+    """Return a memory limit in bytes; shares refer to the total memory of the device."""
+    device, share = torch.device(device), parse_share(limit)
+    if share is None:
+        return parse_bytes(limit)
+    total = None if device.type == "cpu" else total_bytes(device)
+    if total is None:
+        raise ValueError(
+            f"memory_limit={limit!r} is a share of a device's memory, but {device} has no "
+            "memory of its own. Give bytes, such as '24MiB'"
+        )
+    return int(share * total)
+
+
+@contextlib.contextmanager
+def _limited(fraction: float, device: torch.device) -> Iterator[None]:
+    module = torch.get_device_module(device)
+    before = share_of(device)
+    # By index, or None: torch 2.11 does not limit a device without an index.
+    module.set_per_process_memory_fraction(fraction, device.index)
+    try:
+        yield
+    finally:
+        module.set_per_process_memory_fraction(before, device.index)
+
+
+def track_residents(budget: "MemoryBudget", residents: Iterable[object]) -> None:
+    """Count residents in a budget, with a note to the error if they alone exceed it."""
+    try:
+        budget.track(*(each for each in residents if each is not None))
+    except torch.OutOfMemoryError as error:
+        add_note(
+            error,
+            "automicro: the model and the optimizer's state alone exceed the limit; raise "
+            "memory_limit (or that of the MemoryBudget), or train a smaller model",
+        )
+        raise

@@ -11,15 +11,14 @@ import math
 import re
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import nn
 
-from automicro.errors import add_note, text_of
-from automicro.units import format_bytes, parse_bytes, parse_share
+from automicro.errors import text_of
 
 if TYPE_CHECKING:
     from automicro.memory.budget import MemoryBudget
@@ -71,7 +70,7 @@ def read_counts(device: torch.device | str) -> AllocatorCounts:
             ooms=budget.num_ooms,
         )
     # The nested form costs a tenth of the flat one, which is sorted.
-    read = _ability(device, "memory_stats_as_nested_dict")
+    read = ability(device, "memory_stats_as_nested_dict")
     if read is None or device in _uncounted:  # MPS counts neither peaks nor retries
         return NO_COUNTS
     try:
@@ -172,13 +171,13 @@ def capacity_bytes(device: torch.device | str) -> int | None:
     if device.type == "cpu":
         budget = active_budget()
         return None if budget is None else budget.limit_bytes
-    read_free = _ability(device, "mem_get_info")
+    read_free = ability(device, "mem_get_info")
     reserved = read_counts(device).reserved_bytes
     if read_free is None or reserved is None:
         return None
     free, total = map(int, read_free(device))
     # Cached blocks of the allocator count as free, because the next attempt can use them.
-    return min(free + reserved, int(_share(device) * total))
+    return min(free + reserved, int(share_of(device) * total))
 
 
 def total_bytes(device: torch.device | str) -> int | None:
@@ -187,19 +186,10 @@ def total_bytes(device: torch.device | str) -> int | None:
     return None if found is None else int(found)
 
 
-def usable_bytes(device: torch.device | str) -> int | None:
-    """Return the total memory that this process may use on a device, or None if unknown."""
-    device = torch.device(device)
-    if device.type == "cpu":
-        return capacity_bytes(device)
-    total = total_bytes(device)
-    return None if total is None else round(total * _share(device))
-
-
 def copies_overlap(device: torch.device | str) -> bool:
     """Return whether copies to a device can run in parallel with its work, on their own stream."""
     device = torch.device(device)
-    return device.type != "cpu" and _ability(device, "Stream") is not None
+    return device.type != "cpu" and ability(device, "Stream") is not None
 
 
 def synchronize(device: torch.device | str) -> None:
@@ -209,71 +199,9 @@ def synchronize(device: torch.device | str) -> None:
         torch.get_device_module(device).synchronize(device)
 
 
-def limit_memory(
-    limit: str | int | float, device: torch.device | str
-) -> "contextlib.AbstractContextManager[MemoryBudget | None]":
-    """Return a context in which a device has at most a limit of memory.
-
-    >>> with limit_memory("1MiB", "cpu") as budget:
-    ...     budget.limit_bytes
-    1048576
-    """
-    # On an accelerator, the limit is the share that torch's allocator may take, including its
-    # cache. It also helps with drivers that use host memory instead of failing.
-    device = torch.device(device)
-    num_bytes = limit_bytes(limit, device)
-    if device.type == "cpu":
-        from automicro.memory.budget import MemoryBudget
-
-        return MemoryBudget(num_bytes)
-    total = total_bytes(device)
-    if total is None or _ability(device, "set_per_process_memory_fraction") is None:
-        raise ValueError(
-            f"cannot limit the memory of {device} to {format_bytes(num_bytes)}: only a CPU "
-            "(simulated) and devices like CUDA can be limited. Leave the limit out, or use one "
-            "of these"
-        )
-    if read_counts(device) is NO_COUNTS:
-        raise ValueError(
-            f"cannot limit the memory of {device} to {format_bytes(num_bytes)}: its pluggable "
-            "allocator keeps no statistics. Leave the limit out, or use torch's own allocator"
-        )
-    if num_bytes > total:
-        raise ValueError(
-            f"the limit of {format_bytes(num_bytes)} exceeds the {format_bytes(total)} of "
-            f"{device}: give at most that, or leave the limit out"
-        )
-    return _limited(num_bytes / total, device)
-
-
-def limit_bytes(limit: str | int | float, device: torch.device | str) -> int:
-    """Return a memory limit in bytes; shares refer to the total memory of the device."""
-    device, share = torch.device(device), parse_share(limit)
-    if share is None:
-        return parse_bytes(limit)
-    total = None if device.type == "cpu" else total_bytes(device)
-    if total is None:
-        raise ValueError(
-            f"memory_limit={limit!r} is a share of a device's memory, but {device} has no "
-            "memory of its own. Give bytes, such as '24MiB'"
-        )
-    return int(share * total)
-
-
-@contextlib.contextmanager
-def _limited(fraction: float, device: torch.device) -> Iterator[None]:
-    module = torch.get_device_module(device)
-    before = _share(device)
-    # By index, or None: torch 2.11 does not limit a device without an index.
-    module.set_per_process_memory_fraction(fraction, device.index)
-    try:
-        yield
-    finally:
-        module.set_per_process_memory_fraction(before, device.index)
-
-
-def _share(device: torch.device) -> float:
-    read = _ability(device, "get_per_process_memory_fraction")
+def share_of(device: torch.device) -> float:
+    """Return the share of a device that this process may allocate."""
+    read = ability(device, "get_per_process_memory_fraction")
     if read is None or device in _uncounted:
         return 1.0
     return min(1.0, float(read(device.index)))  # cudaMallocAsync without a limit reports millions
@@ -281,17 +209,18 @@ def _share(device: torch.device) -> float:
 
 def _property(device: torch.device, name: str) -> Any:
     """Return a property of a device, or None if it does not exist."""
-    read = _ability(device, "get_device_properties")
+    read = ability(device, "get_device_properties")
     return None if read is None else getattr(read(device), name, None)
 
 
-def _ability(device: torch.device, name: str) -> Callable[..., Any] | None:
+def ability(device: torch.device, name: str) -> Callable[..., Any] | None:
+    """Return a function of a device's module in torch, or None if it has none."""
     found: Callable[..., Any] | None = getattr(torch.get_device_module(device), name, None)
     return found
 
 
 def _reset_counter(device: torch.device) -> None:
-    reset = _ability(device, "reset_peak_memory_stats")
+    reset = ability(device, "reset_peak_memory_stats")
     if reset is not None:
         reset(device)
 
@@ -308,19 +237,6 @@ def tensors_in(value: object) -> Iterator[torch.Tensor]:
     elif isinstance(value, list | tuple | set | collections.deque):
         for each in value:
             yield from tensors_in(each)
-
-
-def track_residents(budget: "MemoryBudget", residents: Iterable[object]) -> None:
-    """Count residents in a budget, with a note to the error if they alone exceed it."""
-    try:
-        budget.track(*(each for each in residents if each is not None))
-    except torch.OutOfMemoryError as error:
-        add_note(
-            error,
-            "automicro: the model and the optimizer's state alone exceed the limit; raise "
-            "memory_limit (or that of the MemoryBudget), or train a smaller model",
-        )
-        raise
 
 
 class OccupiedDevice:
@@ -348,6 +264,8 @@ class OccupiedDevice:
         self.sums_in_float32 = sums_in_float32
         self._limit: contextlib.AbstractContextManager[MemoryBudget | None] | None = None
         if memory_limit is not None:
+            from automicro.memory.budget import limit_memory
+
             limit = limit_memory(memory_limit, device)
             # A simulated device and its counts persist from step to step.
             self._limit = limit if device.type == "cpu" else None
@@ -361,6 +279,8 @@ class OccupiedDevice:
 
     @contextlib.contextmanager
     def _limited(self) -> Iterator[None]:
+        from automicro.memory.budget import limit_memory, track_residents
+
         with contextlib.ExitStack() as stack:
             if self.memory_limit is not None:
                 # An accelerator is limited only during a step, because other code uses it in
@@ -535,6 +455,8 @@ def _requested_bytes(failure: BaseException) -> int:
     found = _REQUEST.search(text_of(failure))
     if found is None:
         return 0
+    from automicro.units import parse_bytes
+
     try:
         return parse_bytes(found[1])
     except ValueError:

@@ -18,7 +18,8 @@ import torch
 from torch.nn import Parameter
 
 from automicro.memory.budget import rounded
-from automicro.torch_private import OperationMode, plain_parts, schema_of
+from automicro.torch_private import plain_parts
+from automicro.torch_private_execution import OperationMode, schema_of
 from automicro.units import format_bytes
 
 # Compared by exact type: ``isinstance`` with Tensor costs three times as much, and this runs for

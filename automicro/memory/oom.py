@@ -9,7 +9,6 @@ error that was raised while one was handled and *quotes* it. Any other error tha
 separate error, for example of a fallback that was tried instead.
 """
 
-import contextlib
 import enum
 import errno
 import gc
@@ -189,20 +188,6 @@ def is_out_of_memory(exception: BaseException) -> bool:
     False
     """
     return classify(exception) is Failure.RETRYABLE
-
-
-@contextlib.contextmanager
-def ignoring_errors() -> Iterator[None]:
-    """Ignore any error of an optional attempt, unless memory ran out or the device was lost.
-
-    >>> with ignoring_errors():
-    ...     raise ValueError("it does not know this target")
-    """
-    try:
-        yield
-    except Exception as error:
-        if classify(error) is not Failure.UNRELATED:
-            raise
 
 
 def first_line(error: BaseException) -> str:

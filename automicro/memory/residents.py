@@ -5,8 +5,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from automicro.memory.budget import rounded, tensors_of
-from automicro.memory.device import OccupiedDevice, active_budget, limit_bytes
+from automicro.memory.budget import limit_bytes, rounded, tensors_of
+from automicro.memory.device import OccupiedDevice, active_budget
 from automicro.sharding import local
 from automicro.torch_private import is_uninitialized
 from automicro.units import format_bytes

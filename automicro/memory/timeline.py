@@ -18,7 +18,7 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 
 from automicro.memory.budget import GRANULE
 from automicro.memory.ledger import Change, CountingMode, Entry, StorageLedger
-from automicro.torch_private import node_in_backward, num_nodes_made
+from automicro.torch_private_execution import node_in_backward, num_nodes_made
 
 PARAMETERS = "parameters"
 GRADIENTS = "gradients"

@@ -46,7 +46,7 @@ from automicro.nested.batchnorm import Stages, through_stages
 from automicro.nested.slices import Call, aliases_of, marked, refuse_outputs, rows_of
 from automicro.reach import Reach
 from automicro.sharding import num_ranks
-from automicro.torch_private import in_backward, reduction_of, uncheckpointed
+from automicro.torch_private_execution import in_backward, reduction_of, uncheckpointed
 from automicro.values import same_values
 
 _ROWS = (4, 2)  # rows of one comparison; fewer if memory runs out

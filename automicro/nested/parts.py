@@ -20,7 +20,8 @@ from automicro.options import check_choice
 from automicro.step.feature import Feature
 from automicro.step.parts import SizedParts, attached_to
 from automicro.step.setup import Setup
-from automicro.torch_private import FakeTensor, uncompiled
+from automicro.torch_private import FakeTensor
+from automicro.torch_private_execution import uncompiled
 
 NestedParts: TypeAlias = Mapping[str, Any] | Iterable[NestedSplit] | None
 

@@ -28,7 +28,8 @@ from automicro.errors import BatchError, UnsplittableModelError
 from automicro.loss.averages import Average, BatchWeights, CutBatch
 from automicro.memory.oom import Failure, classify
 from automicro.state.part import Replay
-from automicro.torch_private import FakeTensor, all_versions, saving, uncheckpointed
+from automicro.torch_private import FakeTensor, all_versions
+from automicro.torch_private_execution import saving, uncheckpointed
 from automicro.transaction.rng import RandomState
 from automicro.values import same_values
 
@@ -598,3 +599,29 @@ def _how(call: Call) -> Callable[[int, Any], Any]:
         return computed_again(compute, (rows, parameters()), {}, stood)
 
     return twice
+
+
+class NothingDrawn(RandomState):
+    """The state for tensors without data, for which no generator draws.
+
+    >>> state = NothingDrawn([])
+    >>> state.begin()
+    >>> state.has_moved
+    False
+    """
+
+    def begin(self) -> None:
+        self._state = ()
+
+    def put_back(self) -> None:
+        """Do nothing."""
+
+    @property
+    def has_moved(self) -> bool:
+        """Always False."""
+        return False
+
+    @contextlib.contextmanager
+    def replaying(self) -> Iterator[None]:
+        """Do nothing."""
+        yield

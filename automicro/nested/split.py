@@ -32,7 +32,14 @@ from automicro.loss.passes import is_extra_pass
 from automicro.modules import ModuleIndex, refuse_lazy
 from automicro.nested.batchnorm import Stages, refuse_exact, split_at_norms
 from automicro.nested.check import Check, Checked
-from automicro.nested.slices import Call, naming, split_loss, split_outputs, storage_of
+from automicro.nested.slices import (
+    Call,
+    NothingDrawn,
+    naming,
+    split_loss,
+    split_outputs,
+    storage_of,
+)
 from automicro.options import check_choice
 from automicro.policy.policy import Outcome, Policy, make_policy, require_size
 from automicro.reach import OF_EVERY_MODULE, Reach, captured_modules
@@ -43,15 +50,17 @@ from automicro.torch_private import (
     FakeTensor,
     forward_of_class,
     has_forward_hooks,
+    parameter_table,
+)
+from automicro.torch_private_execution import (
     in_backward,
     is_traced,
     is_transformed,
-    parameter_table,
     uncompiled,
     without_parametrization_cache,
 )
 from automicro.transaction.leaves import leaves_of
-from automicro.transaction.rng import NothingDrawn, RandomState, devices_of
+from automicro.transaction.rng import RandomState, devices_of
 from automicro.values import children, same_objects, walk
 
 logger = logging.getLogger("automicro.attempts")

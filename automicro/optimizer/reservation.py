@@ -24,9 +24,9 @@ from automicro.memory.device import active_budget, tensors_in
 from automicro.memory.ledger import CountingMode
 from automicro.sharding import local
 from automicro.state.capture import capture
-from automicro.torch_private import (
+from automicro.torch_private import FakeTensor
+from automicro.torch_private_execution import (
     STEP_HOOKS,
-    FakeTensor,
     FakeTensorMode,
     calls_step_hooks,
     is_collective,

@@ -12,16 +12,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from automicro.errors import removed
-from automicro.policy.auto import GROWTH, Halving
+from automicro.policy.auto import GROWTH, Halving, cut_size
 from automicro.policy.ladder import Ladder
-from automicro.policy.policy import (
-    Exploration,
-    Outcome,
-    Policy,
-    cut_size,
-    require_cost,
-    require_size,
-)
+from automicro.policy.policy import Exploration, Outcome, Policy, require_cost, require_size
 from automicro.policy.race import Arm, Measurement, Race, Value
 
 # Until measurements exist, doubling the size is expected to save this share of the time.

@@ -281,26 +281,6 @@ def canonical_size(num_rows: int, microbatch_size: int) -> int:
     return -(-num_rows // num_slices)
 
 
-def cut_size(num_rows: int, most_rows: int, *, multiple_of: int = 1) -> int:
-    """Return the largest slice of the coarsest cut into slices of at most ``most_rows``.
-
-    With ``multiple_of``, all slices but the last are multiples of it if that many rows are allowed.
-
-    >>> cut_size(100, 40), cut_size(100, 40, multiple_of=8), cut_size(100, 5, multiple_of=8)
-    (34, 40, 5)
-    >>> cut_size(6, 40, multiple_of=8)
-    6
-    """
-    most_rows = min(most_rows, num_rows)
-    # A multiple rounded down to nothing cannot train, so below one unit the cut is balanced.
-    if num_rows <= multiple_of or most_rows < multiple_of:
-        return canonical_size(num_rows, most_rows)
-    if most_rows == num_rows:
-        return num_rows
-    size = canonical_size(num_rows, most_rows // multiple_of * multiple_of)
-    return min(num_rows, -(-size // multiple_of) * multiple_of)
-
-
 def require_rows(num_rows: int) -> None:
     """Refuse a batch without rows."""
     if num_rows < 1:

@@ -21,8 +21,10 @@ from automicro.errors import (
     PeerLostError,
     PeerStoppedError,
     RankError,
+    add_note,
     describe_error,
     facts_of,
+    remember,
 )
 from automicro.memory.oom import Failure, classify
 from automicro.modules import is_parallel, runs_collectives
@@ -54,7 +56,6 @@ from automicro.ranks.interface import (
     Status,
     StrayedError,
     Sync,
-    note_told,
 )
 from automicro.ranks.votes import Votes
 from automicro.ranks.warm_up import Use, WarmUp
@@ -358,7 +359,7 @@ class CoordinatedRanks(Ranks):
                 f"{reasons}\n{self._votes.state_here(rolls_back=rolls_back)} Fix the cause on "
                 "that rank (its log has the traceback), and start again from the last checkpoint."
             )
-        note_told(own, self.rank, self.world_size, "the other ranks were notified and stop too")
+        _note_told(own, "the other ranks were notified and stop too")
 
 
 TIMEOUT_SECONDS = 600.0
@@ -463,7 +464,7 @@ def announce_absence(error: Exception) -> None:
         CoordinatedRanks(group.votes).fail(error)
         return
     _say_failed(describe_error(error))
-    note_told(error, dist.get_rank(), dist.get_world_size(), "the other ranks were notified")
+    _note_told(error, "the other ranks were notified")
 
 
 def wait_for_all(point: str) -> None:
@@ -575,3 +576,9 @@ def open_exchange() -> Exchange:
     groups = [(block, GlooGroup(block, timeout_seconds=TIMEOUT_SECONDS)) for block in blocks]
     own = [group for block, group in groups if rank in block]
     return Exchange(own, height=len(levels), rank=rank, world_size=world_size)
+
+
+def _note_told(error: BaseException, told: str) -> None:
+    where = f"rank {dist.get_rank()} of {dist.get_world_size()}"
+    add_note(error, f"automicro: this happened on {where}; {told}")
+    remember(error, is_told=True)

@@ -32,7 +32,6 @@ from typing import ParamSpec
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from automicro.errors import add_note, remember
 from automicro.modules import is_parallel
 
 P = ParamSpec("P")
@@ -260,34 +259,6 @@ def _telling(ranks: Ranks) -> Iterator[None]:
     except BaseException as error:
         ranks.fail(error)
         raise
-
-
-def rows_of_microbatches(num_rows: int, num_microbatches: int, *, min_rows: int = 1) -> list[int]:
-    """Return the rows of a rank's microbatches, balanced, the larger ones first.
-
-    >>> rows_of_microbatches(5, 3), rows_of_microbatches(2, 3)
-    ([2, 2, 1], [1, 1, 0])
-    >>> rows_of_microbatches(5, 3, min_rows=2)
-    [3, 2, 0]
-    """
-    # A 0 is a filler: a microbatch of any rows with zero weight, which runs because the peers'
-    # collectives need it.
-    # Fewer slices are better than one with a single row; fillers complete the number.
-    pieces = min(num_microbatches, max(1, num_rows // min_rows)) if num_rows else 0
-    sizes = [num_rows // pieces + (index < num_rows % pieces) for index in range(pieces)]
-    return sizes + [0] * (num_microbatches - pieces)
-
-
-def note_told(error: BaseException, rank: int, world_size: int, told: str) -> None:
-    """Note on an error which rank raised it, and that the other ranks were notified.
-
-    >>> error = ValueError()
-    >>> note_told(error, 1, 2, "the others were told")
-    >>> error.__notes__
-    ['automicro: this happened on rank 1 of 2; the others were told']
-    """
-    add_note(error, f"automicro: this happened on rank {rank} of {world_size}; {told}")
-    remember(error, is_told=True)
 
 
 def find_ranks(modules: Sequence[nn.Module]) -> Ranks:

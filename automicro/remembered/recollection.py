@@ -12,7 +12,7 @@ from torch import nn
 from automicro.batch.layout import BatchLayout
 from automicro.batch.tensors import tensor_leaves
 from automicro.errors import SizeCacheWarning, describe_error, warn
-from automicro.memory.device import usable_bytes
+from automicro.memory.device import capacity_bytes, share_of, total_bytes
 from automicro.options import read_flag
 from automicro.policy.policy import Policy
 from automicro.ranks.interface import Ranks, announcing_failure
@@ -20,7 +20,8 @@ from automicro.remembered.cache import RememberedSize, RunKey, SizeCache, digest
 from automicro.step.feature import Feature
 from automicro.step.plan import ROWS, Finished, ReadBatch
 from automicro.step.setup import Setup
-from automicro.torch_private import is_compiled, is_uninitialized
+from automicro.torch_private import is_uninitialized
+from automicro.torch_private_execution import is_compiled
 from automicro.version import __version__
 
 # If lengths vary, so do sizes: a remembered size is only replaced by one larger by this share.
@@ -206,3 +207,12 @@ def _structure(module: nn.Module) -> list[Any]:
 def _device_name(device: torch.device) -> str:
     get_name = getattr(torch.get_device_module(device), "get_device_name", None)
     return device.type.upper() if get_name is None else str(get_name(device))
+
+
+def usable_bytes(device: torch.device | str) -> int | None:
+    """Return the total memory that this process may use on a device, or None if unknown."""
+    device = torch.device(device)
+    if device.type == "cpu":
+        return capacity_bytes(device)
+    total = total_bytes(device)
+    return None if total is None else round(total * share_of(device))

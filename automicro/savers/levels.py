@@ -30,7 +30,7 @@ from automicro.savers.recompute import (
 from automicro.step.feature import Feature
 from automicro.step.parts import attached_to
 from automicro.step.setup import Setup
-from automicro.torch_private import is_compiled
+from automicro.torch_private_execution import is_compiled
 from automicro.transaction.rng import RandomState, devices_of
 
 logger = logging.getLogger(__name__)

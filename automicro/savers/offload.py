@@ -16,8 +16,9 @@ from torch import Tensor, nn
 
 from automicro.batch.device import on_host, side_stream
 from automicro.memory.device import copies_overlap
-from automicro.torch_private import FakeTensor, counter_of, refuses_hooks, version_of
+from automicro.torch_private import FakeTensor, counter_of, version_of
 from automicro.torch_private_distributed import is_fsdp_module
+from automicro.torch_private_execution import refuses_hooks
 
 OFFLOAD = "offload"
 """Its name in ``when_too_large``."""

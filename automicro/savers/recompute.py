@@ -26,16 +26,15 @@ from automicro.memory.oom import Failure, classify
 from automicro.nested.slices import AsItStood, changed, computed_again, replaced_forward
 from automicro.ranks.interface import StrayedError
 from automicro.state.part import Replay
-from automicro.torch_private import (
+from automicro.torch_private import counter_of, version_of
+from automicro.torch_private_execution import (
     call_of,
-    counter_of,
     ends_checkpoint,
     is_in_checkpoint,
     is_of_checkpoint,
     refuses_hooks,
     saving,
     tells_of_writing,
-    version_of,
 )
 from automicro.transaction.rng import RandomState
 from automicro.values import comes_from, is_owned, is_plain

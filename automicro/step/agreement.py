@@ -1,8 +1,16 @@
 """Plans of several ranks, which run the same number of microbatches."""
 
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
 from automicro.errors import BatchError
-from automicro.ranks.interface import Agreement, Proposal, Ranks, rows_of_microbatches
+from automicro.ranks.interface import Agreement, Proposal, Ranks
+from automicro.step.passes import Losses, like
 from automicro.step.plan import ROWS, Cut, CutRule, Plan, Step, level_for, propose
+from automicro.values import read_scalars, stack_scalars
 
 
 def propose_to(step: Step, rule: CutRule, *, training: bool, lacks_rows: bool = False) -> Proposal:
@@ -86,3 +94,52 @@ def nothing_to_run(*, stops: bool) -> Plan:
 
 def _balanced(num_rows: int, count: int, min_rows: int) -> list[int]:
     return [size for size in rows_of_microbatches(num_rows, count, min_rows=min_rows) if size]
+
+
+class GlobalLoss:
+    """The sum of the losses of all ranks, each already divided by the denominator of all ranks."""
+
+    def __init__(self, device: torch.device, *, at_once: bool, num_means: int = 1) -> None:
+        self._device = device
+        self._num_means = num_means
+        # A vote carries a few numbers at no cost, but reading them from an accelerator waits for
+        # it.
+        self._votes = at_once or device.type == "cpu"
+        self._own: Tensor | None = None  # on an accelerator
+
+    def numbers(self, result: Losses) -> Sequence[float]:
+        """Return the loss and its parts, if the vote carries them."""
+        loss, parts = result
+        if self._votes:
+            return read_scalars([loss, *parts.values()])
+        # Allocate before the vote: an out-of-memory error after it would leave other ranks waiting.
+        self._own = stack_scalars([loss, *parts.values()]).to(self._device)
+        return ()
+
+    def together(self, result: Losses, sums: Sequence[float]) -> Losses:
+        """Return the loss of all ranks and its parts."""
+        stacked, self._own = self._own, None
+        if stacked is None:
+            summed = torch.tensor(sums, dtype=torch.float64, device="cpu")
+            return like(result, summed / self._num_means)
+        from automicro.ranks.guards.collectives import own_collectives
+
+        with own_collectives():  # the vote to commit has just come before
+            dist.all_reduce(stacked)
+        return like(result, stacked / self._num_means)
+
+
+def rows_of_microbatches(num_rows: int, num_microbatches: int, *, min_rows: int = 1) -> list[int]:
+    """Return the rows of a rank's microbatches, balanced, the larger ones first.
+
+    >>> rows_of_microbatches(5, 3), rows_of_microbatches(2, 3)
+    ([2, 2, 1], [1, 1, 0])
+    >>> rows_of_microbatches(5, 3, min_rows=2)
+    [3, 2, 0]
+    """
+    # A 0 is a filler: a microbatch of any rows with zero weight, which runs because the peers'
+    # collectives need it.
+    # Fewer slices are better than one with a single row; fillers complete the number.
+    pieces = min(num_microbatches, max(1, num_rows // min_rows)) if num_rows else 0
+    sizes = [num_rows // pieces + (index < num_rows % pieces) for index in range(pieces)]
+    return sizes + [0] * (num_microbatches - pieces)

@@ -8,11 +8,10 @@ import torch
 from torch import Tensor
 
 from automicro.batch.device import on_host
-from automicro.batch.joining import concat_rows
+from automicro.batch.joining import concat_rows, outputs_with_rows
 from automicro.batch.layout import BatchLayout
 from automicro.batch.tensors import map_tensors, tensor_leaves
 from automicro.errors import BatchError, Bystander, LossError, MetricWarning, blame, warn
-from automicro.loss.conventions import outputs_with_rows
 from automicro.memory.device import active_budget
 from automicro.step.feature import Attempt, Feature, MicrobatchRun
 from automicro.step.plan import Cut

@@ -30,6 +30,14 @@ _NOTHING: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
 Losses = tuple[Tensor, dict[str, Tensor]]
 
 
+def like(losses: Losses, values: Tensor) -> Losses:
+    """Return other values, in a row, for a loss and its parts, in their dtypes."""
+    loss, parts = losses
+    every = zip((loss, *parts.values()), values.unbind(), strict=True)
+    loss, *others = (value.to(each.dtype) for each, value in every)
+    return loss, dict(zip(parts, others, strict=True))
+
+
 class Passes:
     """Forward and backward of microbatches."""
 

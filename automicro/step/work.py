@@ -3,12 +3,11 @@
 import contextlib
 import functools
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from automicro.batch.device import InputWatch, on_device
@@ -23,7 +22,7 @@ from automicro.options import check_history, refuse_constant
 from automicro.ranks.interface import announcing_failure
 from automicro.step.feature import NO_FEATURES, Feature, Features, MicrobatchRun
 from automicro.step.fillers import SpareRows
-from automicro.step.passes import Losses, Passes
+from automicro.step.passes import Losses, Passes, like
 from automicro.step.phase import Phase
 from automicro.step.plan import ROWS, Plan, Step
 from automicro.step.results import Where
@@ -31,12 +30,13 @@ from automicro.step.split_guard import SplitGuard
 from automicro.transaction.gradients import GradientHistory, Gradients
 from automicro.transaction.parameters import Parameters
 from automicro.transaction.transaction import Part
-from automicro.values import read_scalars, stack_scalars
+from automicro.values import stack_scalars
 
 if TYPE_CHECKING:  # not on the path of every batch, so each is imported on first use
     from automicro.checking.check import Checks
     from automicro.memory.residents import ResidentMemory
     from automicro.optimizer.reservation import OptimizerReservation
+    from automicro.step.agreement import GlobalLoss
     from automicro.step.metrics import MetricGuard
     from automicro.step.outputs import Kept
 
@@ -55,49 +55,7 @@ def _read_losses(losses: Losses) -> Losses:
     every = [loss, *parts.values()]
     if all(each.device.type == "cpu" for each in every):
         return losses
-    return _like(losses, stack_scalars(every).to("cpu").unbind())
-
-
-def _like(losses: Losses, values: Iterable[Tensor]) -> Losses:
-    """Return other values for a loss and its parts, in their dtypes."""
-    loss, parts = losses
-    loss, *others = (
-        value.to(each.dtype) for each, value in zip((loss, *parts.values()), values, strict=True)
-    )
-    return loss, dict(zip(parts, others, strict=True))
-
-
-class _GlobalLoss:
-    """The sum of the losses of all ranks, each already divided by the denominator of all ranks."""
-
-    def __init__(self, device: torch.device, *, at_once: bool, num_means: int = 1) -> None:
-        self._device = device
-        self._num_means = num_means
-        # A vote carries a few numbers at no cost, but reading them from an accelerator waits for
-        # it.
-        self._votes = at_once or device.type == "cpu"
-        self._own: Tensor | None = None  # on an accelerator
-
-    def numbers(self, result: Losses) -> Sequence[float]:
-        """Return the loss and its parts, if the vote carries them."""
-        loss, parts = result
-        if self._votes:
-            return read_scalars([loss, *parts.values()])
-        # Allocate before the vote: an out-of-memory error after it would leave other ranks waiting.
-        self._own = stack_scalars([loss, *parts.values()]).to(self._device)
-        return ()
-
-    def together(self, result: Losses, sums: Sequence[float]) -> Losses:
-        """Return the loss of all ranks and its parts."""
-        stacked, self._own = self._own, None
-        if stacked is None:
-            summed = torch.tensor(sums, dtype=torch.float64, device="cpu")
-            return _like(result, (summed / self._num_means).unbind())
-        from automicro.ranks.guards.collectives import own_collectives
-
-        with own_collectives():  # the vote to commit has just come before
-            dist.all_reduce(stacked)
-        return _like(result, (stacked / self._num_means).unbind())
+    return like(losses, stack_scalars(every).to("cpu"))
 
 
 Accept = Callable[[Tensor], bool]
@@ -295,6 +253,12 @@ class _Work(Generic[T]):
     def failed(self, message: str, peak_bytes: int | None) -> Sequence[str]:
         return self._features.failed(message, peak_bytes)
 
+    def numbers(self, result: T) -> Sequence[float]:
+        return ()
+
+    def combined(self, result: T, sums: Sequence[float]) -> T:
+        return result
+
     def _begin(self, plan: Plan, cuts: Sequence[CutBatch]) -> None:
         raise NotImplementedError
 
@@ -348,6 +312,8 @@ class _Work(Generic[T]):
 class TrainingWork(_Work[Losses]):
     """Forward and backward of all batches: their gradients and losses add up."""
 
+    _global_loss: "GlobalLoss | None" = None  # on several ranks
+
     def __init__(
         self,
         engine: Engine,
@@ -362,9 +328,10 @@ class TrainingWork(_Work[Losses]):
         self._gradients = Gradients(
             engine.index.known, engine.gradients, inputs=self._watch.requiring_grad
         )
-        self._global_loss: _GlobalLoss | None = None
         if not phase.ranks.is_alone:
-            self._global_loss = _GlobalLoss(
+            from automicro.step.agreement import GlobalLoss
+
+            self._global_loss = GlobalLoss(
                 phase.device,
                 at_once=accept is not None,
                 num_means=1 if engine.passes.scales_for_ranks else phase.ranks.world_size,
@@ -524,12 +491,6 @@ class EvaluationWork(_Work[Evaluated]):
                 self._engine.split_guard.warn(cut.sizes, self._state, evaluates=True)
         total, parts = add_up(self._losses) if self._losses else (None, {})
         return total, parts, {} if self._weights is None else self._weights.totals
-
-    def numbers(self, result: Evaluated) -> Sequence[float]:
-        return ()
-
-    def combined(self, result: Evaluated, sums: Sequence[float]) -> Evaluated:
-        return result
 
     def accepts(self, result: Evaluated) -> bool:
         return not self._phase.is_rehearsing

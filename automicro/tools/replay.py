@@ -9,12 +9,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from automicro.batch.layout import BatchLayout, describe_cut
+from automicro.batch.layout import BatchLayout
 from automicro.errors import SampleTooLargeError, text_of
+from automicro.events.run import describe_cut
 from automicro.features import with_features
 from automicro.lengths.unit import unit_name
-from automicro.memory.budget import MemoryBudget
-from automicro.memory.device import active_budget, limit_memory
+from automicro.memory.budget import MemoryBudget, limit_memory
+from automicro.memory.device import active_budget
 from automicro.memory.oom import is_out_of_memory
 from automicro.memory.residents import ResidentMemory
 from automicro.microbatcher import Microbatcher

@@ -5,7 +5,8 @@ import random
 import numpy as np
 import torch
 
-from automicro.memory.device import active_budget, limit_bytes
+from automicro.memory.budget import limit_bytes
+from automicro.memory.device import active_budget
 from automicro.memory.oom import first_line
 from automicro.units import format_bytes
 

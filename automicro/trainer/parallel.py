@@ -11,8 +11,8 @@ from torch.nn.parallel import DistributedDataParallel
 from automicro.modules import is_parallel, refuse_lazy, runs_collectives
 from automicro.options import check_choice, unwrapped
 from automicro.savers.recompute import repeated_blocks
-from automicro.torch_private import is_compiled
 from automicro.torch_private_distributed import is_fsdp_module
+from automicro.torch_private_execution import is_compiled
 from automicro.trainer.processes import Process, copy_from_first
 
 PARALLEL_MODES = ("ddp", "fsdp")

@@ -27,12 +27,13 @@ from automicro.errors import BatchError
 from automicro.events.run import Sizes
 from automicro.memory.device import reset_peak
 from automicro.microbatcher import Microbatcher
-from automicro.reach import generators_in, kinds_of_loading
+from automicro.reach import generators_in
 from automicro.state.capture import capture
 from automicro.step.results import EvalResult, StepResult
-from automicro.torch_private import forget_workers
+from automicro.torch_private_execution import forget_workers
 from automicro.trainer.data import loading
 from automicro.trainer.data.feed import Feed
+from automicro.trainer.data.loading import kinds_of_loading
 from automicro.trainer.data.sharing import SharedSampler
 from automicro.trainer.evaluation import Evaluation, EvaluationPlan
 from automicro.trainer.progress import count_of

@@ -10,9 +10,10 @@ from rich.console import Console
 from torch import nn
 
 from automicro.errors import DeterminismWarning, add_note, warn
-from automicro.memory.device import active_budget, limit_memory, track_residents
+from automicro.memory.budget import limit_memory, track_residents
+from automicro.memory.device import active_budget
 from automicro.options import read_flag
-from automicro.torch_private import inductor_is_deterministic, set_inductor_deterministic
+from automicro.torch_private_execution import inductor_is_deterministic, set_inductor_deterministic
 from automicro.trainer.context import RunContext
 from automicro.trainer.processes import Process
 from automicro.trainer.progress import Progress

@@ -113,38 +113,6 @@ class RandomState:
             self._set(now)
 
 
-class NothingDrawn(RandomState):
-    """The state for tensors without data, for which no generator draws.
-
-    >>> state = NothingDrawn([])
-    >>> state.begin()
-    >>> state.has_moved
-    False
-    """
-
-    def begin(self) -> None:
-        self._state = ()
-
-    def put_back(self) -> None:
-        """Do nothing."""
-
-    @property
-    def has_moved(self) -> bool:
-        """Always False."""
-        return False
-
-    @contextlib.contextmanager
-    def replaying(self) -> Iterator[None]:
-        """Do nothing."""
-        yield
-
-
-def foreign_states() -> tuple[Any, Any]:
-    """Return the states of Python's and NumPy's generators, for comparison."""
-    name, numbers, *rest = np.random.get_state()
-    return random.getstate(), (name, np.asarray(numbers).tobytes(), *rest)
-
-
 class _Global:
     """A generator of the process. Its state is read only after its memory has changed."""
 

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from automicro.state.tensors import Copies
-from automicro.torch_private import OperationMode, drop_empty_hooks, schema_of
+from automicro.torch_private import drop_empty_hooks
+from automicro.torch_private_execution import OperationMode, schema_of
 from automicro.values import same_content
 
 

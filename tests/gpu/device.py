@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from automicro.torch_private import can_record_memory
+from automicro.torch_private_execution import can_record_memory
 
 # CUDA, another accelerator, or the stand-in if pytest runs with -p tests.standin.plugin.
 _KIND = torch.accelerator.current_accelerator(check_available=True) or torch.device("cuda")

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from automicro.tools.doctor import diagnose
-from automicro.torch_private import can_record_memory, dump_memory_snapshot
+from automicro.torch_private_execution import can_record_memory, dump_memory_snapshot
 from tests.gpu.device import DEVICE, GPU, MIB, room
 from tests.tools.doctor.test_doctor import PLANTED, names_the_culprit
 

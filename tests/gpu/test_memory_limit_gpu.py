@@ -7,7 +7,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from automicro import Trainer
 from automicro.features import Optimization
-from automicro.memory.device import limit_memory
+from automicro.memory.budget import limit_memory
 from tests.gpu.conftest import Record
 from tests.gpu.device import DEVICE, GPU, MIB, accelerator, allocated_bytes, share_of_device
 from tests.gpu.subjects import ROWS, SHAPE, batch, microbatcher, model

@@ -9,7 +9,7 @@ from torch import nn
 
 from automicro import SampleTooLargeError
 from automicro.memory.oom import Failure, classify, release
-from automicro.torch_private import tell_no_more, tell_of_shortage
+from automicro.torch_private_execution import tell_no_more, tell_of_shortage
 from tests.gpu.conftest import Record
 from tests.gpu.device import (
     DEVICE,

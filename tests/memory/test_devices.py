@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from automicro.memory.budget import MemoryBudget
-from automicro.memory.device import Meter, allocated_bytes, limit_memory, peak_bytes, reset_peak
-from automicro.torch_private import can_record_memory
+from automicro.memory.budget import MemoryBudget, limit_memory
+from automicro.memory.device import Meter, allocated_bytes, peak_bytes, reset_peak
+from automicro.torch_private_execution import can_record_memory
 
 KIB = 1024
 

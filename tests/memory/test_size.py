@@ -7,8 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from automicro.memory.budget import MemoryBudget
-from automicro.memory.device import limit_bytes
+from automicro.memory.budget import MemoryBudget, limit_bytes
 from automicro.units import format_bytes, parse_bytes, parse_share
 
 

@@ -24,7 +24,7 @@ from automicro import (
 from automicro.errors import LossAverageError
 from automicro.features import Nested, WhenTooLarge
 from automicro.savers.levels import make_levels
-from automicro.torch_private import in_backward
+from automicro.torch_private_execution import in_backward
 from tests.nested.parts_in_slices import ROWS, copy_of, gradients, make_part, same
 from tests.sweeps import mostly_in_sweeps
 from tests.torture.engine.faults import Fault, FaultMode

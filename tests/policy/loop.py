@@ -6,7 +6,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from automicro.policy.policy import Exploration, Outcome, Policy, cut_size
+from automicro.policy.auto import cut_size
+from automicro.policy.policy import Exploration, Outcome, Policy
 
 
 class Plan(NamedTuple):

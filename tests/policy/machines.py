@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from automicro.policy.policy import Outcome, Policy, canonical_size, cut_size
+from automicro.policy.auto import cut_size
+from automicro.policy.policy import Outcome, Policy, canonical_size
 from tests.policy.loop import Plan, fit
 
 

@@ -5,7 +5,7 @@ import torch.distributed._symmetric_memory
 import torch.distributed.nn.functional
 import torch.distributed.tensor
 
-from automicro.torch_private import is_collective
+from automicro.torch_private_execution import is_collective
 
 NAMESPACES = (
     "c10d",

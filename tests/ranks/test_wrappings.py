@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from automicro import Observing
-from automicro.options import SYNCS
+from automicro.features import SYNCS
 from tests.ranks.faulty_models import Faults
 from tests.ranks.steps import Stepper
 from tests.ranks.world import World

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from automicro import DeterminismWarning
-from automicro.torch_private import inductor_is_deterministic
+from automicro.torch_private_execution import inductor_is_deterministic
 from automicro.trainer.surroundings import CUBLAS_VARIABLE, deterministic_algorithms, prepare_cublas
 from tests.trainer.runs import assert_same, make_loader, make_model, make_trainer
 

@@ -22,8 +22,8 @@ from automicro.ranks.guards.collectives import Call
 from automicro.ranks.interface import Sync
 from automicro.ranks.votes import Votes
 from automicro.ranks.warm_up import Use
-from automicro.torch_private import is_compiled
 from automicro.torch_private_distributed import collectives_of, comm_hooks
+from automicro.torch_private_execution import is_compiled
 
 
 class Guard:

@@ -28,6 +28,7 @@ from automicro.loss.passes import extra_pass
 from automicro.memory.timeline import BATCH, BUFFERS, GRADIENTS, OPTIMIZER, PARAMETERS, Owner, Trace
 from automicro.modules import evaluation_mode
 from automicro.nested.parts import Nested
+from automicro.nested.slices import NothingDrawn
 from automicro.optimizer.reservation import StepMemory, predict_step_memory, undisturbed
 from automicro.options import PRECISIONS, check_loss
 from automicro.reach import captured_modules
@@ -37,9 +38,9 @@ from automicro.savers.recompute import Recompute
 from automicro.state.tensors import LARGE_BYTES
 from automicro.step.parts import SizedParts
 from automicro.tools.plan.kernels import STEP, TAIL, StepRecorder
-from automicro.torch_private import FakeTensorMode, is_uninitialized, is_wrapper
+from automicro.torch_private import is_uninitialized, is_wrapper
+from automicro.torch_private_execution import FakeTensorMode
 from automicro.transaction.gradients import NARROW
-from automicro.transaction.rng import NothingDrawn
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -23,13 +23,13 @@ from automicro.memory.timeline import (
     Owner,
     Recorder,
 )
-from automicro.torch_private import (
+from automicro.torch_private import FakeTensor
+from automicro.torch_private_execution import (
     EFFICIENT_ATTENTION,
     EFFICIENT_ATTENTION_BACKWARD,
     FLASH_ATTENTION,
     FLASH_ATTENTION_BACKWARD,
     WHOLE_ATTENTION,
-    FakeTensor,
     computing,
 )
 

@@ -12,6 +12,7 @@ from typing import Any
 from torch import nn
 
 from automicro.batch.layout import BatchLayout
+from automicro.checking.verify import check_unwrapped
 from automicro.errors import UntraceableModelError, suggestion
 from automicro.memory.timeline import GRADIENTS, OPTIMIZER, PARAMETERS, Owner, Trace
 from automicro.nested.parts import Nested
@@ -21,7 +22,6 @@ from automicro.options import (
     check_choice,
     check_model,
     check_modules,
-    check_unwrapped,
     read_count,
 )
 from automicro.policy.policy import canonical_size

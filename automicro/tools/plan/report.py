@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from automicro.batch.layout import describe_cut
+from automicro.events.run import describe_cut
 from automicro.memory.timeline import ACTIVATIONS, Owner, Trace, added_up
 from automicro.policy.auto import Halving
 from automicro.savers.levels import PLAIN

@@ -9,7 +9,7 @@ from typing import Any
 from automicro.checkpoints.rng import derived_rng_state, restore_rng_state, rng_state
 from automicro.data import LengthBatchSampler
 from automicro.errors import CheckpointError, CheckpointWarning, DataLoaderError, warn
-from automicro.torch_private import forget_workers
+from automicro.torch_private_execution import forget_workers
 from automicro.trainer.data import loading, sharing
 from automicro.values import same_values
 

@@ -1,15 +1,18 @@
 """Fetching batches from a data loader on the host, and the state that decides them."""
 
 import enum
+import functools
 import math
 import random
+import sys
+import types
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, TypeAlias
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, Sampler
 
 from automicro.batch.device import on_host
@@ -19,8 +22,18 @@ from automicro.data.sampler import AverageBatch
 from automicro.durations import Duration, Unit, read_duration
 from automicro.errors import CheckpointWarning, DataLoaderError, warn
 from automicro.options import read_count
-from automicro.reach import generators_in, is_library, kinds_of_loading, kinds_of_orders
-from automicro.values import comes_from, same_values, set_state, state_of, table_of, walk
+from automicro.reach import CONTAINERS, generators_in
+from automicro.values import (
+    OBJECT,
+    Kind,
+    comes_from,
+    kinds_of,
+    same_values,
+    set_state,
+    state_of,
+    table_of,
+    walk,
+)
 
 Generator: TypeAlias = torch.Generator | random.Random | np.random.Generator | np.random.RandomState
 
@@ -483,3 +496,54 @@ def announce_epoch(loader: object, epoch: int) -> None:
         if callable(set_epoch) and not any(each is one for one in told):
             set_epoch(epoch)
             told.append(each)
+
+
+_MOST_ELEMENTS = 100  # of a container; longer ones in a loader hold data
+# Attributes of loaders and samplers: the current pass, and an alias of the dataset.
+_NOTHING_OF_ITS_OWN = frozenset(("_iterator", "data_source"))
+_NO_ORDER = _NOTHING_OF_ITS_OWN | {"dataset", "collate_fn"}
+
+
+@functools.lru_cache(5_000)
+def kinds_of_loading(kind: type) -> tuple[Kind, ...]:
+    """Return kinds for a walk through a loader, which enters samplers and datasets, but no data."""
+    found = kinds_of(kind)
+    if issubclass(kind, CONTAINERS):
+        return tuple(each._replace(read=functools.partial(_read_short, each)) for each in found)
+    # Reading an iterator would consume elements of the current pass.
+    is_a_pass = issubclass(kind, Iterator | type | types.ModuleType)
+    is_of_python = kind.__module__.partition(".")[0] in sys.stdlib_module_names
+    if found or is_a_pass or is_of_python or not kind.__dictoffset__:
+        return found
+    return (_LOADING,)
+
+
+@functools.lru_cache(5_000)
+def kinds_of_orders(kind: type) -> tuple[Kind, ...]:
+    """Return kinds for a walk through a loader, which enters all that decides the order of rows."""
+    # A member of an enumeration is the same object everywhere.
+    is_of_data = issubclass(kind, nn.Module | Dataset | type | types.FunctionType | enum.Enum)
+    is_order = issubclass(kind, DataLoader | Sampler | torch.Generator)
+    if is_of_data or (is_library(kind) and not is_order):
+        return ()
+    found = kinds_of_loading(kind)
+    return tuple(_ORDER if each in (OBJECT, _LOADING) else each for each in found)
+
+
+def is_library(kind: type) -> bool:
+    """Whether a class belongs to torch or to this package, so that its state is known."""
+    return kind.__module__.partition(".")[0] in ("torch", "automicro")
+
+
+def _read_short(kind: Kind, value: Any) -> Any:
+    return kind.read(value) if len(value) <= _MOST_ELEMENTS else ()
+
+
+def _read_except(names: frozenset[str], value: Any) -> dict[str, Any]:
+    table = table_of(value)
+    # Sorted, because the order of a set varies between runs.
+    return {name: table[name] for name in sorted(table.keys() - names)}
+
+
+_LOADING = OBJECT._replace(read=functools.partial(_read_except, _NOTHING_OF_ITS_OWN))
+_ORDER = OBJECT._replace(read=functools.partial(_read_except, _NO_ORDER))

@@ -19,10 +19,11 @@ from torch.utils.data.distributed import DistributedSampler
 from automicro.checkpoints.rng import restore_rng_state, rng_state
 from automicro.data import LengthBatchSampler, with_batch_sampler
 from automicro.errors import warn
-from automicro.reach import generators_in, kinds_of_orders
+from automicro.reach import generators_in
 from automicro.showing import as_text
-from automicro.torch_private import forget_workers
+from automicro.torch_private_execution import forget_workers
 from automicro.trainer.data import loading
+from automicro.trainer.data.loading import kinds_of_orders
 from automicro.trainer.processes import Process
 
 Indices = Iterable[Any]

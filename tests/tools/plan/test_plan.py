@@ -17,7 +17,10 @@ import automicro
 from automicro import UntraceableModelError
 from automicro.tools.plan import kernels
 from automicro.tools.plan.kernels import KINDS
-from automicro.torch_private import EFFICIENT_ATTENTION_BACKWARD, FLASH_ATTENTION_BACKWARD
+from automicro.torch_private_execution import (
+    EFFICIENT_ATTENTION_BACKWARD,
+    FLASH_ATTENTION_BACKWARD,
+)
 from tests.gpu.test_plan_gpu import planned
 from tests.sweeps import mostly_in_sweeps
 from tests.tools.plan.conftest import adam, real_peak
