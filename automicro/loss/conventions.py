@@ -63,7 +63,8 @@ class Convention:
     # the loss is divided by a number that the forward receives.
     computes_loss_in_model = needs_pairs = has_eval_forward = counts_items = False
 
-    def _call(self, model: nn.Module, microbatch: Any) -> Any:
+    def call(self, model: nn.Module, microbatch: Any) -> Any:
+        """Run the model."""
         return _call(model, microbatch)
 
     def _read(self, given: Any) -> Output:
@@ -73,14 +74,12 @@ class Convention:
     def _explain_missing(self, model: nn.Module, output: Output, microbatch: Any) -> str:
         return _no_loss_in(None)
 
-    def train(
-        self, model: nn.Module, microbatch: Any, *, forwarded: Callable[[], None] | None = None
-    ) -> Output:
+    def train(self, model: nn.Module, microbatch: Any) -> Output:
         """Run the forward for training; the loss is required."""
-        given = self._call(model, microbatch)
-        # Between model and loss if they are two calls, otherwise after both.
-        if forwarded is not None:
-            forwarded()
+        return self.loss_of(self.call(model, microbatch), model, microbatch)
+
+    def loss_of(self, given: Any, model: nn.Module, microbatch: Any) -> Output:
+        """Read the result of the call, which must have a loss, or compute the loss from it."""
         output = self._read(given)
         if output.loss is None:
             raise LossError(self._explain_missing(model, output, microbatch))
@@ -88,7 +87,7 @@ class Convention:
 
     def evaluate(self, model: nn.Module, microbatch: Any) -> Output:
         """Run the forward for evaluation; the loss may be missing."""
-        return self._read(self._call(model, microbatch))
+        return self._read(self.call(model, microbatch))
 
     def predict(self, model: nn.Module, microbatch: Any, *, holds_rows: bool = False) -> Any:
         """Return only the model's outputs; the batch may lack targets."""
@@ -162,7 +161,7 @@ class _OwnForward(Convention):
         # The count of its own rows: weighted by it, losses add up to the mean over all items.
         return {ITEMS: self._count(microbatch)} if self.counts_items else {}
 
-    def _call(self, model: nn.Module, microbatch: Any) -> Any:
+    def call(self, model: nn.Module, microbatch: Any) -> Any:
         return self._forward(model, microbatch, **self._told(microbatch))
 
     def predict(self, model: nn.Module, microbatch: Any, *, holds_rows: bool = False) -> Any:
@@ -186,7 +185,7 @@ class _OwnForward(Convention):
 class _CarryingForward(_OwnForward):
     """The caller's ``forward(model, microbatch, carry)``; batches are `Carried`."""
 
-    def _call(self, model: nn.Module, microbatch: Any) -> Any:
+    def call(self, model: nn.Module, microbatch: Any) -> Any:
         return self._forward(model, *microbatch, **self._told(microbatch.batch))
 
     def _read(self, given: Any) -> Output:
@@ -208,7 +207,7 @@ class _LossFunction(Convention):
     def __init__(self, loss_fn: Callable[..., Any]) -> None:
         self._loss_fn = loss_fn
 
-    def _call(self, model: nn.Module, microbatch: Any) -> Any:
+    def call(self, model: nn.Module, microbatch: Any) -> Any:
         inputs, targets = _pair(microbatch)
         return _call(model, inputs), targets
 
@@ -241,13 +240,13 @@ class _KeywordModel(Convention):
 
     computes_loss_in_model = True
 
-    def _call(self, model: nn.Module, microbatch: Any) -> Any:
+    def call(self, model: nn.Module, microbatch: Any) -> Any:
         if not isinstance(microbatch, Mapping):
             raise LossError(
                 f"nothing says how to compute a loss from a batch of type "
                 f"{type(microbatch).__name__}; {HOW_TO_GIVE_A_LOSS}"
             )
-        return super()._call(model, microbatch)
+        return super().call(model, microbatch)
 
     def _read(self, given: Any) -> Output:
         if not isinstance(given, Mapping):

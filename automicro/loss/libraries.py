@@ -19,7 +19,7 @@ class ComposerModel(Convention):
     def __init__(self, model: Any) -> None:
         self._model = model
 
-    def _call(self, model: nn.Module, microbatch: Any) -> Any:
+    def call(self, model: nn.Module, microbatch: Any) -> Any:
         # Keep what forward removes from the batch for eval_forward, but not for the loss.
         seen = map_tensors(microbatch, lambda tensor: tensor, isolate=True)
         return model(seen), seen

@@ -1,12 +1,11 @@
 """Fit a step into memory: plan, attempt, commit or roll back, until it fits or nothing is smaller.
 
-The entry points are `fit` and `attempt`. `Sizes` (sizes.py) chooses what to try next, and a `Work`
-(work.py) computes it.
+`Sizes` (sizes.py) chooses what to try next, and a `Work` (work.py) computes it.
 """
 
 import functools
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Generic, NamedTuple, NoReturn, Protocol, TypeVar
+from typing import TYPE_CHECKING, NoReturn, Protocol, TypeVar
 
 from automicro.batchnorm import needs_two_rows
 from automicro.errors import RollbackError, add_note, describe_error, remember, text_of
@@ -55,22 +54,14 @@ class Work(Protocol[T]):
         """Return the memory held at any size, to explain why no size fits."""
 
 
-class Tried(NamedTuple, Generic[T]):
-    """A finished attempt. Unless it was committed, the state is as it was before."""
-
-    status: Status  # of all ranks
-    result: T | None = None
-    is_committed: bool = False
-    failure: BaseException | None = None  # out of memory; it keeps frames alive, so release it soon
-    measured: Measured | None = None
-
-
 def fit(step: Step, work: Work[T], phase: Phase) -> Finished[T]:
     """Attempt a step at ever smaller sizes, then at the next level, until it fits.
 
     Raises:
         SampleTooLargeError: the smallest size ran out of memory; the state is as it was before.
         RollbackError: the state could not be restored.
+        PeerFailedError: another rank failed for good.
+        BaseException: any error except out of memory; the state is as it was before.
     """
     sizes = Sizes(step, phase)
     while True:
@@ -83,71 +74,40 @@ def fit(step: Step, work: Work[T], phase: Phase) -> Finished[T]:
             with announcing_failure(phase.ranks):
                 work.check(plan)
         phase.ranks.begin(plan.num_microbatches, training=phase.is_training)
-        tried = attempt(work, plan, phase, sizes)
-        if tried.status is Status.OK:
-            took, is_committed = tried.measured, tried.is_committed
-            return sizes.succeed(plan, tried.result, took, is_committed=is_committed)
-        if tried.status is Status.OUT_OF_MEMORY:
-            sizes.fail(plan, tried.failure, tried.measured)
-        else:
-            sizes.repeat(tried.status)
-        del tried  # it references the failure, and so the tensors of its frames
-
-
-def attempt(work: Work[T], plan: Plan, phase: Phase, sizes: Sizes) -> Tried[T]:
-    """Attempt a step once, inside a transaction: on all ranks, or on none.
-
-    Raises:
-        RollbackError: the state could not be restored.
-        PeerFailedError: another rank failed for good.
-        BaseException: any error except out of memory; the state is as it was before.
-    """
-    # Begin, run, prepare, vote, commit. If anything fails: free memory, notify the other ranks
-    # (`stop`), roll back, and empty the cache for the next attempt.
-    ranks, meter, device = phase.ranks, sizes.meter, phase.device
-    transaction = Transaction(work.parts())
-    tried, failure = caught(functools.partial(_go_through, transaction, work, plan, phase, sizes))
-    if tried is not None:
-        return tried
-    # Outside "except": inside it the traceback keeps the failed attempt's tensors alive, and
-    # neither the rollback nor a retry could use their memory.
-    assert failure is not None
-    try:
-        status = _status(failure, plan, phase, sizes)
-        # The meter reads what the attempt held, before `release` frees it.
-        measured = None if meter is None else meter.end(failure)
+        transaction = Transaction(work.parts())
+        trying = functools.partial(attempt, transaction, work, plan, phase, sizes)
+        done, failure = caught(trying)
+        if done is not None:
+            return sizes.succeed(plan, *done)
+        # Outside "except": inside it the traceback keeps the failed attempt's tensors alive, and
+        # neither the rollback nor a retry could use their memory.
+        assert failure is not None
         try:
-            # The frames of a fatal error on a single rank stay for debuggers.
-            if status is not Status.FATAL or not ranks.is_alone:
-                release(failure, device)
-            status = ranks.stop(failure, status, highs_of(measured))
-        except BaseException as error:  # a failed peer, a lost device, or Ctrl-C
-            _roll_back(transaction, error)
-            ranks.fail(error)
-            raise
-        _roll_back(transaction, failure, ranks)
-        if status is Status.FATAL:
-            from automicro.step.words import explain
+            status, measured = _undo(transaction, failure, plan, phase, sizes)
+            if status is Status.FATAL:
+                from automicro.step.words import explain
 
-            explain(failure, plan)
-            raise failure
-        # Only now are this attempt's gradients and copies freed. If the cache kept their blocks,
-        # the next attempt would fragment them.
-        empty_cache(device)
-        if status is not Status.OUT_OF_MEMORY:
-            return Tried(status=status)
-        measured = measured_by_all(ranks.told or highs_of(measured), measured)
-        reports = work.failed(first_line(failure), peak_bytes(device))
-        remember(failure, reports=tuple(reports))
-        return Tried(status=status, failure=failure, measured=measured)
-    finally:
-        del failure  # break the reference cycle with the traceback
+                explain(failure, plan)
+                raise failure
+            if status is Status.OUT_OF_MEMORY:
+                reports = work.failed(first_line(failure), peak_bytes(phase.device))
+                remember(failure, reports=tuple(reports))
+                sizes.fail(plan, failure, measured)
+            else:
+                sizes.repeat(status)
+        finally:
+            del failure, trying, transaction  # break the reference cycle with the traceback
 
 
-def _go_through(
+def attempt(
     transaction: Transaction, work: Work[T], plan: Plan, phase: Phase, sizes: Sizes
-) -> Tried[T]:
-    """Run the attempt up to its commit; an error leaves the transaction open."""
+) -> tuple[T, bool, Measured | None]:
+    """Attempt a step once: on all ranks, or on none. An error leaves the transaction open.
+
+    Returns:
+        The result, whether it was committed (otherwise the state is as it was before), and the
+        measured memory and time.
+    """
     ranks, meter = phase.ranks, sizes.meter
     transaction.begin()
     # After the transaction made its copies, which exist at any size and count as resident.
@@ -169,7 +129,38 @@ def _go_through(
         transaction.commit()
     else:
         transaction.roll_back()
-    return Tried(status=Status.OK, result=result, is_committed=is_committed, measured=measured)
+    return result, is_committed, measured
+
+
+def _undo(
+    transaction: Transaction, failure: BaseException, plan: Plan, phase: Phase, sizes: Sizes
+) -> tuple[Status, Measured | None]:
+    """Free the memory of a failed attempt, notify other ranks, and roll back.
+
+    Returns:
+        The status of all ranks, and what the attempt measured.
+    """
+    ranks, meter, device = phase.ranks, sizes.meter, phase.device
+    status = _status(failure, plan, phase, sizes)
+    # The meter reads what the attempt held, before `release` frees it.
+    measured = None if meter is None else meter.end(failure)
+    try:
+        # The frames of a fatal error on a single rank stay for debuggers.
+        if status is not Status.FATAL or not ranks.is_alone:
+            release(failure, device)
+        status = ranks.stop(failure, status, highs_of(measured))
+    except BaseException as error:  # a failed peer, a lost device, or Ctrl-C
+        del failure
+        _roll_back(transaction, error)
+        ranks.fail(error)
+        raise
+    _roll_back(transaction, failure, ranks)
+    if status is Status.FATAL:
+        return status, None
+    # Only now are this attempt's gradients and copies freed. If the cache kept their blocks, the
+    # next attempt would fragment them.
+    empty_cache(device)
+    return status, measured_by_all(ranks.told or highs_of(measured), measured)
 
 
 def _status(error: BaseException, plan: Plan, phase: Phase, sizes: Sizes) -> Status:

@@ -71,7 +71,6 @@ class Passes:
             from automicro.compilation import captures_cuda_graphs
 
             self._captures = captures_cuda_graphs(computation.modules)
-        self._is_plain = autocast_dtype is None and not self._captures
         # If only rows count, equal cuts have equal weights, which can be reused.
         self._counts_rows = all(each.counts_rows for each in self._averages.values())
         self._last_weights: tuple[list[Sequence[int]], BatchWeights] | None = None
@@ -183,13 +182,15 @@ class Passes:
             inputs = map_tensors(inputs, _cut_off)
         if not gradients.is_steady:
             gradients.before_forward()
-        train = self._convention.train
-        if self._is_plain and not features.forwarded:
-            output = train(self._modules[0], inputs)
-        else:
-            if features.forwarded:
-                train = functools.partial(train, forwarded=lambda: _call(features.forwarded, run))
-            output = self._forward(train, inputs)
+        convention, model, dtype = self._convention, self._modules[0], self._autocast_dtype
+        # Without a dtype of ours, an autocast that the caller entered stays in effect.
+        with _NOTHING if dtype is None else torch.autocast(self.device.type, dtype):
+            given = convention.call(model, inputs)
+            _call(features.forwarded, run)
+            output = convention.loss_of(given, model, inputs)
+        del given
+        if self._captures:
+            output = _with_own_losses(output)
         if output.losses and not output.has_total and not self._has_looked_at_parts:
             self._warn_of_metrics_among(output.losses)
         loss = check_loss(output.loss, may_be_zero=True)
@@ -300,7 +301,6 @@ class Passes:
 
     def _forward(self, forward: Callable[..., T], inputs: Any) -> T:
         dtype = self._autocast_dtype
-        # Without a dtype of ours, an autocast that the caller entered stays in effect.
         with _NOTHING if dtype is None else torch.autocast(self.device.type, dtype):
             found = forward(self._modules[0], inputs)
         return _with_own_losses(found) if self._captures else found

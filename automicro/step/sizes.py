@@ -116,7 +116,7 @@ class Sizes:
             self._attempts += 1
 
     def succeed(
-        self, plan: Plan, result: T | None, measured: Measured | None, *, is_committed: bool
+        self, plan: Plan, result: T, is_committed: bool, measured: Measured | None
     ) -> Finished[T]:
         """Record an attempt that succeeded, and finish the step."""
         self._record(plan, measured, fits=True)

@@ -59,6 +59,7 @@ def _read_losses(losses: Losses) -> Losses:
 
 
 Accept = Callable[[Tensor], bool]
+Compute = Callable[[MicrobatchRun], Losses | None]
 Evaluated = tuple[Tensor | None, dict[str, Tensor], dict[str, Weight | None]]
 
 
@@ -210,45 +211,43 @@ class _Work(Generic[T]):
 
     def run(self, plan: Plan) -> T:
         """Compute all microbatches, one after the other: this is the path that features add to."""
-        features = self._features
+        features, ranks = self._features, self._ranks
         self._number += 1
         features.begin(self._phase.name, self._number, plan)
         cuts = self._passes.cut(self._step.raw, plan.cuts)
-        try:
-            self._begin(plan, cuts)
-            self._run_all(plan, cuts)
-            result = self._total(plan)
-        finally:
-            self._let_go()  # a stored error keeps this frame alive, and through it this object
-        features.end()
-        return result
-
-    def _run_all(self, plan: Plan, cuts: Sequence[CutBatch]) -> None:
-        features, ranks = self._features, self._ranks
         microbatches = [each for cut in cuts for each in cut.microbatches]
         sizes = [size for cut in cuts for size in cut.sizes]
         every = microbatches
         if num_fillers := plan.num_microbatches - len(sizes):
             spare, min_rows = self._engine.spare, self._phase.rule.min_rows
             every = [*every, *[spare.filler(self._spares(cuts), min_rows)] * num_fillers]
-        moved = on_device(every, self._passes.device, isolate=self._watch.isolate)
-        # Own microbatches come first, then fillers, so that all ranks run the same number.
-        for index, inputs in enumerate(moved):
-            # A filler only serves the collectives of other ranks: features and metrics skip it, and
-            # its buffers and random numbers are rolled back.
-            if index >= len(sizes):
-                with self._phase.undone(), ranks.microbatch(index, weightless=True):
-                    self._fill(MicrobatchRun(index, 0, inputs, inputs))
-                continue
-            run = MicrobatchRun(index, sizes[index], microbatches[index], inputs)
-            # The list holds only hooks that a feature overrides.
-            for hook in features.before:
-                hook(run)
-            with ranks.microbatch(index, weightless=self._is_nothing(index)):
-                self._compute(run)
-            for hook in features.after:
-                hook(run)
-            del run, inputs  # free this microbatch before the next one is moved
+        try:
+            compute = self._begin(plan, cuts)
+            moved = on_device(every, self._passes.device, isolate=self._watch.isolate)
+            # Own microbatches come first, then fillers, so that all ranks run the same number.
+            for index, inputs in enumerate(moved):
+                # A filler only serves the collectives of other ranks: features and metrics skip it,
+                # and its buffers and random numbers are rolled back.
+                if index >= len(sizes):
+                    with self._phase.undone(), ranks.microbatch(index, weightless=True):
+                        self._fill(MicrobatchRun(index, 0, inputs, inputs))
+                    continue
+                run = MicrobatchRun(index, sizes[index], microbatches[index], inputs)
+                # The list holds only hooks that a feature overrides.
+                for hook in features.before:
+                    hook(run)
+                with ranks.microbatch(index, weightless=self._is_nothing(index)):
+                    losses = compute(run)
+                if losses is not None:
+                    self._losses.append(losses)
+                for hook in features.after:
+                    hook(run)
+                del run, inputs  # free this microbatch before the next one is moved
+            result = self._total(plan)
+        finally:
+            self._let_go()  # a stored error keeps this frame alive, and through it this object
+        features.end()
+        return result
 
     def failed(self, message: str, peak_bytes: int | None) -> Sequence[str]:
         return self._features.failed(message, peak_bytes)
@@ -259,16 +258,13 @@ class _Work(Generic[T]):
     def combined(self, result: T, sums: Sequence[float]) -> T:
         return result
 
-    def _begin(self, plan: Plan, cuts: Sequence[CutBatch]) -> None:
+    def _begin(self, plan: Plan, cuts: Sequence[CutBatch]) -> Compute:
+        """Return the function that computes forward and, in training, backward of a microbatch."""
         raise NotImplementedError
 
     def _is_nothing(self, index: int) -> bool:
         """Whether no target of a microbatch counts."""
         return False
-
-    def _compute(self, run: MicrobatchRun) -> None:
-        """Run forward and, in training, backward of one microbatch."""
-        raise NotImplementedError
 
     def _fill(self, run: MicrobatchRun) -> None:
         """Run forward and backward only for the collectives of other ranks."""
@@ -352,7 +348,7 @@ class TrainingWork(_Work[Losses]):
             *self._phase.own_parts,
         ]
 
-    def _begin(self, plan: Plan, cuts: Sequence[CutBatch]) -> None:
+    def _begin(self, plan: Plan, cuts: Sequence[CutBatch]) -> Compute:
         passes = self._passes
         if plan.num_microbatches > len(plan.cuts):
             for batch, cut in zip(self._step.raw, plan.cuts, strict=True):
@@ -364,14 +360,15 @@ class TrainingWork(_Work[Losses]):
             passes.check_counts(self._weights, self._step.denominators)
         # A single microbatch needs no separate sum of gradients.
         self._gradients.expect(plan.num_microbatches)
+        return functools.partial(
+            passes.train,
+            weights=self._weights,
+            gradients=self._gradients,
+            features=self._features,
+        )
 
     def _is_nothing(self, index: int) -> bool:
         return self._weights is not None and self._weights.is_nothing[index]
-
-    def _compute(self, run: MicrobatchRun) -> None:
-        assert self._weights is not None
-        losses = self._passes.train(run, self._weights, self._gradients, self._features)
-        self._losses.append(losses)
 
     def _fill(self, run: MicrobatchRun) -> None:
         self._losses.append(self._passes.fill(run.inputs))
@@ -466,17 +463,18 @@ class EvaluationWork(_Work[Evaluated]):
             *self._phase.own_parts,
         ]
 
-    def _begin(self, plan: Plan, cuts: Sequence[CutBatch]) -> None:
+    def _begin(self, plan: Plan, cuts: Sequence[CutBatch]) -> Compute:
         self._cuts = cuts
+        return self._compute
 
-    def _compute(self, run: MicrobatchRun) -> None:
+    def _compute(self, run: MicrobatchRun) -> Losses | None:
         output = self._forward(run, self._features)
         if output.loss is None:
-            return
+            return None
         # Only once a loss exists: a forward without a loss does not have to declare its average.
         weights = self._weights = self._weights or self._passes.weights(self._cuts)
         loss = weights.apply(run.index, output.loss, output.losses, has_total=output.has_total)
-        self._losses.append(weights.report(*loss))
+        return weights.report(*loss)
 
     def _fill(self, run: MicrobatchRun) -> None:
         self._forward(run)
