@@ -16,12 +16,15 @@ class CollectiveError(Exception):
     """A forward running on a single rank was about to communicate with other ranks."""
 
 
-def needs_other_ranks(how: str = "sharded parameters, say") -> str:
+class LossCollectiveError(CollectiveError):
+    """The loss was about to, outside of the model."""
+
+
+def needs_other_ranks(
+    how: str = "sharded parameters, say", what: str = "the forward or the loss"
+) -> str:
     """Return the reason, for messages, why a forward that needs other ranks cannot be checked."""
-    return (
-        f"the forward or the loss communicates with other ranks ({how}), and a check runs on one "
-        "rank"
-    )
+    return f"{what} communicates with other ranks ({how}), and a check runs on one rank"
 
 
 class HeldDraws(ParameterWrites):
