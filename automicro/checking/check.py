@@ -93,8 +93,8 @@ class _Track:
 _DECLARED = "Declare what it averages over (loss_average=…)"
 # Ranks would exchange the rows of a microbatch, which are not those of the batch.
 _WITHOUT_RANKS = (
-    "Leave communication out of it, compare rows with automicro.Contrastive, keep batches whole "
-    "with microbatch_size=None"
+    "Leave that out of the loss, compare rows with automicro.Contrastive, keep batches whole with "
+    "microbatch_size=None"
 )
 
 
@@ -181,7 +181,7 @@ class Checks:
         if self._why_not or (track is self._eval and self._train.is_wrong):
             track.is_over = True
             if self._why_not and track is self._train:
-                self._say_unchecked(self._why_not, may_be_claimed=True)
+                self._say_unchecked(Finding(kind="unchecked", text=self._why_not, is_final=True))
             return False
         if self._off:
             track.is_over = True
@@ -246,9 +246,8 @@ class Checks:
             return Finding(kind="nothing", text="there was not enough memory to check"), []
         if issubclass(found.error, CollectiveError):
             is_of_loss = issubclass(found.error, LossCollectiveError)
-            what = "the loss itself" if is_of_loss else "the forward or the loss"
-            text = needs_other_ranks(found.why.partition(": ")[2], what)
             remedy = _WITHOUT_RANKS if is_of_loss else _DECLARED
+            text = needs_other_ranks(found.why.partition(": ")[2])
             return Finding(kind="unchecked", text=text, is_final=True, remedy=remedy), []
         why = found.why.rstrip(".")
         text = f"a check of a few rows failed ({why})"
@@ -548,23 +547,21 @@ class Checks:
         track.fruitless += 1
         track.is_over |= found.is_final
         if found.kind == "unchecked" or track.fruitless >= _PATIENCE:
-            self._say_unchecked(found.text, may_be_claimed=found.is_final, remedy=found.remedy)
+            self._say_unchecked(found)
 
-    def _say_unchecked(
-        self, why: str, *, may_be_claimed: bool = False, remedy: str = _DECLARED
-    ) -> None:
+    def _say_unchecked(self, found: Finding) -> None:
         """Warn once that nothing could be checked, if an assumption was made."""
         if self._has_said_unchecked:
             return
         self._has_said_unchecked = True
         # A model's loss type is a claim that its forward might break, as some of transformers do.
-        is_claimed = may_be_claimed and self._is_claimed
-        if self._is_known and remedy is _DECLARED and not is_claimed:
-            logger.info("splitting was not checked: %s", why)
+        is_claimed = found.is_final and self._is_claimed
+        if self._is_known and found.remedy is _DECLARED and not is_claimed:
+            logger.info("splitting was not checked: %s", found.text)
             return
         warn(
             "could not check the assumption that the loss is "
-            f"{_taken_for(self._computation.averages)}: {why}. {remedy}, or run "
+            f"{_taken_for(self._computation.averages)}: {found.text}. {found.remedy}, or run "
             "automicro.verify(model, batch, …)",
             LossAverageWarning,
         )

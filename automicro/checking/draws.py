@@ -20,11 +20,12 @@ class LossCollectiveError(CollectiveError):
     """The loss was about to, outside of the model."""
 
 
-def needs_other_ranks(
-    how: str = "sharded parameters, say", what: str = "the forward or the loss"
-) -> str:
+def needs_other_ranks(how: str = "sharded parameters, say") -> str:
     """Return the reason, for messages, why a forward that needs other ranks cannot be checked."""
-    return f"{what} communicates with other ranks ({how}), and a check runs on one rank"
+    return (
+        f"the forward or the loss communicates with other ranks ({how}), and a check runs on one "
+        "rank"
+    )
 
 
 class HeldDraws(ParameterWrites):

@@ -32,7 +32,7 @@ def loss_of(kind: str, outputs: Tensor, targets: Tensor) -> Tensor:
         ("ddp", "mean", "checked", []),
         ("ddp", "sum", "wrong", ["splitting changes this batch"]),
         ("ddp", "gathered", "unchecked", ["communicates with other ranks", "automicro.verify"]),
-        ("ddp", "declared", "declared", ["the loss itself communicates", "Contrastive"]),
+        ("ddp", "declared", "declared", ["communicates with other ranks", "Contrastive"]),
         ("fsdp", "mean", "unchecked", ["sharded parameters"]),
     ],
 )
