@@ -13,7 +13,7 @@ import numbers
 import re
 import types
 import weakref
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -231,7 +231,7 @@ class Recorded:
         self._looks = collections.defaultdict[bool, collections.Counter[str]](collections.Counter)
         self._dims, self._sorted_by, self._concat = dims, sorted_by, concat
         self._verdicts: dict[_Key, str] = {}
-        self._fits: dict[_Key, Collection[str]] = {}  # reductions that no check has excluded
+        self._fits: dict[_Key, set[str]] = {}  # reductions that no check has excluded
         self._checked: set[_Key] = set()
         self._named: set[str] = set()
         self._single: set[str] = set()
@@ -606,7 +606,7 @@ class Recorded:
                 continue
             # Equal numbers fit mean, max and min alike, and a range whose ends are in one part fits
             # max. So only what fits in all checks counts.
-            self._fits[key] = fits = self._fits.get(key, _FOLDS.keys()) & set(fitting)
+            self._fits[key] = fits = self._fits.get(key, {*_FOLDS}) & {*fitting}
             earlier = self._verdicts.pop(key, "mean")
             if "mean" in fits and "sum" not in fits:
                 self._verdicts[key] = "mean"

@@ -5,7 +5,7 @@ import functools
 import math
 import random
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -268,7 +268,9 @@ def _copied(value: Any) -> Any:
 def _write(owner: Any, values: Mapping[Any, Any]) -> None:
     """Write the values that differ, into containers in place."""
     table = _table(owner)
-    put = functools.partial(setattr, owner) if isinstance(owner, type) else table.__setitem__
+    put: Callable[[Any, Any], None] = table.__setitem__
+    if isinstance(owner, type):
+        put = functools.partial(setattr, owner)
     for name, value in values.items():
         here = table.get(name, _NOTHING)
         if _is_same(here, value):
