@@ -4,6 +4,7 @@ import contextlib
 import itertools
 import math
 import random
+import traceback
 import warnings
 import zlib
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -21,7 +22,7 @@ from automicro.batch.joining import concat_rows, outputs_with_rows
 from automicro.batch.layout import BatchLayout
 from automicro.batch.tensors import map_tensors, open_container, tensor_leaves
 from automicro.batch.types import STRUCTURES, Kind, join_path, kind_of
-from automicro.checking.draws import HeldDraws
+from automicro.checking.draws import CollectiveError, HeldDraws, LossCollectiveError
 from automicro.checking.reading import (
     LOSS,
     SEAM,
@@ -328,14 +329,20 @@ class Bench:
 
     def _compute(self, rows: Any) -> Output:
         convention, model = self.computation.convention, self.computation.modules[0]
-        with extra_pass():
-            match self.conditions.mode:
-                case "train":
-                    return convention.train(model, rows)
-                case "eval":
-                    return convention.evaluate(model, rows)
-            holds_rows = self.computation.layout.holds_rows
-            return Output(None, {}, convention.predict(model, rows, holds_rows=holds_rows))
+        try:
+            with extra_pass():
+                match self.conditions.mode:
+                    case "train":
+                        return convention.train(model, rows)
+                    case "eval":
+                        return convention.evaluate(model, rows)
+                holds_rows = self.computation.layout.holds_rows
+                return Output(None, {}, convention.predict(model, rows, holds_rows=holds_rows))
+        except CollectiveError as error:
+            callers = (f.f_locals.get("self") for f, _ in traceback.walk_tb(error.__traceback__))
+            if {*map(id, model.modules())}.isdisjoint(map(id, callers)):
+                raise LossCollectiveError(str(error)) from None
+            raise
 
     def _backward(
         self,

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from automicro.batch.device import on_host
 from automicro.checking.bench import Bench, Conditions, Failed, cuts, cuts_of, tried
-from automicro.checking.draws import CollectiveError, needs_other_ranks
+from automicro.checking.draws import CollectiveError, LossCollectiveError, needs_other_ranks
 from automicro.checking.reading import LOSS, SEAM, Reading
 from automicro.checking.rows import MOST_ROWS, Forms, is_telling, telling_rows
 from automicro.checking.state import Place
@@ -90,6 +90,14 @@ class _Track:
     has_checked: bool = False  # a check showed that parts add up
 
 
+_DECLARED = "Declare what it averages over (loss_average=…)"
+# Ranks would exchange the rows of a microbatch, which are not those of the batch.
+_WITHOUT_RANKS = (
+    "Leave that out of the loss, compare rows with automicro.Contrastive, keep batches whole with "
+    "microbatch_size=None"
+)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Finding:
     """Result of a check."""
@@ -100,6 +108,7 @@ class Finding:
     is_final: bool = False  # whether later batches cannot show more
     is_slight: bool = False  # whether it might be rounding at a discontinuity, as of a ReLU
     is_state: bool = False  # whether it disappears when every part starts from the same state
+    remedy: str = _DECLARED  # for an average that is unchecked
 
 
 class Checks:
@@ -172,7 +181,7 @@ class Checks:
         if self._why_not or (track is self._eval and self._train.is_wrong):
             track.is_over = True
             if self._why_not and track is self._train:
-                self._say_unchecked(self._why_not, may_be_claimed=True)
+                self._say_unchecked(Finding(kind="unchecked", text=self._why_not, is_final=True))
             return False
         if self._off:
             track.is_over = True
@@ -236,8 +245,10 @@ class Checks:
         if found.kind is Failure.RETRYABLE:
             return Finding(kind="nothing", text="there was not enough memory to check"), []
         if issubclass(found.error, CollectiveError):
+            is_of_loss = issubclass(found.error, LossCollectiveError)
+            remedy = _WITHOUT_RANKS if is_of_loss else _DECLARED
             text = needs_other_ranks(found.why.partition(": ")[2])
-            return Finding(kind="unchecked", text=text, is_final=True), []
+            return Finding(kind="unchecked", text=text, is_final=True, remedy=remedy), []
         why = found.why.rstrip(".")
         text = f"a check of a few rows failed ({why})"
         says_so = issubclass(found.error, LossError) or not self._can_cut(batch, num_rows)
@@ -536,21 +547,22 @@ class Checks:
         track.fruitless += 1
         track.is_over |= found.is_final
         if found.kind == "unchecked" or track.fruitless >= _PATIENCE:
-            self._say_unchecked(found.text, may_be_claimed=found.is_final)
+            self._say_unchecked(found)
 
-    def _say_unchecked(self, why: str, *, may_be_claimed: bool = False) -> None:
+    def _say_unchecked(self, found: Finding) -> None:
         """Warn once that nothing could be checked, if an assumption was made."""
         if self._has_said_unchecked:
             return
         self._has_said_unchecked = True
         # A model's loss type is a claim that its forward might break, as some of transformers do.
-        if self._is_known and not (may_be_claimed and self._is_claimed):
-            logger.info("splitting was not checked: %s", why)
+        is_claimed = found.is_final and self._is_claimed
+        if self._is_known and found.remedy is _DECLARED and not is_claimed:
+            logger.info("splitting was not checked: %s", found.text)
             return
         warn(
             "could not check the assumption that the loss is "
-            f"{_taken_for(self._computation.averages)}: {why}. Declare what it averages over "
-            "(loss_average=…), or run automicro.verify(model, batch, …)",
+            f"{_taken_for(self._computation.averages)}: {found.text}. {found.remedy}, or run "
+            "automicro.verify(model, batch, …)",
             LossAverageWarning,
         )
 

@@ -16,6 +16,10 @@ class CollectiveError(Exception):
     """A forward running on a single rank was about to communicate with other ranks."""
 
 
+class LossCollectiveError(CollectiveError):
+    """The loss was about to, outside of the model."""
+
+
 def needs_other_ranks(how: str = "sharded parameters, say") -> str:
     """Return the reason, for messages, why a forward that needs other ranks cannot be checked."""
     return (

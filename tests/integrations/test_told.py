@@ -57,6 +57,26 @@ def test_checks_do_not_share_recorded_parts() -> None:
     assert told == [0.5]
 
 
+def test_range_that_looked_like_a_maximum_warns() -> None:
+    recorded = Recorded()
+
+    def step(*values: float) -> None:
+        with recorded.step(len(values)):
+            recorded.note("range", max(values) - min(values), tell=lambda value, _: None)
+            recorded.came_to(None)
+
+    with extra_pass():
+        for rows in ((0.0, 9.0, 4.0, 5.0), (0.0, 4.0, 9.0, 5.0)):  # the ends in one part, in both
+            step(*rows)
+            step(*rows[:2])
+            step(*rows[2:])
+    recorded.begin()
+    step(0.0, 3.0)
+    step(6.0, 7.0)
+    with pytest.warns(MetricWarning, match="no check has confirmed"):
+        recorded.prepare()
+
+
 def test_list_with_row_count_tensors_is_joined_per_tensor() -> None:
     """Each list has as many entries as a microbatch has rows, and each tensor has those rows."""
     kept = SimpleNamespace(both=[])

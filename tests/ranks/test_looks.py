@@ -21,7 +21,7 @@ def net() -> nn.Module:
 
 def loss_of(kind: str, outputs: Tensor, targets: Tensor) -> Tensor:
     loss = F.mse_loss(outputs, targets, reduction="sum" if kind == "sum" else "mean")
-    if kind == "gathered":
+    if kind in ("gathered", "declared"):
         dist.all_reduce(loss.detach().clone())
     return loss
 
@@ -32,6 +32,7 @@ def loss_of(kind: str, outputs: Tensor, targets: Tensor) -> Tensor:
         ("ddp", "mean", "checked", []),
         ("ddp", "sum", "wrong", ["splitting changes this batch"]),
         ("ddp", "gathered", "unchecked", ["communicates with other ranks", "automicro.verify"]),
+        ("ddp", "declared", "declared", ["communicates with other ranks", "Contrastive"]),
         ("fsdp", "mean", "unchecked", ["sharded parameters"]),
     ],
 )
@@ -41,7 +42,10 @@ def test_first_rank_checks_for_all_or_warns_once(
 ) -> None:
     model, alone = wrapped(wrapper, net()), net()
     microbatcher = Microbatcher(
-        model, forward=lambda m, batch: loss_of(kind, m(batch[0]), batch[1]), microbatch_size=2
+        model,
+        forward=lambda m, batch: loss_of(kind, m(batch[0]), batch[1]),
+        microbatch_size=2,
+        loss_average="samples" if kind == "declared" else "auto",
     )
     drawn = torch.Generator().manual_seed(1)
     inputs, targets = torch.randn(12, 6, generator=drawn, dtype=torch.float64).split([4, 2], 1)

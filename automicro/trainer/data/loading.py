@@ -7,7 +7,7 @@ import random
 import sys
 import types
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -96,7 +96,7 @@ class Standing:
         self.write_generators(state)
         owners = self._owners()
         for place in owners.keys() & state["attributes"].keys():
-            _write(_table(owners[place]), state["attributes"][place])
+            _write(owners[place], state["attributes"][place])
         keepers = _keepers(owners)
         for place in keepers.keys() & state["own"].keys():
             keepers[place].load_state_dict(state["own"][place])
@@ -143,13 +143,17 @@ class Standing:
         found |= dict(walk({"": self._loader, **samplers}, kinds_of_orders))
         # Classes of torch and automicro need no restoring, because `set_epoch` sets their state. A
         # loader with its own state restores that itself.
-        return {
+        owners = {
             place: each
             for place, each in found.items()
             # By type, because proxies and slots have no dictionary of their own.
             if (type(each).__dictoffset__ or isinstance(each, dict))
             and not (is_library(type(each)) or (each is self._loader and has_own_state(each)))
         }
+        # A class may count the passes of all its instances.
+        kinds = dict.fromkeys(kind for each in owners.values() for kind in type(each).__mro__)
+        named = {f"{each.__module__}.{each.__qualname__}": each for each in kinds}
+        return owners | {name: each for name, each in named.items() if not is_library(each)}
 
 
 def _attributes(owners: Mapping[str, Any]) -> dict[str, dict[Any, Any]]:
@@ -182,11 +186,12 @@ def _unsaved_iterators(owners: Mapping[str, Any]) -> dict[str, Any]:
 def has_own_state(loader: object) -> bool:
     """Whether a loader saves and restores its own position."""
     methods = (getattr(loader, each, None) for each in ("state_dict", "load_state_dict"))
-    return all(map(callable, methods))
+    return not isinstance(loader, type) and all(map(callable, methods))
 
 
 def _is_dataset(place: str, value: object) -> bool:
-    return isinstance(value, Dataset) or place.rpartition(".")[2] == "dataset"
+    kind = value if isinstance(value, type) else type(value)
+    return issubclass(kind, Dataset) or place.rpartition(".")[2] == "dataset"
 
 
 def _iterators(owner: Any) -> dict[Any, Any]:
@@ -196,7 +201,9 @@ def _iterators(owner: Any) -> dict[Any, Any]:
 
 
 def _table(owner: Any) -> dict[Any, Any]:
-    return owner if isinstance(owner, dict) else table_of(owner)
+    table = owner if isinstance(owner, dict) else table_of(owner)
+    is_class = isinstance(owner, type)  # Python keeps its own values there
+    return {k: v for k, v in table.items() if not k.startswith("__")} if is_class else table
 
 
 _NOTHING = object()
@@ -270,8 +277,12 @@ def _copied(value: Any) -> Any:
     return tuple(map(_copied, value)) if type(value) is tuple else _plain(value)
 
 
-def _write(table: dict[Any, Any], values: Mapping[Any, Any]) -> None:
+def _write(owner: Any, values: Mapping[Any, Any]) -> None:
     """Write the values that differ, into containers in place."""
+    table = _table(owner)
+    put: Callable[[Any, Any], None] = table.__setitem__
+    if isinstance(owner, type):
+        put = functools.partial(setattr, owner)
     for name, value in values.items():
         here = table.get(name, _NOTHING)
         if _is_same(here, value):
@@ -283,9 +294,9 @@ def _write(table: dict[Any, Any], values: Mapping[Any, Any]) -> None:
             here.clear()
             here.update(_copied(value))
         elif type(here) is not type(value) and type(_plain(here)) is type(value):
-            table[name] = type(here)(value)
+            put(name, type(here)(value))
         else:
-            table[name] = _copied(value)
+            put(name, _copied(value))
 
 
 def read_generators(generators: Mapping[str, Generator]) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from automicro.errors import CheckpointError, CheckpointWarning, warn
+from automicro.errors import CheckpointError, CheckpointWarning, describe_error, warn
 from automicro.sharding import is_sharded
 from automicro.trainer.data.sharing import changed
 
@@ -29,7 +29,14 @@ def optimizer_state(
     ['weight', 'bias']
     """
     names = _names(optimizer, modules)
-    saved = optimizer.state_dict()
+    try:
+        saved = optimizer.state_dict()
+    except RuntimeError as error:  # of ZeroRedundancyOptimizer, unless ranks have exchanged states
+        raise CheckpointError(
+            f"the state of {type(optimizer).__name__} cannot be saved ({describe_error(error)}). "
+            "Use an optimizer with a state_dict() on each rank, such as torch.optim.AdamW with "
+            "parallel='fsdp', or leave out checkpoint="
+        ) from error
     _refuse_unsharded(optimizer, names)
     state = saved["state"]
     return {

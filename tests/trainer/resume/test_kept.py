@@ -194,20 +194,24 @@ class CountsPasses(Sampler[int]):
 
 
 class WrapsSampler(Sampler[int]):
-    """Takes its order from another sampler, and counts in an object, a dict and a queue."""
+    """Takes its order from another sampler; counts in a class, an object, a dict and a queue."""
+
+    passes = 0
 
     def __init__(self) -> None:
+        type(self).passes = 0  # as in a new process
         self.inner: dict[str, Any] = {"samplers": [CountsPasses()], "passes": 0}
         self.own = types.SimpleNamespace(rows=Counter(), recent=deque([0], 3), passes=np.int64(0))
 
     def __iter__(self) -> Iterator[int]:
         self.inner["passes"] += 1
+        type(self).passes += 3
         self.own.passes += 1
         self.own.rows["passes"] += 1
         self.own.recent.append(sum(self.own.recent) + 1)
         turn = (
             self.own.recent[-1] + self.inner["passes"] + self.own.passes + self.own.rows["passes"]
-        )
+        ) + self.passes
         rows = list(self.inner["samplers"][0])
         return iter([*rows[turn % ROWS :], *rows[: turn % ROWS]])
 

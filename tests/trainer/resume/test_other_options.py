@@ -298,6 +298,13 @@ class Stateless:
     def step(self) -> None: ...
 
 
+class Sharing(torch.optim.SGD):
+    """An optimizer whose ranks have to exchange states before it returns them, like ZeRO."""
+
+    def state_dict(self) -> dict[str, Any]:
+        raise RuntimeError("state has not been consolidated on this rank")
+
+
 class HoldsModule:
     """A learning rate factor that holds a module."""
 
@@ -313,6 +320,7 @@ class HoldsModule:
     [
         ({"callbacks": [Unsavable()]}, r"callbacks\.Unsavable\.history is of type ndarray"),
         ({"callbacks": [Failing()]}, r"'mine'"),
+        ({"optimizer": Sharing}, r"of Sharing cannot be saved \(RuntimeError: state has not"),
         ({"scheduler": Stateless}, "scheduler is a Stateless without state_dict and load"),
         (
             {"scheduler": lambda each: lr_scheduler.LambdaLR(each, HoldsModule())},
