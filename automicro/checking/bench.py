@@ -195,7 +195,12 @@ class Bench:
             (moved,) = on_device([apart], self.computation.device, isolate=True)
             self._set_seeds(shake)
             before = self._foreign()
-            with self._surroundings(), self._shaking(shake), self.draws, self._seam() as given:
+            with (
+                self._surroundings(),
+                self._shaking(shake, moved),
+                self.draws,
+                self._seam() as given,
+            ):
                 output = self._compute(moved)
                 if output.loss is not None and mode != "predict":
                     weights = weights or self._weights(cut)
@@ -427,11 +432,13 @@ class Bench:
             yield
 
     @contextlib.contextmanager
-    def _shaking(self, shake: int) -> Iterator[None]:
-        """Change parameters in their last bits, in place."""
+    def _shaking(self, shake: int, rows: Any) -> Iterator[None]:
+        """Change parameters in their last bits, in place; before a BatchNorm also the rows."""
         # Bits are flipped, not numbers added, so flipping again restores them exactly.
         shaken: list[tuple[Tensor, Tensor, int]] = []  # with the first value of each
-        for each in self._shaken if shake else ():
+        # Rows that differ by little are normalized to differences that are mostly rounding.
+        rows = [leaf for _, leaf in tensor_leaves(rows)] if self.conditions.batchnorm else []
+        for each in [*self._shaken, *rows] if shake else ():
             kind = _INTEGERS.get(each.dtype)
             # Bits of a subclass, such as a quantized tensor, might mean something else.
             is_plain = type(each) in (Tensor, nn.Parameter) and each.layout is torch.strided

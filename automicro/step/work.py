@@ -379,8 +379,8 @@ class TrainingWork(_Work[Losses]):
             # Early, so that the optimizer's state does not count as free memory of an attempt.
             *([] if reservation is None else [reservation]),
             self._phase.random,
+            self._gradients,  # before the state, which gives a leaf its shape back first
             self._state,
-            self._gradients,  # after the state: its `prepare` calls hooks, which may change state
             *self._features.parts(),
             *self._phase.own_parts,
         ]
