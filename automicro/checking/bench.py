@@ -195,12 +195,8 @@ class Bench:
             (moved,) = on_device([apart], self.computation.device, isolate=True)
             self._set_seeds(shake)
             before = self._foreign()
-            with (
-                self._surroundings(),
-                self._shaking(shake, moved),
-                self.draws,
-                self._seam() as given,
-            ):
+            shaking = self._shaking(shake, moved)
+            with self._surroundings(), shaking, self.draws, self._seam() as given:
                 output = self._compute(moved)
                 if output.loss is not None and mode != "predict":
                     weights = weights or self._weights(cut)

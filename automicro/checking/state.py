@@ -127,6 +127,8 @@ class Snapshot:
         self._left -= 1
         if isinstance(value, bool | int | float | complex | str | bytes | type(None)):
             return value
+        if isinstance(value, Tensor) and vars(value):  # such as the gradient of each sample
+            return {"": _numbers(value), "attributes": self._freeze(vars(value), depth - 1)}
         if isinstance(value, Tensor | np.ndarray | np.generic):
             return _numbers(value)
         if isinstance(value, bytearray | array.array):

@@ -328,8 +328,8 @@ class EvaluationPlan:
             except Exception as error:  # of the loader's own code
                 warn(
                     f"the state of {each.loader_name} in the checkpoint cannot be loaded "
-                    f"({describe_error(error)}), so its batches can differ from those of an undisturbed run. Pass "
-                    "the loader of the run that saved it",
+                    f"({describe_error(error)}), so its batches can differ from those of an "
+                    "undisturbed run. Pass the loader of the run that saved it",
                     CheckpointWarning,
                 )
 

@@ -61,6 +61,11 @@ def _set(**how: Callable[[Any, Tensor], Any]) -> Callable[[Any, Tensor], object]
     return keep
 
 
+def _add_to_weight(model: Any, share: Tensor) -> None:
+    weight = model.net.weight
+    weight.seen = getattr(weight, "seen", 0) + share
+
+
 KEPT: dict[str, tuple[str, Callable[[Any, Tensor], object]]] = {
     # These depend on the number of calls and are named.
     "a counter": ("step", _set(step=lambda m, x: m.step + 1)),
@@ -68,7 +73,9 @@ KEPT: dict[str, tuple[str, Callable[[Any, Tensor], object]]] = {
     "one in place": ("mean", lambda m, x: m.mean.mul_(0.9).add_(x.detach().mean(0), alpha=0.1)),
     "a record": ("records", lambda m, x: m.records["loss"].append(float(x.sum()))),
     "a queue": ("recent", lambda m, x: m.recent.append(x.detach().mean(0))),
+    "an average on a parameter": ("net.weight", lambda m, x: _add_to_weight(m, x.detach().mean(0))),
     # These do not, and are not named.
+    "rows on a parameter": ("", lambda m, x: _add_to_weight(m, torch.tensor(len(x)))),
     "rows that add up": ("", _set(rows=lambda m, x: m.rows + len(x))),
     "a sum over rows": ("", _set(mean=lambda m, x: m.mean + x.detach().sum(0))),
     "the last input": ("", _set(last=lambda m, x: x.detach())),
