@@ -214,9 +214,8 @@ class Bench:
             # The copies are new, so a version other than 0 means that the forward wrote to them.
             reading.written |= {path for path, leaf in tensor_leaves(moved) if seen_version(leaf)}
             told.append(output.told)
-            reading.as_loss = output.told_as_loss & (
-                reading.as_loss if index else output.told_as_loss
-            )
+            known = reading.as_loss if index else output.told_as_loss
+            reading.as_loss = known & output.told_as_loss
             if wants == "outputs":
                 kept = outputs_with_rows(output.outputs)
                 outputs.append(map_tensors(kept, lambda leaf: leaf.detach().clone()))

@@ -316,15 +316,11 @@ class Checks:
                 return Finding(kind="nothing", text="no gradient reaches any parameter")
             if bench.draws.repeats:
                 return Finding(kind="wrong", text=_REPEATS)
-            found = {
-                name: size
-                for name, size in found.items()
-                if name == LOSS or name not in whole.numbers or name in self._computation.averages
-            }
+            losses = {LOSS, *self._computation.averages}
+            found = {n: e for n, e in found.items() if n in losses or n not in whole.numbers}
             if found:
-                is_slight = (
-                    bench.draws.lowest is not torch.float64 and max(found.values()) < _SLIGHT
-                )
+                is_low = bench.draws.lowest is not torch.float64
+                is_slight = is_low and max(found.values()) < _SLIGHT
                 # Compare again with state held still: state needs a different remedy.
                 bench.conditions = dataclasses.replace(conditions, carries=False)
                 is_state = not bench.compare(together, whole, bench.read(apart))[0]

@@ -490,6 +490,18 @@ class FrozenInForward(WithConv):
         return cast(Tensor, output)
 
 
+class MoreDropoutForAWhile(WithNorm):
+    def __init__(self) -> None:
+        super().__init__()
+        self.dropout = nn.Dropout(0.1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.dropout.p = 0.5
+        output = self.dropout(self.bn(x))
+        self.dropout.p = 0.1
+        return cast(Tensor, output)
+
+
 class WithLoss(WithNorm):
     def forward(self, x: Tensor) -> Tensor:
         return cast(Tensor, self.bn(x)).square().mean()
@@ -510,6 +522,7 @@ def hooked() -> nn.Module:
         (lambda: nn.Sequential(ScaledInTraining(CHANNELS)), "another result than its forward"),
         (WithoutGradient, "another gradient than its forward"),
         (FrozenInForward, "another result than its forward"),
+        (MoreDropoutForAWhile, "another dropout than its forward"),
         (lambda: nn.Sequential(nn.SyncBatchNorm(CHANNELS)), "is a SyncBatchNorm"),
         (Counts, "its forward changes 'seen', and a trace does not"),
         (Noisy, "draws random numbers that do not depend on its input"),
