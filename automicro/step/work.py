@@ -433,8 +433,7 @@ class TrainingWork(_Work[Losses]):
             return
         most = max(plan.cuts, key=lambda cut: len(cut.sizes), default=None)
         if most is not None and most.is_split:
-            counting = self._engine.checks.counting
-            self._engine.split_guard.warn(most.sizes, self._state, counting)
+            self._engine.split_guard.warn(most.sizes, self._state, self._engine.checks)
 
     @property
     def rank_loss(self) -> Tensor | None:

@@ -194,6 +194,28 @@ def test_buffer_that_starts_changing_later_is_named() -> None:
     mb.backward(data())  # the warning is given once
 
 
+@pytest.mark.parametrize("adds_up", [True, False])
+def test_buffer_is_named_only_if_it_depends_on_the_number_of_calls(adds_up: bool) -> None:
+    class Counted(nn.Linear):
+        used: Tensor
+
+        def __init__(self) -> None:
+            super().__init__(4, 3)
+            self.register_buffer("used", torch.zeros(4))
+
+        def forward(self, x: Tensor) -> Tensor:
+            positive = (x > 0).double()
+            self.used += positive.sum(0) if adds_up else positive.mean(0)
+            return super().forward(x)
+
+    mb = Microbatcher(Counted().double(), loss_fn=nn.MSELoss(), microbatch_size=4)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for step in range(3):
+            mb.backward(data(step))
+    assert len(caught) == (not adds_up)
+
+
 def test_instance_norm_is_exact_and_warns_about_statistics() -> None:
     model = nn.Sequential(nn.InstanceNorm1d(4, affine=True, track_running_stats=True)).double()
     x = torch.randn(6, 4, 5).double()
