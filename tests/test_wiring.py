@@ -288,6 +288,26 @@ def test_first_split_after_whole_batches_is_checked() -> None:
         microbatcher.backward((x(), y()))
 
 
+def test_parameter_that_grows_before_oom_gets_back_its_shape_and_gradient() -> None:
+    model: Any = Mlp()
+
+    def grow(model: Any, batch: Batch) -> Tensor:
+        if forward.calls == 2:
+            model[0].bias.data = torch.cat([model[0].bias.data] * 2)
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        return loss_of(model, batch)
+
+    forward = FailingOnce(grow, 0, "")
+    microbatcher = Microbatcher(
+        model, forward=forward, microbatch_size=Halving(), probe=False, loss_average="samples"
+    )
+    plain = copy.deepcopy(model)
+    for ooms in (0, 1):
+        loss_of(plain, (x(), y())).backward()
+        assert microbatcher.backward((x(), y())).ooms == ooms
+    torch.testing.assert_close(gradients_of(model), gradients_of(plain))
+
+
 def cleared_first(model: nn.Module, loss: Tensor) -> None:
     model.zero_grad()
     loss.backward()

@@ -197,7 +197,8 @@ class Bench:
             (moved,) = on_device([apart], self.computation.device, isolate=True)
             self._set_seeds(shake)
             before = self._foreign()
-            with self._surroundings(), self._shaking(shake), self.draws, self._seam() as given:
+            shaking = self._shaking(shake, moved)
+            with self._surroundings(), shaking, self.draws, self._seam() as given:
                 output = self._compute(moved)
                 if output.loss is not None and mode != "predict":
                     weights = weights or self._weights(cut)
@@ -215,9 +216,8 @@ class Bench:
             # The copies are new, so a version other than 0 means that the forward wrote to them.
             reading.written |= {path for path, leaf in tensor_leaves(moved) if seen_version(leaf)}
             told.append(output.told)
-            reading.as_loss = output.told_as_loss & (
-                reading.as_loss if index else output.told_as_loss
-            )
+            known = reading.as_loss if index else output.told_as_loss
+            reading.as_loss = known & output.told_as_loss
             if wants == "outputs":
                 kept = outputs_with_rows(output.outputs)
                 outputs.append(map_tensors(kept, lambda leaf: leaf.detach().clone()))
@@ -435,11 +435,13 @@ class Bench:
             yield
 
     @contextlib.contextmanager
-    def _shaking(self, shake: int) -> Iterator[None]:
-        """Change parameters in their last bits, in place."""
+    def _shaking(self, shake: int, rows: Any) -> Iterator[None]:
+        """Change parameters in their last bits, in place; before a BatchNorm also the rows."""
         # Bits are flipped, not numbers added, so flipping again restores them exactly.
         shaken: list[tuple[Tensor, Tensor, int]] = []  # with the first value of each
-        for each in self._shaken if shake else ():
+        # Rows that differ by little are normalized to differences that are mostly rounding.
+        rows = [leaf for _, leaf in tensor_leaves(rows)] if self.conditions.batchnorm else []
+        for each in [*self._shaken, *rows] if shake else ():
             kind = _INTEGERS.get(each.dtype)
             # Bits of a subclass, such as a quantized tensor, might mean something else.
             is_plain = type(each) in (Tensor, nn.Parameter) and each.layout is torch.strided

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from automicro.batch.device import on_host
-from automicro.checking.bench import Bench, Conditions, Failed, cuts, cuts_of, tried
+from automicro.checking.bench import Bench, Conditions, Failed, Wanted, cuts, cuts_of, tried
 from automicro.checking.draws import CollectiveError, LossCollectiveError, needs_other_ranks
 from automicro.checking.reading import LOSS, SEAM, Reading
 from automicro.checking.rows import MOST_ROWS, Forms, is_telling, telling_rows
@@ -143,6 +143,8 @@ class Checks:
         self._asked: set[tuple[int, str]] = set()
         # Names of attributes and variables that depend on the number of forwards per batch.
         self.counting: list[str] = []
+        # Whether state changed alike in the whole and in parts when a check last saw it change.
+        self.adds_up: dict[str, bool] = {}
         # Parameters that a forward wrote to, also if it restored them, by id.
         self.written: MutableMapping[int, Tensor] = {} if written is None else written
 
@@ -301,11 +303,8 @@ class Checks:
     ) -> Finding | None:
         track, is_training = self._of(mode), mode == "train"
         together, apart = cuts_of(self._computation.layout, batch, parts)
-        conditions = Conditions(
-            mode=mode,
-            wants="parameters" if is_training else "numbers",
-            notes_state=is_training,
-        )
+        wants: Wanted = "parameters" if is_training else "numbers"
+        conditions = Conditions(mode=mode, wants=wants, notes_state=is_training)
         with Bench(self._computation, conditions) as bench:
             whole = bench.read(together)
             if not is_training and LOSS not in whole.numbers:
@@ -320,6 +319,9 @@ class Checks:
                 return None  # later batches start from these values
             if is_training:
                 self.counting += bench.counting(whole, pieces, apart, known=self._asked)
+                for key, (place, left) in pieces.state.items():
+                    is_alike = key in whole.state and left.repeats(whole.state[key][1])
+                    self.adds_up[place.name] = is_alike
             # An overflow in the first steps is common under fp16 and says nothing about the split.
             if not math.isfinite(whole.numbers[LOSS]) or not math.isfinite(whole.size):
                 return Finding(kind="nothing", text="the loss or its gradient is not finite")
@@ -327,15 +329,11 @@ class Checks:
                 return Finding(kind="nothing", text="no gradient reaches any parameter")
             if bench.draws.repeats:
                 return Finding(kind="wrong", text=_REPEATS)
-            found = {
-                name: size
-                for name, size in found.items()
-                if name == LOSS or name not in whole.numbers or name in self._computation.averages
-            }
+            losses = {LOSS, *self._computation.averages}
+            found = {n: e for n, e in found.items() if n in losses or n not in whole.numbers}
             if found:
-                is_slight = (
-                    bench.draws.lowest is not torch.float64 and max(found.values()) < _SLIGHT
-                )
+                is_low = bench.draws.lowest is not torch.float64
+                is_slight = is_low and max(found.values()) < _SLIGHT
                 # Compare again with state held still: state needs a different remedy.
                 bench.conditions = dataclasses.replace(conditions, carries=False)
                 is_state = not bench.compare(together, whole, bench.read(apart))[0]

@@ -39,7 +39,7 @@ class HeldDraws(ParameterWrites):
         ...     torch.nn.functional.dropout(torch.ones(3))
         tensor([1., 1., 1.])
         >>> draws.drawn
-        {'dropout'}
+        {'dropout of 0.5'}
     """
 
     def __init__(self, parameters: Iterable[Tensor] = (), *, is_alone: bool = False) -> None:
@@ -75,7 +75,7 @@ class HeldDraws(ParameterWrites):
         given = args[at] if len(args) > at else kwargs.get(name)
         if not isinstance(given, float) or not given:
             return args, kwargs
-        self.drawn.add("dropout")
+        self.drawn.add(f"dropout of {given:g}")
         if len(args) > at:
             return (*args[:at], 0.0, *args[at + 1 :]), kwargs
         return args, {**kwargs, name: 0.0}
@@ -90,11 +90,8 @@ class HeldDraws(ParameterWrites):
             slopes = (given["lower"] + given["upper"]) / 2
             self.drawn.add("rrelu")
             given["noise"].copy_(torch.where(given["self"] <= 0, slopes, 1.0))
-            return (
-                given["self"].mul_(given["noise"])
-                if name[-1] == "_"
-                else given["self"] * given["noise"]
-            )
+            multiply = Tensor.mul_ if name[-1] == "_" else Tensor.mul
+            return multiply(given["self"], given["noise"])
         constant = _CONSTANTS.get(name)
         if name == "multinomial" and not (given["replacement"] or given["num_samples"] == 1):
             constant = None
@@ -105,9 +102,10 @@ class HeldDraws(ParameterWrites):
         if constant is None:
             self.unheld.add(f"torch.{name.strip('_')}")
             return drawn
-        # Without a fused kernel, dropout draws with bernoulli_.
-        self.drawn.add("dropout" if name == "bernoulli_" else name.strip("_"))
         value = constant(given)
+        # Without a fused kernel, dropout draws with bernoulli_.
+        is_dropout = name == "bernoulli_" and isinstance(value, float)
+        self.drawn.add(f"dropout of {1 - value:g}" if is_dropout else name.strip("_"))
         return drawn.copy_(value) if isinstance(value, Tensor) else drawn.fill_(value)
 
     @property

@@ -205,8 +205,7 @@ class _Part(Convention):
         self._gives_loss = is_loss(output)
         if not self._gives_loss:
             rows_of(output, self._sliced.layout.num_rows(microbatch))
-        leaves = tensor_leaves(output)
-        return {path: leaf if leaf.dim() else leaf[None] for path, leaf in leaves}
+        return {path: e if e.dim() else e[None] for path, e in tensor_leaves(output)}
 
     def targets(self, batch: Any) -> Any:
         return _targets_of(batch)
@@ -242,14 +241,16 @@ class _Part(Convention):
                     raise
                 stages.refuse(f"its trace by torch.fx fails ({describe_error(error)})")
             traced.stages = None  # the forward also measures chance
+            drawn, bench.draws.drawn = bench.draws.drawn, set()
             whole = bench.read(together)
             for key, (place, left) in whole.state.items():
                 if key not in staged.state or not left.is_like(staged.state[key][1]):
                     stages.refuse(f"its forward changes {place.name!r}, and a trace does not")
             found, blind = bench.compare(together, whole, staged)
             # BatchNorm over two values turns rounding into other gradients.
-            if max(found.values(), default=0.0) > _STAGED and not any(blind):
-                kind = "result" if LOSS in found else "gradient"
+            is_off = max(found.values(), default=0.0) > _STAGED and not any(blind)
+            if is_off or bench.draws.drawn != drawn:
+                kind = "dropout" if not is_off else "result" if LOSS in found else "gradient"
                 stages.refuse(
                     f"its trace by torch.fx gives another {kind} than its forward. A trace leaves "
                     "out torch.no_grad(), autocast, and attributes that are set for a while, such "
@@ -375,9 +376,7 @@ def _is_proportional(loss: Tensor, wanted: Sequence[Tensor]) -> bool:
             gradients: Sequence[Tensor | None] = torch.autograd.grad(
                 loss, wanted, loss.new_tensor(factor), retain_graph=True, allow_unused=True
             )
-            named = {
-                str(at): each / factor for at, each in enumerate(gradients) if each is not None
-            }
+            named = {str(at): e / factor for at, e in enumerate(gradients) if e is not None}
             found.append(Reading(gradients=named))
     except Exception as error:
         if classify(error) is Failure.RETRYABLE:

@@ -16,7 +16,7 @@ from automicro.policy.policy import Fixed, Policy
 from automicro.state.part import State
 
 if TYPE_CHECKING:
-    from automicro.checking.check import Occasions
+    from automicro.checking.check import Checks, Occasions
 
 BATCHNORM_MODES = ("warn", "error", "disable", "ignore", "exact")
 
@@ -89,7 +89,7 @@ class SplitGuard:
         self,
         sizes: Sequence[int],
         state: State,
-        counting: Sequence[str] = (),
+        checks: "Checks | None" = None,
         *,
         evaluates: bool = False,
     ) -> None:
@@ -97,6 +97,7 @@ class SplitGuard:
         # Called inside the attempt, so that it is rolled back if warnings are errors.
         if self._mode == "ignore":
             return
+        counting, adds_up = (checks.counting, checks.adds_up) if checks else ([], {})
         new = [name for name in counting if name not in self._named_state]
         if new:
             self._named_state.update(new)
@@ -112,11 +113,11 @@ class SplitGuard:
             return
         changed = self._index.changed_buffers(state.changed_tensors(by_content=by_content))
         known = {*self._batchnorm_buffers(), *self._named_buffers}
-        others = [name for name in changed if name not in known]
+        others = [e for e in changed if not (e in known or adds_up.get(e))]
         if others:
             message = _state_message("buffers", others, len(sizes), evaluates=evaluates)
             warn(message, BufferWarning)
-        self._named_buffers |= {*changed, *known}
+        self._named_buffers |= {*others, *known}
 
     def _batchnorm_names(self) -> list[str]:
         return [name for name, layer in self._index.batchnorms if sees_the_batch(layer)]
@@ -134,8 +135,6 @@ def _state_message(
     kind: str, names: Sequence[str], num_microbatches: int, *, evaluates: bool = False
 ) -> str:
     listed = ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
-    # Attributes that add up by rows were already left out.
-    unless = " unless each row writes to its own place" if kind == "buffers" else ""
     what, argument = "training forward", "microbatch_size"
     update = "Update them once per step outside the forward"
     if evaluates:
@@ -143,6 +142,6 @@ def _state_message(
         update = "Leave them unchanged, or update them once per batch outside the forward"
     return (
         f"the {what} changes {kind}: {listed}. A split batch changes them {num_microbatches} "
-        f"times, once per microbatch, so they depend on the microbatch size{unless}. {update}, or "
+        f"times, once per microbatch, so they can depend on the microbatch size. {update}, or "
         f"keep batches whole with {argument}=None; batchnorm='ignore' accepts this, too"
     )

@@ -342,8 +342,8 @@ class TrainingWork(_Work[Losses]):
             # Early, so that the optimizer's state does not count as free memory of an attempt.
             *([] if reservation is None else [reservation]),
             self._phase.random,
+            self._gradients,  # before the state, which gives a leaf its shape back first
             self._state,
-            self._gradients,  # after the state: its `prepare` calls hooks, which may change state
             *self._features.parts(),
             *self._phase.own_parts,
         ]
@@ -397,8 +397,7 @@ class TrainingWork(_Work[Losses]):
             return
         most = max(plan.cuts, key=lambda cut: len(cut.sizes), default=None)
         if most is not None and most.is_split:
-            counting = self._engine.checks.counting
-            self._engine.split_guard.warn(most.sizes, self._state, counting)
+            self._engine.split_guard.warn(most.sizes, self._state, self._engine.checks)
 
     @property
     def rank_loss(self) -> Tensor | None:

@@ -15,7 +15,7 @@ from torch.utils.data import RandomSampler, SubsetRandomSampler, WeightedRandomS
 
 from automicro.checkpoints.rng import restore_rng_state, rng_state
 from automicro.durations import Duration, Unit, read_duration
-from automicro.errors import CheckpointWarning, warn
+from automicro.errors import CheckpointWarning, describe_error, warn
 from automicro.events.run import LoopState, PhaseState, Sizes
 from automicro.loss.averages import Weight, read_numbers
 from automicro.microbatcher import Microbatcher
@@ -328,11 +328,11 @@ class EvaluationPlan:
                 each.standing.warn_of_lost(saved)
             try:
                 each.standing.write(saved)
-            except (RuntimeError, TypeError, ValueError) as error:
+            except Exception as error:  # of the loader's own code
                 warn(
                     f"the state of {each.loader_name} in the checkpoint cannot be loaded "
-                    f"({error}), so its batches can differ from those of an undisturbed run. Pass "
-                    "the loader of the run that saved it",
+                    f"({describe_error(error)}), so its batches can differ from those of an "
+                    "undisturbed run. Pass the loader of the run that saved it",
                     CheckpointWarning,
                 )
 

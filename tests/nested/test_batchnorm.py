@@ -207,6 +207,16 @@ def test_large_means_keep_precision() -> None:
     assert (model(x) - wanted).norm() < 4 * whole_error
 
 
+def test_rows_that_differ_by_rounding_are_not_taken_for_another_forward() -> None:
+    model = nn.Sequential(nn.BatchNorm1d(4), nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3))
+    x = 1e4 + 0.1 * torch.randn(64, 4, generator=torch.Generator().manual_seed(0))
+    batch = x, torch.arange(64) % 3
+    microbatcher = Microbatcher(
+        model, loss_fn=nn.CrossEntropyLoss(), batchnorm="exact", microbatch_size=16
+    )
+    assert microbatcher.backward(batch).nested_sizes == {"model": 16}
+
+
 def test_dropout_masks_are_drawn_per_slice_and_replayed() -> None:
     torch.manual_seed(0)
     first, norm, last = nn.Linear(3, 8), nn.BatchNorm1d(8), nn.Linear(8, 2)
@@ -480,6 +490,18 @@ class FrozenInForward(WithConv):
         return cast(Tensor, output)
 
 
+class MoreDropoutForAWhile(WithNorm):
+    def __init__(self) -> None:
+        super().__init__()
+        self.dropout = nn.Dropout(0.1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.dropout.p = 0.5
+        output = self.dropout(self.bn(x))
+        self.dropout.p = 0.1
+        return cast(Tensor, output)
+
+
 class WithLoss(WithNorm):
     def forward(self, x: Tensor) -> Tensor:
         return cast(Tensor, self.bn(x)).square().mean()
@@ -500,6 +522,7 @@ def hooked() -> nn.Module:
         (lambda: nn.Sequential(ScaledInTraining(CHANNELS)), "another result than its forward"),
         (WithoutGradient, "another gradient than its forward"),
         (FrozenInForward, "another result than its forward"),
+        (MoreDropoutForAWhile, "another dropout than its forward"),
         (lambda: nn.Sequential(nn.SyncBatchNorm(CHANNELS)), "is a SyncBatchNorm"),
         (Counts, "its forward changes 'seen', and a trace does not"),
         (Noisy, "draws random numbers that do not depend on its input"),

@@ -61,6 +61,11 @@ def _set(**how: Callable[[Any, Tensor], Any]) -> Callable[[Any, Tensor], object]
     return keep
 
 
+def _add_to_weight(model: Any, share: Tensor) -> None:
+    weight = model.net.weight
+    weight.seen = getattr(weight, "seen", 0) + share
+
+
 KEPT: dict[str, tuple[str, Callable[[Any, Tensor], object]]] = {
     # These depend on the number of calls and are named.
     "a counter": ("step", _set(step=lambda m, x: m.step + 1)),
@@ -68,7 +73,9 @@ KEPT: dict[str, tuple[str, Callable[[Any, Tensor], object]]] = {
     "one in place": ("mean", lambda m, x: m.mean.mul_(0.9).add_(x.detach().mean(0), alpha=0.1)),
     "a record": ("records", lambda m, x: m.records["loss"].append(float(x.sum()))),
     "a queue": ("recent", lambda m, x: m.recent.append(x.detach().mean(0))),
+    "an average on a parameter": ("net.weight", lambda m, x: _add_to_weight(m, x.detach().mean(0))),
     # These do not, and are not named.
+    "rows on a parameter": ("", lambda m, x: _add_to_weight(m, torch.tensor(len(x)))),
     "rows that add up": ("", _set(rows=lambda m, x: m.rows + len(x))),
     "a sum over rows": ("", _set(mean=lambda m, x: m.mean + x.detach().sum(0))),
     "the last input": ("", _set(last=lambda m, x: x.detach())),
@@ -185,6 +192,28 @@ def test_buffer_that_starts_changing_later_is_named() -> None:
     with pytest.warns(BufferWarning, match="changes buffers: queue"):
         mb.backward(data())
     mb.backward(data())  # the warning is given once
+
+
+@pytest.mark.parametrize("adds_up", [True, False])
+def test_buffer_is_named_only_if_it_depends_on_the_number_of_calls(adds_up: bool) -> None:
+    class Counted(nn.Linear):
+        used: Tensor
+
+        def __init__(self) -> None:
+            super().__init__(4, 3)
+            self.register_buffer("used", torch.zeros(4))
+
+        def forward(self, x: Tensor) -> Tensor:
+            positive = (x > 0).double()
+            self.used += positive.sum(0) if adds_up else positive.mean(0)
+            return super().forward(x)
+
+    mb = Microbatcher(Counted().double(), loss_fn=nn.MSELoss(), microbatch_size=4)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for step in range(3):
+            mb.backward(data(step))
+    assert len(caught) == (not adds_up)
 
 
 def test_instance_norm_is_exact_and_warns_about_statistics() -> None:

@@ -428,6 +428,30 @@ class Stubborn(Counting):
         raise KeyError("count")
 
 
+class Forgetful(CountsPasses):
+    """Holds an iterator, and cannot load its own state."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rest = iter(())
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        raise KeyError("rest")
+
+
+def test_evaluation_whose_loader_refuses_its_state_is_named(tmp_path: Path) -> None:
+    def fit(duration: str) -> None:
+        loader = evaluator(sampler=Forgetful())
+        trainer(Plain(), tmp_path, max_duration=duration, eval_dataloader=loader).fit()
+
+    fit("1ba")
+    with pytest.warns(CheckpointWarning, match=r"cannot be loaded \(KeyError: 'rest'\)"):
+        fit("2ba")
+
+
 def test_model_that_refuses_its_own_state_is_named(tmp_path: Path) -> None:
     trainer(Stubborn(), tmp_path, max_duration="1ba").fit()
     with pytest.raises(CheckpointError, match=r"Stubborn\.load_state_dict fails.*KeyError"):
