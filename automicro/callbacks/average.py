@@ -17,9 +17,7 @@ from automicro.sharding import is_sharded, local
 from automicro.showing import short
 
 
-@removed(
-    half_life="Pass decay=0.5 ** (1 / n), for a half-life of n updates",
-)
+@removed(half_life="Pass decay=0.5 ** (1 / n), for a half-life of n updates")
 class ExponentialMovingAverage(Callback):
     """Keeps an exponential moving average (EMA) of the model's weights.
 

@@ -13,9 +13,7 @@ Resize = Callable[[Any, int], Any]
 """Returns a batch at another size: ``resize(batch, size)``."""
 
 
-@removed(
-    logged_as="Leave it out: the size is logged as train/size",
-)
+@removed(logged_as="Leave it out: the size is logged as train/size")
 class GrowthSchedule(Callback):
     """Trains on smaller samples first, and on larger samples as training progresses.
 

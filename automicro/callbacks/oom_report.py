@@ -35,9 +35,7 @@ from automicro.torch_private_execution import (
 logger = logging.getLogger(__name__)
 
 
-@removed(
-    history="Call torch.cuda.memory._record_memory_history() before training",
-)
+@removed(history="Call torch.cuda.memory._record_memory_history() before training")
 class OutOfMemoryReport(Callback):
     """Writes a report of each out-of-memory error, recovered from or not.
 

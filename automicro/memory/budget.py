@@ -287,16 +287,12 @@ def limit_memory(
 
         return MemoryBudget(num_bytes)
     total = total_bytes(device)
-    if total is None or ability(device, "set_per_process_memory_fraction") is None:
+    has_limits = ability(device, "set_per_process_memory_fraction") is not None
+    if total is None or not has_limits or read_counts(device) is NO_COUNTS:
         raise ValueError(
             f"cannot limit the memory of {device} to {format_bytes(num_bytes)}: only a CPU "
-            "(simulated) and devices like CUDA can be limited. Leave the limit out, or use one "
-            "of these"
-        )
-    if read_counts(device) is NO_COUNTS:
-        raise ValueError(
-            f"cannot limit the memory of {device} to {format_bytes(num_bytes)}: its pluggable "
-            "allocator keeps no statistics. Leave the limit out, or use torch's own allocator"
+            "(simulated) and devices like CUDA with torch's own allocator can be limited. Leave "
+            "the limit out, or use one of these"
         )
     if num_bytes > total:
         raise ValueError(

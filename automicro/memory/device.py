@@ -182,7 +182,9 @@ def capacity_bytes(device: torch.device | str) -> int | None:
 
 def total_bytes(device: torch.device | str) -> int | None:
     """Return the total memory of a device, or None if unknown."""
-    found = _property(torch.device(device), "total_memory")
+    device = torch.device(device)
+    read = ability(device, "get_device_properties")
+    found = None if read is None else getattr(read(device), "total_memory", None)
     return None if found is None else int(found)
 
 
@@ -205,12 +207,6 @@ def share_of(device: torch.device) -> float:
     if read is None or device in _uncounted:
         return 1.0
     return min(1.0, float(read(device.index)))  # cudaMallocAsync without a limit reports millions
-
-
-def _property(device: torch.device, name: str) -> Any:
-    """Return a property of a device, or None if it does not exist."""
-    read = ability(device, "get_device_properties")
-    return None if read is None else getattr(read(device), name, None)
 
 
 def ability(device: torch.device, name: str) -> Callable[..., Any] | None:

@@ -6,7 +6,7 @@ import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import torch
@@ -24,7 +24,6 @@ from automicro.step.outputs import order_of
 from automicro.torch_private import children_of
 from automicro.transaction.transaction import Part, Transaction
 
-T = TypeVar("T")
 UpdateMetric = Callable[[Any, Any, Any], None]
 
 _MOST_CHECKS = 3

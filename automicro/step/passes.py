@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from automicro.batch.device import on_host
-from automicro.batch.tensors import map_tensors, tensor_leaves
+from automicro.batch.tensors import map_tensors
 from automicro.errors import BatchError, LossAverageWarning, LossError, MetricWarning, warn
 from automicro.loss.averages import BatchWeights, CutBatch
 from automicro.loss.conventions import Output
@@ -159,10 +159,6 @@ class Passes:
                 LossAverageWarning,
             )
             self._has_warned_of_nothing = True
-
-    def tensors(self, batch: Any) -> list[Tensor]:
-        """Return all tensors of a batch."""
-        return [tensor for _, tensor in tensor_leaves(batch)]
 
     def train(
         self,

@@ -2,7 +2,6 @@
 
 import contextlib
 import functools
-import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
@@ -39,8 +38,6 @@ if TYPE_CHECKING:  # not on the path of every batch, so each is imported on firs
     from automicro.step.agreement import GlobalLoss
     from automicro.step.metrics import MetricGuard
     from automicro.step.outputs import Kept
-
-logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
@@ -111,16 +108,15 @@ class Engine:
 class _Watching(Feature):
     """A detector of forwards that write into copies of the batch, until that is known."""
 
-    def __init__(self, watch: InputWatch, tensors: Callable[[Any], list[Tensor]]) -> None:
-        self._watch, self._tensors = watch, tensors
-        self.used: list[Tensor] = []
+    def __init__(self, watch: InputWatch) -> None:
+        self._watch, self.used = watch, list[Tensor]()
 
     def before(self, run: MicrobatchRun) -> None:
-        self.used = self._tensors(run.inputs)
+        self.used = [tensor for _, tensor in tensor_leaves(run.inputs)]
 
     def after(self, run: MicrobatchRun) -> None:
         used, self.used = self.used, []
-        self._watch.compare(self._tensors(run.given), used)
+        self._watch.compare([tensor for _, tensor in tensor_leaves(run.given)], used)
 
 
 class _Work(Generic[T]):
@@ -149,7 +145,7 @@ class _Work(Generic[T]):
         self._state = phase.state(counted)
         self._watch = watch = phase.watch([each.contents for each in step.batches])
         # The usual step has no features, and then no hook is looked up.
-        self._watching = [_Watching(watch, self._passes.tensors)] if watch.compares else []
+        self._watching = [_Watching(watch)] if watch.compares else []
         features: list[Feature] = [*self._watching]
         # A rehearsal leaves no trace, so the caller's features are not notified of it.
         if not phase.is_rehearsing:
@@ -258,6 +254,10 @@ class _Work(Generic[T]):
     def combined(self, result: T, sums: Sequence[float]) -> T:
         return result
 
+    def accepts(self, result: T) -> bool:
+        # A rehearsal is measured, and then rolled back like a step that is not accepted.
+        return not self._phase.is_rehearsing
+
     def _begin(self, plan: Plan, cuts: Sequence[CutBatch]) -> Compute:
         """Return the function that computes forward and, in training, backward of a microbatch."""
         raise NotImplementedError
@@ -289,7 +289,7 @@ class _Work(Generic[T]):
             return self._step.raw
         return [cuts[0].microbatches[-1]] if cuts else []
 
-    def _residents(self, *, training: bool, upcoming_bytes: Sequence[int] = ()) -> "ResidentMemory":
+    def residents(self) -> "ResidentMemory | None":
         from automicro.memory.residents import measure
 
         each: list[list[Tensor]] = []
@@ -297,10 +297,11 @@ class _Work(Generic[T]):
             each = [self._passes.layout.shared(batch) for batch in self._step.raw]
         # Batches of a step are computed one after the other, so only the most bytes count.
         most = max(each, key=lambda tensors: sum(tensor.nbytes for tensor in tensors), default=[])
+        is_training = self._mode == "train"
         return measure(
             self._engine.memory,
-            training=training,
-            upcoming_bytes=upcoming_bytes,
+            training=is_training,
+            upcoming_bytes=self._engine.upcoming_bytes if is_training else (),
             shared_inputs=most,
         )
 
@@ -424,13 +425,7 @@ class TrainingWork(_Work[Losses]):
         return result if self._global_loss is None else self._global_loss.together(result, sums)
 
     def accepts(self, result: Losses) -> bool:
-        # A rehearsal is measured, and then rolled back like a step that is not accepted.
-        if self._phase.is_rehearsing:
-            return False
-        return self._accept is None or self._accept(result[0])
-
-    def residents(self) -> "ResidentMemory | None":
-        return self._residents(training=True, upcoming_bytes=self._engine.upcoming_bytes)
+        return super().accepts(result) and (self._accept is None or self._accept(result[0]))
 
 
 class EvaluationWork(_Work[Evaluated]):
@@ -488,9 +483,3 @@ class EvaluationWork(_Work[Evaluated]):
                 self._engine.split_guard.warn(cut.sizes, self._state, evaluates=True)
         total, parts = add_up(self._losses) if self._losses else (None, {})
         return total, parts, {} if self._weights is None else self._weights.totals
-
-    def accepts(self, result: Evaluated) -> bool:
-        return not self._phase.is_rehearsing
-
-    def residents(self) -> "ResidentMemory | None":
-        return self._residents(training=False)

@@ -59,17 +59,3 @@ def assert_fits(model: Any, batch: Any, memory: Any = None, **options: Any) -> "
 def give_assert_fits() -> "Callable[..., PlanReport]":
     """Return `assert_fits`."""
     return assert_fits
-
-
-def pytest_configure(config: pytest.Config) -> None:
-    """Register the mark that went, because pytest would only warn of an unknown mark."""
-    config.addinivalue_line("markers", "fits: is gone; call assert_fits in the test")
-
-
-def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Refuse marked tests, which would check nothing."""
-    if item.get_closest_marker("fits") is not None:
-        raise pytest.UsageError(
-            f"{item.nodeid} is marked with fits, which checks nothing any more. Call "
-            "assert_fits(model, batch, '80GiB') in the test"
-        )
