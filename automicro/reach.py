@@ -13,16 +13,7 @@ import torch
 from torch import nn
 
 from automicro.options import unwrapped
-from automicro.values import (
-    Kind,
-    Kinds,
-    Place,
-    children,
-    is_generator,
-    kinds_of,
-    places,
-    walk,
-)
+from automicro.values import Kind, Kinds, Place, children, is_generator, kinds_of, places, walk
 
 OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 """The attributes that every module has."""

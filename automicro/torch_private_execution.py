@@ -62,11 +62,7 @@ class OperationMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return self.run(func, types, args, kwargs or {})
 
     def run(
-        self,
-        func: Any,
-        types: Sequence[type],
-        args: tuple[Any, ...],
-        kwargs: Mapping[str, Any],
+        self, func: Any, types: Sequence[type], args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> Any:
         """Run one operation."""
         return func(*args, **kwargs)

@@ -345,11 +345,7 @@ class Bench:
             raise
 
     def _backward(
-        self,
-        loss: Tensor,
-        shake: int,
-        given: list[tuple[str, Tensor]],
-        sums: dict[int, Tensor],
+        self, loss: Tensor, shake: int, given: list[tuple[str, Tensor]], sums: dict[int, Tensor]
     ) -> list[tuple[str, Tensor | None]]:
         """Add gradients to the leaves, or return the gradients by module outputs."""
         # A control's loss, which is a single part, is scaled down and its gradients are scaled

@@ -229,13 +229,7 @@ class Checks:
         def compare(most: int) -> Finding | None:
             track.most_rows = most
             parts[:] = telling_rows(
-                layout,
-                batch,
-                num_rows,
-                most=most,
-                seed=seed,
-                multiple=multiple,
-                without=without,
+                layout, batch, num_rows, most=most, seed=seed, multiple=multiple, without=without
             )
             return self._compare_few(batch, parts, mode)
 

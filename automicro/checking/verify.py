@@ -32,13 +32,7 @@ from automicro.checking.rows import telling_rows
 from automicro.errors import BatchError, LossError, RollbackError, describe_error, removed, text_of
 from automicro.loss import averages as means
 from automicro.loss.averages import Average, LossAverage
-from automicro.loss.conventions import (
-    IGNORED,
-    TARGET_KEYS,
-    Carried,
-    Convention,
-    choose_convention,
-)
+from automicro.loss.conventions import IGNORED, TARGET_KEYS, Carried, Convention, choose_convention
 from automicro.loss.passes import Computation
 from automicro.memory.oom import Failure, classify
 from automicro.modules import is_rank_wrapper, unshaped
@@ -82,11 +76,7 @@ class _Examination:
     """Examination of one model with one batch."""
 
     def __init__(
-        self,
-        roots: Mapping[str, Any],
-        batch: Any,
-        layout: BatchLayout,
-        loss_average: Any,
+        self, roots: Mapping[str, Any], batch: Any, layout: BatchLayout, loss_average: Any
     ) -> None:
         self.batch, self.layout, self.num_rows = batch, layout, layout.num_rows(batch)
         self.model, self.loss_fn, forward = roots[""], roots["loss_fn"], roots["forward"]

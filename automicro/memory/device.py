@@ -346,11 +346,7 @@ class Meter:
     """
 
     def __init__(
-        self,
-        devices: Sequence[torch.device],
-        *,
-        repeatable: bool = False,
-        left_free: float = 0.0,
+        self, devices: Sequence[torch.device], *, repeatable: bool = False, left_free: float = 0.0
     ) -> None:
         # With several devices, the fullest decides which sizes fit. Reported numbers are those of
         # the first device, with its peak scaled to the same share of free memory as the fullest's.

@@ -293,11 +293,7 @@ class _Part(Convention):
         return any(gap > most * whole.scales.get(name, 0.0) for name, gap in noise.items())
 
     def _fits(
-        self,
-        bench: Bench,
-        together: CutBatch,
-        apart: CutBatch,
-        averages: Mapping[str, Average],
+        self, bench: Bench, together: CutBatch, apart: CutBatch, averages: Mapping[str, Average]
     ) -> bool:
         """Whether the losses of slices add up with these weights."""
         bench.computation = replace(bench.computation, averages=averages)

@@ -286,10 +286,7 @@ def _add_up_gradients(parameters: list[nn.Parameter], ranks: Ranks) -> None:
 
 
 def step_optimizer(
-    optimizer: torch.optim.Optimizer,
-    device: torch.device,
-    *,
-    scaler: GradientScaler | None = None,
+    optimizer: torch.optim.Optimizer, device: torch.device, *, scaler: GradientScaler | None = None
 ) -> bool:
     """Step once and return whether the optimizer stepped: a scaler skips overflowed gradients."""
     if scaler is not None:

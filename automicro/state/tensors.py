@@ -60,11 +60,7 @@ class Copies:
     """Copies of tensors, made by few kernels and restored into the same memory."""
 
     def __init__(
-        self,
-        tensors: Sequence[Tensor],
-        buffers: Mapping[int, Any],
-        *,
-        watches_others: bool = False,
+        self, tensors: Sequence[Tensor], buffers: Mapping[int, Any], *, watches_others: bool = False
     ) -> None:
         # The copy of a large tensor is reused while its version stays, once a commit has shown by
         # content that the tensor is not written to without a new version.

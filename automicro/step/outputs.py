@@ -47,11 +47,7 @@ class Kept(Feature):
     """The requested results of every microbatch's forward in one step."""
 
     def __init__(
-        self,
-        where: object,
-        device: torch.device,
-        carry_layout: BatchLayout | None,
-        known: set[str],
+        self, where: object, device: torch.device, carry_layout: BatchLayout | None, known: set[str]
     ) -> None:
         self._known = known  # shared by all steps
         if where not in (True, False, "host", "device"):

@@ -90,9 +90,7 @@ class Phase:
         self.is_training = name == "train"
         self.is_repeatable = setup.repeatable
         self._meter = Meter(
-            setup.devices,
-            repeatable=setup.repeatable,
-            left_free=setup.ranks.communication_share,
+            setup.devices, repeatable=setup.repeatable, left_free=setup.ranks.communication_share
         )
         # All attempts share it; between them it holds nothing.
         self.random = RandomState(setup.devices)

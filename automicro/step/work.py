@@ -362,10 +362,7 @@ class TrainingWork(_Work[Losses]):
         # A single microbatch needs no separate sum of gradients.
         self._gradients.expect(plan.num_microbatches)
         return functools.partial(
-            passes.train,
-            weights=self._weights,
-            gradients=self._gradients,
-            features=self._features,
+            passes.train, weights=self._weights, gradients=self._gradients, features=self._features
         )
 
     def _is_nothing(self, index: int) -> bool:

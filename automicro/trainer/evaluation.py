@@ -409,10 +409,7 @@ class LossMean:
         self._unread: list[tuple[str, Tensor, Weight | None]] = []
 
     def add(
-        self,
-        loss: Tensor,
-        losses: Mapping[str, Tensor],
-        denominators: Mapping[str, Weight | None],
+        self, loss: Tensor, losses: Mapping[str, Tensor], denominators: Mapping[str, Weight | None]
     ) -> None:
         """Add one batch's loss, its parts by name, and their denominators."""
         is_one = "" in denominators
