@@ -39,11 +39,9 @@ class Net(nn.Module):
         self.last = nn.Linear(6, 1)  # 1 row, so some shards are empty
 
     def forward(self, x: Tensor) -> Tensor:
-        x = self.drop(self.norm(self.first(x)))
-        for block in self.blocks:
-            x = x + block(x).tanh()
-        output: Tensor = self.last(x)
-        return output
+        for part in (self.first, self.norm, self.drop, *self.blocks, self.last):
+            x = part(x).tanh()
+        return x
 
 
 def make_loader() -> DataLoader[Any]:
@@ -93,6 +91,9 @@ def everything(run: Any, average: Any = None) -> dict[str, Tensor]:
     return {name: whole(each).clone() for name, each in found.items()}
 
 
+step_lr = torch.optim.lr_scheduler.StepLR
+
+
 def make_trainer(
     kind: str, folder: Path, until: int, *callbacks: Callback, noisy: bool = False, **more: Any
 ) -> Trainer:
@@ -115,7 +116,14 @@ def make_trainer(
     )
 
 
-step_lr = torch.optim.lr_scheduler.StepLR
+@contextmanager
+def told() -> Iterator[list[str]]:
+    """Collect warnings."""
+    messages: list[str] = []
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        yield messages
+    messages += [str(each.message) for each in caught]
 
 
 # Jobs for all ranks of a world.
@@ -127,18 +135,19 @@ def resume_run(
     """Resume from the newest checkpoint, if one exists; return all state at the end."""
     resumed, average = Resumed(), ExponentialMovingAverage(decay=0.5)
     lines: list[str] = []
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        with mock.patch.object(Progress, "line", lambda self, text: lines.append(text)):
-            trainer = make_trainer(kind, folder, until, resumed, *[average] * averages, **options)
-            trainer.fit()
+    with (
+        told() as messages,
+        mock.patch.object(Progress, "line", lambda _, text: lines.append(text)),
+    ):
+        trainer = make_trainer(kind, folder, until, resumed, *[average] * averages, **options)
+        trainer.fit()
     return {
         "resumed_at": resumed.at,
         "after_resume": resumed.state,
         "end": everything(trainer._run, average if averages else None),
         "own": {"rng": torch.get_rng_state(), **dict(trainer.model.named_buffers())},
         "lines": lines,
-        "warnings": [str(each.message) for each in caught],
+        "warnings": messages,
     }
 
 
@@ -163,14 +172,12 @@ def count_points(folder: Path, kind: str, **options: Any) -> int:
 
 def fill_disk(folder: Path, kind: str, ranks: tuple[int, ...], at: int) -> dict[str, Any]:
     """Fail one save on some ranks, and save again; return the warnings and the remaining files."""
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        with faulty_save(folder, ranks, lambda n: n >= at, fail) as faulty:
-            make_trainer(kind, folder, 4, faulty).fit()
+    with told() as messages, faulty_save(folder, ranks, lambda n: n >= at, fail) as faulty:
+        make_trainer(kind, folder, 4, faulty).fit()
     last, _ = newest(folder)
     dist.barrier()
     return {
-        "warnings": [str(each.message) for each in caught],
+        "warnings": messages,
         "steps": (faulty.newest_step, last),
         "names": sorted(path.name for path in folder.iterdir()),
     }
@@ -200,10 +207,9 @@ def raise_in_gather(folder: Path, kind: str) -> str:
 
 
 def newest(folder: Path) -> tuple[int | None, list[str]]:
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with told() as messages:
         found = CheckpointStore(folder, peers=open_peers()).newest()
-    return None if found is None else found.step, [str(each.message) for each in caught]
+    return None if found is None else found.step, messages
 
 
 def fail_together(errors: list[Exception | None]) -> str:

@@ -340,5 +340,6 @@ def test_failure_between_send_and_receive_ends_all_ranks() -> None:
             ranks.vote()
         with pytest.raises(PeerFailedError, match="rank 1: MemoryError"):
             ranks.stop(stopped.value, Status.FATAL)
+        return None
 
     assert "a second attempt would mistake them" in run(3, work)[1]
