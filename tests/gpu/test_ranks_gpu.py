@@ -17,10 +17,8 @@ from automicro.ranks.exchange import Ballot, Exchange, failed, fold
 from automicro.ranks.interface import Status
 from tests.gpu.conftest import Record
 from tests.gpu.device import GPU, accelerator, differences, room, to_device, waits
-from tests.gpu.subjects import ROWS, Hungry, batch, microbatcher
-from tests.gpu.test_oom_gpu import PHASES, ROOM
+from tests.gpu.subjects import HALF, PHASES, ROOM, ROWS, Hungry, batch, microbatcher
 from tests.gpu.wrappers import (
-    HALF,
     KINDS,
     WITH_NCCL,
     exchange_over_gloo,
