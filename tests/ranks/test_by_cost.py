@@ -13,8 +13,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from automicro import Microbatcher, PaddingWarning
 from automicro.features import MicrobatchUnit
-from tests.ranks.world import World, on_ranks
-from tests.ranks.wrapping import furthest, require_told, whole_gradients, wrapped
+from tests.ranks.world import World
+from tests.ranks.wrapping import furthest, whole_gradients, wrapped
 from tests.step.texts import IGNORED, Reader, texts
 from tests.sweeps import mostly_in_sweeps
 
@@ -159,48 +159,3 @@ def test_padding_that_no_rank_can_check_stays_with_warning(world2: World) -> Non
     for rank in require_same(world2, "fsdp", ranks, padded=20, declared=True):
         assert not rank["warned"]
         assert all(length < 20 for _, length in rank["ran"])
-
-
-@pytest.mark.parametrize(
-    ("kind", "size", "ranks"),
-    [
-        ("ddp", "auto", [LONG, []]),
-        ("fsdp", 20, [LONG, SHORT]),
-        pytest.param("fsdp", "auto", [[6, 6, 6], LONG], marks=pytest.mark.sweep),
-    ],
-)
-@on_ranks()
-def test_evaluation_and_prediction_keep_row_order(
-    kind: str, size: Any, ranks: list[list[int]]
-) -> None:
-    model, plain = reader(kind), reader(None).eval()
-    microbatcher = by_tokens(model, DECLARED[kind], eval_microbatch_size=size)
-    rows = ranks[dist.get_rank()]
-    batch = texts(rows) if rows else None
-    result = microbatcher.evaluate(batch, return_outputs=True)
-    predicted = microbatcher.predict(batch)
-    if batch is None:
-        assert result.loss is None
-        return
-    with torch.no_grad():
-        alone = plain(**batch)
-    real = batch["attention_mask"].bool()
-    assert furthest([result.loss], expected([[rows]])[:1]) <= 1e-9  # type: ignore[list-item]
-    for outputs in (result.outputs, predicted):
-        assert outputs["logits"].shape == alone["logits"].shape
-        found = outputs["logits"][real], outputs["pooled"]
-        assert furthest(found, [alone["logits"][real], alone["pooled"]]) <= 1e-12
-
-
-@on_ranks()
-def test_unsortable_batch_on_one_rank_ends_step_on_all() -> None:
-    """The lengths of its rows are unknown."""
-    model = reader("ddp")
-    microbatcher = by_tokens(model, "auto", microbatch_size=24)
-    batch: dict[str, Tensor] = texts([9, 3, 6])
-    if dist.get_rank() == 1:
-        batch["x_lengths"] = torch.ones(3, dtype=torch.int64)
-    own = "'x_lengths' looks like the lengths"
-    require_told(lambda: microbatcher.backward(batch), "BatchError", told="x_lengths", own=own)
-    model.zero_grad()
-    microbatcher.backward(texts([9, 3, 6]))  # all ranks can continue

@@ -41,7 +41,6 @@ class Reference:
     after: dict[str, Any]
     later: dict[str, Any]
     kept_bytes: int
-    most_bytes: int
     allocations: int
 
 
@@ -97,15 +96,13 @@ class Laboratory:
         run.microbatcher._train.policy = run.microbatcher._eval.policy = Fixed(size)
         gc.collect()
         base_bytes, before = self.allocator.used_bytes, self.allocator.allocations
-        self.allocator.reset_peak()
         result = call(scene, run)
-        most_bytes = self.allocator.peak_bytes - base_bytes
         allocations = self.allocator.allocations - before
         gc.collect()
         kept_bytes = self.allocator.used_bytes - base_bytes
         after, later = _after(run, result), go_on(scene, run)
         gc.freeze()  # skips imported objects when automicro collects after each failure
-        return Reference(after, later, kept_bytes, most_bytes, allocations)
+        return Reference(after, later, kept_bytes, allocations)
 
     def _try(
         self, row: Row, scene: Scene, size: int | None, what: str, disturb: Callable[[], None]
@@ -144,12 +141,7 @@ class Laboratory:
             row.wrong.append(f"{what}: {outcome}: {'; '.join(problems)}")
 
     def _judge_success(
-        self,
-        scene: Scene,
-        run: TortureRun,
-        result: Any,
-        kept_bytes: int,
-        sizes: tuple[int, int | None],
+        self, scene: Scene, run: TortureRun, result: Any, kept_bytes: int, sizes: Any
     ) -> list[str]:
         after, later = _after(run, result), go_on(scene, run)
         clean = self._reference(scene, *sizes)  # last, because its first use reseeds the generators
