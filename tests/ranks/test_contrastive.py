@@ -10,7 +10,6 @@ from torch import Tensor, nn
 
 from automicro import MemoryBudget, Microbatcher
 from automicro.contrastive import Contrastive, InfoNCE, gather_rows
-from automicro.errors import UnsplittableModelError
 from tests.ranks.world import World, on_ranks
 from tests.ranks.wrapping import furthest, require_alike, whole_gradients, wrapped
 
@@ -66,15 +65,6 @@ def test_loss_and_gradients_match_one_process(
     expected = contrastive_step(None, [sum(rows)], None)
     for found in world2.run(contrastive_step, kind, rows, size):
         assert furthest(found, expected) <= 1e-9
-
-
-@on_ranks()
-def test_sharded_module_inside_encoder_is_refused_with_remedy() -> None:
-    """Otherwise each slice of an encoder would communicate."""
-    model = make_model(3)
-    wrapped("fsdp", model, *(each.get_submodule("0") for each in model.encoders.values()))
-    with pytest.raises(UnsplittableModelError, match="Apply fully_shard to the part itself"):
-        microbatcher_of(model).backward(share([7, 6], dist.get_rank()))
 
 
 @on_ranks()

@@ -4,26 +4,20 @@ import dataclasses
 import itertools
 import random
 from collections.abc import Sequence
-from importlib.util import find_spec
 from typing import Any
 from unittest import mock
 
-import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
-from automicro import Halving, Microbatcher
+from automicro import Halving
 from automicro.features import Nested, WhenTooLarge
 from automicro.savers import offload
-from automicro.savers.recompute import Recompute, repeated_blocks
-from tests.ranks.faulty_models import HALF, Fault, Faults, build, random_plan
+from tests.ranks.faulty_models import Fault, Faults, build, random_plan
 from tests.ranks.jobs import batch
 from tests.ranks.steps import Stepper
-from tests.ranks.world import World, on_ranks
-from tests.ranks.wrapping import local, wrapped
-from tests.savers.families import LANGUAGE, OTHERS, Family
+from tests.ranks.world import World
 from tests.sweeps import SEED, mostly_in_sweeps
 from tests.torture.engine.cuts import Cut, CutRecorder
 from tests.torture.engine.subject import begin_at_level
@@ -178,60 +172,3 @@ def test_random_plans_recover(world2: World, kind: str, what: str, seeds: range)
         fired += sum(result["fired"] for result in results)
         climbed += any(level for _, level in results[0]["outer"])
     print(f"{kind}, {what}: {len(seeds)} plans, {fired} faults, {climbed} with levels, all equal")
-
-
-# Models from transformers, in the usual wrappers, at every level
-
-
-def train_at(kind: str, family: Family, options: dict[str, Any], levels: list[str]) -> Any:
-    """Train three steps at the highest level; return the state."""
-    model = family.make()
-    blocks = repeated_blocks(model).values() if kind == "fsdp" else ()
-    model = wrapped(kind, model, *blocks, **options)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-    microbatcher = Microbatcher(
-        model,
-        microbatch_size=2,
-        features=[WhenTooLarge(levels or "error")],
-        forward=family.forward,
-        optimizer=optimizer,
-        probe=False,
-    )
-    torch.manual_seed(100 + dist.get_rank())
-    np.random.seed(dist.get_rank())  # SpecAugment draws from it
-    losses = []
-    for _ in range(3):
-        if levels:
-            begin_at_level(microbatcher, len(levels))
-        losses.append(microbatcher.backward(family.batch()).loss)
-        optimizer.step()
-        optimizer.zero_grad()
-    savers = microbatcher._levels[len(levels)].savers
-    blocks = [block for saver in savers if isinstance(saver, Recompute) for block in saver.blocks]
-    assert all(block.turn > 0 for block in blocks), "nothing is recomputed"
-    state: dict[str, Tensor] = {key: local(each.detach()) for key, each in model.named_parameters()}
-    return state | {"losses": torch.stack(losses), "rng": torch.get_rng_state()}
-
-
-WRAPPINGS: list[tuple[str, dict[str, Any]]] = [
-    ("fsdp", {"reshard_after_forward": True}),
-    ("fsdp", {"reshard_after_forward": False, "mp_policy": HALF}),
-    ("ddp", {}),
-    ("ddp", {"find_unused_parameters": True}),
-]
-FAMILIES = (
-    *("bert", "convnext", "funnel", "gemma3n", "gpt2", "llama", "mamba", "mistral", "mixtral"),
-    *("swin", "t5", "vit", "wav2vec2"),
-)
-
-
-@pytest.mark.skipif(find_spec("transformers") is None, reason="transformers is not installed")
-@pytest.mark.parametrize(("name", "wrapping"), mostly_in_sweeps(FAMILIES, WRAPPINGS, few=3))
-@on_ranks()
-def test_transformers_keep_all_bits_at_each_level(name: str, wrapping: Any) -> None:
-    family = (LANGUAGE | OTHERS)[name]
-    with mock.patch.object(offload, "SMALL_BYTES", 1 << 10):
-        plain = train_at(wrapping[0], family, wrapping[1], [])
-        for levels in (["recompute"], ["offload"], LEVELS):
-            found = train_at(wrapping[0], family, wrapping[1], levels)
-            assert [key for key in plain if not torch.equal(plain[key], found[key])] == []

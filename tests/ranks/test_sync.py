@@ -12,7 +12,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-import automicro.ranks.guards.fsdp
 from automicro.errors import SampleTooLargeError
 from automicro.ranks.interface import Sync
 from tests.ranks import test_recovery as recovery
@@ -107,12 +106,9 @@ def choosing_batch(ranks: int) -> tuple[Tensor, Tensor]:
 @pytest.mark.parametrize(
     "sharded", [[], ["layers.0", "layers.1"]], ids=["in one module", "each by itself"]
 )
-@pytest.mark.parametrize("looks", [True, False])
 @on_ranks(4)
-def test_microbatches_with_different_parameters_reduce_separately(
-    sharded: list[str], looks: bool
-) -> None:
-    """Without the checks, torch adds up gradients at the same position."""
+def test_microbatches_with_different_parameters_reduce_separately(sharded: list[str]) -> None:
+    """Torch alone would add up gradients at the same position."""
     mine = slice(4 * dist.get_rank(), 4 * dist.get_rank() + 4)
     model, plain = Choosing(), Choosing()
     wrapped("hsdp", model, *map(model.get_submodule, sharded))
@@ -121,17 +117,12 @@ def test_microbatches_with_different_parameters_reduce_separately(
         part = slice(start, start + 2)
         (squared_error(plain(x[part]), y[part]) / 8).backward()
     step = another(model, microbatch_size=2)
-    guard: Any = automicro.ranks.guards.fsdp
-    blind: Any = {"whole_numel": lambda module: mock.ANY, "holds_back": lambda module: False}
-    errors = []
-    with contextlib.nullcontext() if looks else mock.patch.multiple(guard, **blind):
-        for _ in range(2):
-            model.zero_grad()
-            with counting() as found:
-                step.backward((x[mine], y[mine]))
-            errors.append(gap(model, plain))
-    assert max(errors) <= 1e-12 if looks else max(errors) > 1e-3
-    assert not looks or found["all-reduce"] > 1 + len(sharded), "with each microbatch"
+    for _ in range(2):
+        model.zero_grad()
+        with counting() as found:
+            step.backward((x[mine], y[mine]))
+        assert gap(model, plain) <= 1e-12
+    assert found["all-reduce"] > 1 + len(sharded), "with each microbatch"
 
 
 @pytest.mark.parametrize(("option", "count"), [("", 1), ("coarse sums", 2), ("hook", 2)])

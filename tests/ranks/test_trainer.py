@@ -6,18 +6,14 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from automicro import Callback, CheckpointConfig
 from automicro.callbacks import ExponentialMovingAverage
 from automicro.features import RankReduction
 from tests.ranks.trainer_jobs import (
-    CLASSES,
-    FEATURES,
     UNDECAYED,
     Net,
-    make_loader,
     make_trainer,
     train,
 )
@@ -52,35 +48,6 @@ def test_two_ranks_match_one_process_with_same_global_batch(world2: World, paral
     assert [result["num_devices"] for result in results] == [2, 2]
     assert {result["samples"] for result in results} == {50}
     assert {result["sharded"] for result in results} == {3 if parallel == "fsdp" else 0}
-
-
-def train_wide(*, limit_of_last: str | None, **options: Any) -> dict[str, Any]:
-    """Train rows that need more memory than the parameters, with a limit on the last rank."""
-    world_size = dist.get_world_size() if dist.is_initialized() else 1
-    is_last = dist.is_initialized() and dist.get_rank() == world_size - 1
-    torch.manual_seed(3)
-    layers = nn.Linear(FEATURES, 512), nn.Tanh(), nn.Linear(512, CLASSES)
-    return train(
-        nn.Sequential(*layers).double(),
-        train_dataloader=make_loader(200, 120 // world_size),
-        eval_dataloader=None,
-        optimizer=torch.optim.SGD,
-        memory_limit=limit_of_last if is_last else None,
-        **options,
-    )
-
-
-@pytest.mark.parametrize(("parallel", "sync"), [("ddp", "each"), ("fsdp", "auto")])
-def test_all_ranks_recover_when_one_has_less_memory(
-    world2: World, parallel: str, sync: str
-) -> None:
-    options: dict[str, Any] = {"parallel": parallel, "features": [RankReduction(sync)]}
-    results = world2.run(train_wide, limit_of_last="800KiB", **options)
-    alone = train_wide(limit_of_last=None)
-    assert differ(results, alone) < 1e-9
-    assert [result["train_loss"] for result in results] == pytest.approx([alone["train_loss"]] * 2)
-    assert results[0]["ooms"] == results[1]["ooms"] > 0
-    assert results[0]["microbatch_size"] == results[1]["microbatch_size"] < 60
 
 
 def train_wrapped_by_hand() -> dict[str, Any]:

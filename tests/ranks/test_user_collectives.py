@@ -30,10 +30,9 @@ from automicro.ranks.guards import guard
 from automicro.torch_private import is_collective
 from automicro.values import same_values
 from tests.outside import Outside
-from tests.ranks.steps import HalvingOnly
 from tests.ranks.world import World, WorldStuckError, world_of
 from tests.ranks.wrapping import raised, whole_parameters
-from tests.sweeps import SEED, mostly_in_sweeps
+from tests.sweeps import SEED
 
 pytestmark = pytest.mark.sweep
 
@@ -299,7 +298,7 @@ def end_of(name: str, place: str, ranks: Sequence[int], options: dict[str, Any])
                 callbacks=[calling],
                 parallel=options.get("kind", "ddp"),
                 max_duration="3ep",
-                microbatch_size=options.get("size", "auto"),
+                microbatch_size="auto",
                 features=[RememberSizes(False)],
                 loss_average="samples",
                 device="cpu",
@@ -368,27 +367,6 @@ def test_few_operations_at_every_place(world2: World, place: str) -> None:
 def test_few_operations_on_two_nodes(world3: World) -> None:
     for case in random.Random(SEED).sample(list(every_case(3, (2, 2, 1))), 4):
         require_ended(world3, case)
-
-
-@pytest.mark.parametrize(
-    ("kind", "name", "place", "rank"),
-    mostly_in_sweeps(
-        ["ddp", "fsdp"],
-        ["all_reduce", "nn.all_gather", "barrier"],
-        ["forward", "loss"],
-        [0, 1],
-        few=4,
-    ),
-)
-def test_out_of_memory_before_collective_changes_no_bits(
-    world2: World, kind: str, name: str, place: str, rank: int
-) -> None:
-    options: dict[str, Any] = {"kind": kind, "oom": (rank, 3)}
-    found = world2.run(end_of, name, place, [0, 1], options)[0]
-    assert min(found["sizes"]) < 4
-    options = {"kind": kind, "size": HalvingOnly(4, found["sizes"])}
-    expected = world2.run(end_of, name, place, [0, 1], options)[0]
-    assert same_values(found["state"], expected["state"])
 
 
 def test_collective_at_batch_start_missing_on_one_rank_is_named(world2: World) -> None:

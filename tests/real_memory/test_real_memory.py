@@ -4,7 +4,7 @@ from collections import Counter
 
 import pytest
 
-from tests.real_memory.table import Report
+from tests.real_memory.conftest import Report
 
 pytestmark = [pytest.mark.sweep, pytest.mark.timeout(1800)]  # all of it takes about four minutes
 

@@ -1,14 +1,11 @@
-"""The allocator compared with traces of the rules that torch documents for CUDA."""
-
-import random
-from typing import Any
+"""The allocator follows the rules that torch documents for CUDA."""
 
 import pytest
 import torch
 from torch import Tensor
 
+from tests.gpu.device import MIB
 from tests.standin import device as standin
-from tests.standin.reference import MIB, Block, FullError, Reference
 
 
 def take(num_bytes: float, device: str = "standin:0") -> Tensor:
@@ -86,39 +83,18 @@ def test_full_device_waits_for_blocks_of_other_streams() -> None:
     del kept
 
 
-def play(trace: random.Random, length: int, capacity: int) -> list[tuple[Any, ...]]:
-    """Make random requests and releases, and return the answers of both allocators."""
-    reference = Reference(capacity)
-    live: list[tuple[Tensor, Block]] = []
-    seen = []
-    for _ in range(length):
-        if live and trace.random() < 0.45:
-            tensor, block = live.pop(trace.randrange(len(live)))
-            del tensor
-            reference.release(block)
-        else:
-            exponent = trace.uniform(0, 25) if trace.random() < 0.5 else trace.uniform(20, 25)
-            requested = int(2**exponent)
-            try:
-                block = reference.malloc(requested)
-            except FullError:
-                with pytest.raises(torch.OutOfMemoryError):
-                    take(requested)
-            else:
-                live.append((take(requested), block))
-        ours = stats("allocated_bytes", "reserved_bytes", "segment", "inactive_split_bytes")
-        ours += stats("num_alloc_retries", "num_ooms")
-        theirs = [reference.allocated, reference.reserved, reference.segments, reference.stranded]
-        theirs += [reference.retries, reference.ooms]
-        assert ours == theirs
-        seen.append(tuple(ours))
-    return seen
-
-
-@pytest.mark.parametrize("seed", range(3))
-def test_allocator_matches_python_reference_on_random_traces(seed: int) -> None:
-    capacity = (60 + 100 * seed) * MIB
-    torch.ops.standin.set_capacity(0, capacity)
-    seen = play(random.Random(seed), 500, capacity)
-    assert seen[-1][4] > 0, "no retry: the trace tells nothing of them"
-    assert seen[-1][5] > 0, "the device was never full"
+def test_blocks_are_split_joined_and_returned_by_size() -> None:
+    small, large, huge = take(1000), take(6 * MIB), take(12 * MIB + 1)
+    held = [1024 + 6 * MIB + 12 * MIB + 512, (2 + 20 + 14) * MIB, 3]
+    assert stats("allocated_bytes", "reserved_bytes", "segment") == held
+    other = take(6 * MIB)  # from the rest of the segment of 20 MiB
+    assert stats("reserved_bytes") == [36 * MIB]
+    del large, huge
+    standin.empty_cache()  # only whole segments can be returned
+    assert stats("reserved_bytes", "inactive_split_bytes") == [22 * MIB, 16 * MIB - 1024]
+    del other
+    joined = take(20 * MIB - 512)
+    assert stats("reserved_bytes") == [22 * MIB]
+    del small, joined
+    standin.empty_cache()
+    assert stats("allocated_bytes", "reserved_bytes", "segment") == [0, 0, 0]
