@@ -12,8 +12,7 @@ import pytest
 import torch
 import torch._dynamo  # imported once for all worlds: the first optimizer of a process needs it
 import torch.distributed as dist
-from torch import Tensor, nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch import Tensor
 
 import automicro.checkpoints.tensors  # noqa: F401  once for all worlds
 from automicro import Callback, CheckpointConfig, Trainer
@@ -23,33 +22,11 @@ from automicro.checkpoints.store import CheckpointStore
 from automicro.features import Optimization
 from automicro.trainer.progress import Progress
 from tests.checkpoints.faults import Faults, fail, kill
+from tests.ranks import trainer_jobs
+from tests.ranks.trainer_jobs import Net, make_loader
 from tests.ranks.wrapping import raised, whole, wrapped
 
-ROWS = 12  # rows of a batch over all ranks
 BATCHES_PER_EPOCH = 3
-
-
-class Net(nn.Module):
-    def __init__(self, *, noisy: bool) -> None:
-        super().__init__()
-        self.first = nn.Linear(4, 6)  # 6 rows, so shards on 4 ranks are uneven
-        self.norm = nn.BatchNorm1d(6) if noisy else nn.Identity()
-        self.drop = nn.Dropout(0.5 if noisy else 0.0)
-        self.blocks = nn.ModuleList([nn.Linear(6, 6) for _ in range(2)])
-        self.last = nn.Linear(6, 1)  # 1 row, so some shards are empty
-
-    def forward(self, x: Tensor) -> Tensor:
-        for part in (self.first, self.norm, self.drop, *self.blocks, self.last):
-            x = part(x).tanh()
-        return x
-
-
-def make_loader() -> DataLoader[Any]:
-    generator = torch.Generator().manual_seed(1)
-    rows = BATCHES_PER_EPOCH * ROWS
-    x = torch.randn(rows, 4, generator=generator, dtype=torch.float64)
-    world_size = dist.get_world_size() if dist.is_initialized() else 1
-    return DataLoader(TensorDataset(x, x.sum(1, keepdim=True)), batch_size=ROWS // world_size)
 
 
 class Faulty(Callback):
@@ -98,21 +75,20 @@ def make_trainer(
     kind: str, folder: Path, until: int, *callbacks: Callback, noisy: bool = False, **more: Any
 ) -> Trainer:
     torch.manual_seed(0)
-    net = Net(noisy=noisy).double()
+    net = Net(noisy=noisy)
     scheduler = more.pop("scheduler", functools.partial(step_lr, step_size=2, gamma=0.5))
-    return Trainer(
+    world_size = dist.get_world_size() if dist.is_initialized() else 1
+    return trainer_jobs.make_trainer(
         wrapped(kind, net, *net.blocks),
-        make_loader(),
-        loss_fn=nn.MSELoss(),
+        train_dataloader=make_loader(36, 12 // world_size, shuffle=False),
+        eval_dataloader=None,
+        metrics=None,
         optimizer=functools.partial(torch.optim.AdamW, lr=0.05),
         features=[Optimization(scheduler, "batch")],
         max_duration=f"{until}ba",
         callbacks=callbacks,
         checkpoint=CheckpointConfig(folder=folder, interval="1ba"),
         batchnorm="ignore",
-        device="cpu",
-        progress=False,
-        seed=0,
     )
 
 

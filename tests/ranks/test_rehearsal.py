@@ -24,50 +24,43 @@ def train(
     folder: str | None = None,
 ) -> dict[str, Any]:
     """Train on texts of varying length; return the results to compare."""
-    rank = dist.get_rank()
-    trainer = make_trainer(
+    trainer: Any = make_trainer(
         Model(dropout=0.3),
         loader_of(log_normal(3, 61), 4, shuffle=True),
         eval_dataloader=loader_of(log_normal(4, 19), 4),
         parallel=parallel,
         rehearse=rehearse,
-        memory_limit=None if limits is None else limits[rank],
+        memory_limit=None if limits is None else limits[dist.get_rank()],
         max_duration=duration,
     )
-    microbatcher = trainer._microbatcher
     if sizes is not None:
-        microbatcher.load_state_dict(sizes)
+        trainer._microbatcher.load_state_dict(sizes)
     if folder is not None:
         trainer.keep_failures_in(folder)
-    found: Any = None
-    assert trainer._fit is not None
+    found: dict[str, Any] = {}
     rehearsal = trainer._fit.rehearsal
     if rehearsal is not None:
         run = rehearsal.run
 
         def noting(*arguments: Any) -> None:
-            nonlocal found
             run(*arguments)
-            found = microbatcher.state_dict()
+            rows = [each.batch and each.batch.rows for each in rehearsal.report.batches]
+            sizes = trainer._microbatcher.state_dict()
+            found.update(sizes=sizes, batches=rows, rehearsed_ooms=rehearsal.report.ooms)
 
-        rehearsal.run = noting  # type: ignore[method-assign]
+        rehearsal.run = noting
     try:
         summary = trainer.fit()
     except SampleTooLargeError as error:
         return {"notes": error.__notes__}
-    report = None if rehearsal is None else rehearsal.report
-    return {
-        "state": {
-            "parameters": [whole(each).clone() for each in trainer._run.model.parameters()],
-            "train_loss": summary.train_loss,
-            "metrics": dict(summary.eval_metrics),
-            "ooms": summary.ooms,
-            "random": torch.get_rng_state(),
-        },
-        "rehearsed_ooms": 0 if report is None else report.ooms,
-        "batches": [each.batch and each.batch.rows for each in report.batches] if report else [],
-        "sizes": found,
+    state = {
+        "parameters": [whole(each).clone() for each in trainer._run.model.parameters()],
+        "train_loss": summary.train_loss,
+        "metrics": dict(summary.eval_metrics),
+        "ooms": summary.ooms,
+        "random": torch.get_rng_state(),
     }
+    return {"state": state, **found}
 
 
 def require_same(rehearsed: list[dict[str, Any]], plain: list[dict[str, Any]]) -> None:

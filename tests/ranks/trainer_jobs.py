@@ -21,25 +21,28 @@ class Block(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.inner = nn.Linear(8, 8)
+        self.inner = nn.Linear(7, 7)
 
     def forward(self, inputs: Tensor) -> Tensor:
         return inputs + torch.tanh(self.inner(inputs))
 
 
 class Net(nn.Module):
-    """A model with a list of blocks, like a transformer."""
+    """A model with a list of blocks, like a transformer; noise is dropout and statistics."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, noisy: bool = False) -> None:
         super().__init__()
         torch.manual_seed(3)
-        self.first, self.last = nn.Linear(FEATURES, 8), nn.Linear(8, CLASSES)
+        # 7 features and 3 classes, so shards are uneven, and some are empty.
+        self.first, self.last = nn.Linear(FEATURES, 7), nn.Linear(7, CLASSES)
+        self.norm = nn.BatchNorm1d(7) if noisy else nn.Identity()
+        self.drop = nn.Dropout(0.5 if noisy else 0.0)
         self.blocks = nn.ModuleList(Block() for _ in range(2))
         self.double()
 
     def forward(self, hidden: Tensor) -> Tensor:
-        for block in (self.first, *self.blocks, self.last):
-            hidden = block(hidden)
+        for part in (self.first, self.norm, self.drop, *self.blocks, self.last):
+            hidden = part(hidden)
         return hidden
 
 
