@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from automicro import Halving, OptimizerStepError
+from automicro import OptimizerStepError
 from automicro.optimizer.reservation import predict_step_memory
 from automicro.optimizer.step import step_optimizer
 from tests.gpu.conftest import Record
@@ -18,13 +18,10 @@ from tests.gpu.device import (
     GPU,
     MIB,
     accelerator,
-    allocated_bytes,
-    only_cuda,
     requested_bytes,
     room,
     start_cublas,
 )
-from tests.gpu.subjects import batch, microbatcher
 
 pytestmark = GPU
 
@@ -72,53 +69,6 @@ def test_predicted_state_equals_allocation_of_first_step(
     record_property("temporary_bytes", temporary)
     # Step counters are on the host, except for fused optimizers, but are counted anyway.
     assert abs(state_bytes - predicted_bytes) <= 512 * len(predicted.state_bytes)
-
-
-def wide_model() -> nn.Module:
-    """A model with 580 MiB of parameters: their state exceeds the memory lost to fragmentation."""
-    torch.manual_seed(0)
-    body = [nn.Linear(256, 65536), nn.ReLU(), nn.Linear(65536, 8), nn.Flatten()]
-    body += [nn.Linear(4096, 4096) for _ in range(8)]
-    return nn.Sequential(*body, nn.Linear(4096, 4)).to(DEVICE)
-
-
-def ooms_by_batch(room_bytes: int, *, reserves: bool) -> list[int]:
-    net = wide_model()
-    optimizer = AdamW(net.parameters(), foreach=False)
-    # No check of the whole batch, and no trial of a larger size.
-    step = microbatcher(net, Halving(), optimizer=optimizer if reserves else None, probe=False)
-    ooms = []
-    with room(room_bytes):
-        for seed in range(3):
-            ooms.append(step.backward(batch(16, seed=seed)).ooms)
-            optimizer.step()
-            optimizer.zero_grad()
-    return ooms
-
-
-@only_cuda("rows and blocks of this size in reasonable time")
-def test_reservation_moves_oom_from_second_batch_to_first(
-    record_property: Record,
-) -> None:
-    net = wide_model()
-    step = microbatcher(net, 8, probe=False)  # a probe would run the whole batch
-    step.backward(batch(16))  # so that libraries create their permanent state
-    net.zero_grad()
-    before_bytes = allocated_bytes()
-    accelerator.reset_peak_memory_stats(DEVICE)
-    step.backward(batch(16))
-    half_batch_bytes = accelerator.max_memory_allocated(DEVICE) - before_bytes
-    state_bytes = 2 * sum(parameter.nbytes for parameter in net.parameters())
-    del net, step
-    room_bytes = half_batch_bytes + state_bytes // 2
-    first, *others = ooms_by_batch(room_bytes, reserves=True)
-    without = ooms_by_batch(room_bytes, reserves=False)
-    record_property("ooms", {"with": [first, *others], "without": without})
-    record_property("bytes", {"half": half_batch_bytes, "state": state_bytes})
-    assert first >= 2
-    assert others == [0, 0]
-    assert without[0] < first
-    assert without[1] >= 1
 
 
 @pytest.mark.parametrize("is_first", [True, False], ids=["first step", "later step"])
