@@ -72,7 +72,7 @@ def test_recurrent_layers_match_cpu_up_to_rounding(kind: Any) -> None:
         net = kind(5, 6, num_layers=2, batch_first=True, dtype=torch.float64).to(device)
         x = torch.randn(4, 7, 5, dtype=torch.float64).to(device).requires_grad_()
         net(x)[0].square().sum().backward()
-        found.append([each.grad.cpu() for each in (x, *net.parameters())])  # type: ignore[union-attr]
+        found.append([each.grad.cpu() for each in (x, *net.parameters())])
     torch.testing.assert_close(*found, rtol=1e-12, atol=1e-12)
 
 
