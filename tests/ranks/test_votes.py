@@ -13,7 +13,7 @@ from automicro.errors import DesyncError, PeerFailedError, PeerLostError, PeerSt
 from automicro.ranks.coordinated import CoordinatedRanks
 from automicro.ranks.exchange import FAN_OUT, Ballot, failed, fold, healthy
 from automicro.ranks.guards.collectives import Call
-from automicro.ranks.interface import OneRank, Proposal, Report, Status, rows_of_microbatches
+from automicro.ranks.interface import Proposal, Report, Status, rows_of_microbatches
 from automicro.ranks.votes import Votes
 from tests.ranks.simulated import SimulatedWorld
 
@@ -255,14 +255,6 @@ def test_rows_are_divided_over_microbatches_with_fillers(
     assert all(size >= least for size in filled) or num_rows < least
 
 
-def test_one_rank_agrees_without_communication() -> None:
-    alone = OneRank()
-    assert alone.agree(proposal(num_rows=9, microbatch_size=4)).num_microbatches == 3
-    with alone.microbatch(0):
-        alone.vote()
-    assert alone.stop(MemoryError(), OOM) is OOM
-
-
 # Unused parameters, and messages from rank to rank
 
 
@@ -280,17 +272,6 @@ def test_ranks_find_globally_unused_parameters(size: int) -> None:
     for count, found in world.run(work):
         assert count > 1
         assert found == sorted(expected)
-
-
-def test_one_rank_that_used_all_settles_in_one_vote() -> None:
-    world = SimulatedWorld(2)
-
-    def work(rank: int) -> tuple[int, bool]:
-        votes = Votes(world.exchange(rank))
-        _, _, unused = votes.commit(Report(), flag=False, unused=[rank == 1] * 3)
-        return votes.count, any(unused)
-
-    assert world.run(work) == [(1, False)] * 2
 
 
 def transfer(votes: Votes, step: int, shape: str, *, sends: bool) -> None:
