@@ -84,11 +84,11 @@ def test_full_device_waits_for_blocks_of_other_streams() -> None:
 
 
 def test_blocks_are_split_joined_and_returned_by_size() -> None:
-    small, large, huge = take(1000), take(6 * MIB), take(12 * MIB + 1)
-    held = [1024 + 6 * MIB + 12 * MIB + 512, (2 + 20 + 14) * MIB, 3]
+    small, large, huge = take(1000), take(6 * MIB), take(16 * MIB + 1)
+    held = [1024 + 22 * MIB + 512, (2 + 20 + 18) * MIB, 3]
     assert stats("allocated_bytes", "reserved_bytes", "segment") == held
     other = take(6 * MIB)  # from the rest of the segment of 20 MiB
-    assert stats("reserved_bytes") == [36 * MIB]
+    assert stats("reserved_bytes") == [40 * MIB]
     del large, huge
     standin.empty_cache()  # only whole segments can be returned
     assert stats("reserved_bytes", "inactive_split_bytes") == [22 * MIB, 16 * MIB - 1024]
