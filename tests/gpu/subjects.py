@@ -1,5 +1,6 @@
 """Models with megabytes of activations, far more than everything else."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -7,7 +8,7 @@ from torch import Tensor, nn
 
 from automicro import Microbatcher
 from automicro.features import with_features
-from tests.gpu.device import DEVICE, MIB, SECOND
+from tests.gpu.device import DEVICE, MIB, SECOND, differences
 
 ROWS = 16
 CLASSES = 4
@@ -76,6 +77,12 @@ class OnTwoDevices(nn.Module):
         return out
 
 
+# A row needs 64 MiB: the whole batch 1 GiB, half of it 512 MiB.
+PHASES = {"forward": Hungry(64, 0), "backward": Hungry(0, 64)}
+ROOM, PLENTY = 900 * MIB, 64 * 1024 * MIB
+HALF = ROWS // 2
+
+
 def model(*hungry: nn.Module, batchnorm: bool = False) -> Blocks:
     """Return a model with the same parameters each time."""
     torch.manual_seed(1)
@@ -87,6 +94,11 @@ def batch(rows: int = ROWS, seed: int = 2) -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(seed)
     inputs = torch.randn(rows, *SHAPE, generator=generator)
     return inputs, torch.randint(CLASSES, (rows,), generator=generator)
+
+
+def require_same_bits(run: Callable[[Any, int], dict[str, Tensor]], limit: int = ROOM) -> None:
+    """Compare a run of half batches that fit with one that runs out of memory before it."""
+    assert differences(run(HALF, PLENTY), run("auto", limit)) == []
 
 
 def microbatcher(net: nn.Module, size: Any = "auto", **options: Any) -> Microbatcher:

@@ -16,7 +16,7 @@ from automicro.ranks.exchange import Exchange
 from automicro.ranks.guards.fsdp import Collective, FsdpGuard
 from tests.gpu.conftest import Record
 from tests.gpu.device import DEVICE, GPU, accelerator, differences
-from tests.gpu.test_oom_gpu import PHASES
+from tests.gpu.subjects import PHASES
 from tests.gpu.wrappers import WITH_FSDP, final_snapshots, wrapped
 
 pytestmark = [*GPU, WITH_FSDP]

@@ -2,14 +2,15 @@
 
 import gc
 import time
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
 from automicro import SampleTooLargeError
-from automicro.memory.oom import Failure, classify, release
-from automicro.torch_private_execution import tell_no_more, tell_of_shortage
+from automicro.memory.oom import release
+from automicro.torch_private import tell_no_more, tell_of_shortage
 from tests.gpu.conftest import Record
 from tests.gpu.device import (
     DEVICE,
@@ -27,55 +28,58 @@ from tests.gpu.device import (
     snapshot,
     to_device,
 )
-from tests.gpu.subjects import ROWS, Hungry, OnTwoDevices, batch, microbatcher, model
+from tests.gpu.subjects import (
+    HALF,
+    PHASES,
+    ROOM,
+    ROWS,
+    Hungry,
+    OnTwoDevices,
+    batch,
+    microbatcher,
+    model,
+    require_same_bits,
+)
 
 pytestmark = GPU
 
-# A row needs 64 MiB: the whole batch 1 GiB, half of it 512 MiB.
-PHASES = {"forward": Hungry(64, 0), "backward": Hungry(0, 64)}
-ROOM = 900 * MIB
 
-
-def test_oom_error_of_full_device_is_recognized() -> None:
-    with room(64 * MIB), pytest.raises(torch.OutOfMemoryError) as caught:
-        torch.empty(1024 * MIB, dtype=torch.uint8, device=DEVICE)
-    assert classify(caught.value) is Failure.RETRYABLE
-
-
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize("where", ["host", "pinned", "device"])
-@pytest.mark.parametrize("phase", PHASES)
+@pytest.mark.parametrize(
+    ("phase", "place", "precision"),
+    [
+        ("forward", lambda rows: rows, "fp32"),
+        ("forward", pinned, "bf16"),
+        ("forward", to_device, "fp32"),
+        ("backward", lambda rows: rows, "bf16"),
+        ("backward", pinned, "fp32"),
+    ],
+    ids=["host", "pinned, bf16", "device", "backward, host, bf16", "backward, pinned"],
+)
 @pytest.mark.usefixtures("deterministic")
 def test_step_after_oom_is_bit_identical_to_undisturbed_step(
-    phase: str, where: str, precision: str
+    phase: str, place: Any, precision: str
 ) -> None:
-    rows = batch()
-    if where == "pinned":
-        rows = pinned(rows)
-    if where == "device":
-        rows = to_device(rows)
-    found = []
-    for size, limit in ((ROWS // 2, 64 * 1024 * MIB), ("auto", ROOM)):
+    def run(size: Any, limit: int) -> dict[str, torch.Tensor]:
         net = model(PHASES[phase], batchnorm=True)
         optimizer = torch.optim.AdamW(net.parameters())
         step = microbatcher(net, size, optimizer=optimizer, precision=precision)
         torch.manual_seed(3)
         with room(limit):
-            result = step.backward(rows)
+            result = step.backward(place(batch()))
         optimizer.step()
-        assert result.microbatch_size == ROWS // 2
-        found.append({**snapshot(net, optimizer), "loss": result.loss.cpu()})
-    assert result.ooms == 1
-    assert differences(*found) == []
+        assert (result.microbatch_size, result.ooms) == (HALF, size == "auto")
+        return {**snapshot(net, optimizer), "loss": result.loss.cpu()}
+
+    require_same_bits(run)
 
 
 @pytest.mark.usefixtures("deterministic")
 def test_evaluation_after_oom_counts_each_row_once() -> None:
     net = model(PHASES["forward"])
-    expected = microbatcher(net, ROWS // 2).evaluate(batch(), return_outputs=True)
+    expected = microbatcher(net, HALF).evaluate(batch(), return_outputs=True)
     with room(ROOM):
         result = microbatcher(net).evaluate(batch(), return_outputs=True)
-    assert (result.ooms, result.microbatch_size) == (1, ROWS // 2)
+    assert (result.ooms, result.microbatch_size) == (1, HALF)
     assert torch.equal(result.outputs, expected.outputs)
     assert torch.equal(result.loss, expected.loss)  # type: ignore[arg-type]
     assert net.training
@@ -84,21 +88,18 @@ def test_evaluation_after_oom_counts_each_row_once() -> None:
 @needs_two_devices()
 @pytest.mark.parametrize("phase", PHASES)
 @pytest.mark.usefixtures("deterministic")
-def test_step_after_oom_on_second_device_is_bit_identical(
-    phase: str,
-) -> None:
-    found = []
-    for size, limit in ((ROWS // 2, 64 * 1024 * MIB), ("auto", ROOM)):
+def test_step_after_oom_on_second_device_is_bit_identical(phase: str) -> None:
+    def run(size: Any, limit: int) -> dict[str, torch.Tensor]:
         net = OnTwoDevices(PHASES[phase])
         step = microbatcher(net, size)
         accelerator.manual_seed_all(3)
         with room(limit, SECOND):
             result = step.backward(batch())
-        assert result.microbatch_size == ROWS // 2
+        assert (result.microbatch_size, result.ooms) == (HALF, size == "auto")
         generator = {"second generator": accelerator.get_rng_state(SECOND)}
-        found.append({**snapshot(net), **generator, "loss": result.loss.cpu()})
-    assert result.ooms == 1
-    assert differences(*found) == []
+        return {**snapshot(net), **generator, "loss": result.loss.cpu()}
+
+    require_same_bits(run)
 
 
 @needs_two_devices()
@@ -116,13 +117,10 @@ def test_state_is_unchanged_if_no_row_fits() -> None:
     microbatcher(model()).backward(batch())  # so that libraries create their permanent state
     net = model(Hungry(0, 4096), batchnorm=True)
     before, before_bytes = snapshot(net), allocated_bytes()
-    message = ""
-    with room(2048 * MIB):
-        try:
-            microbatcher(net).backward(batch())
-        except SampleTooLargeError as error:
-            message = str(error)
-    assert "a microbatch of 1 of 16 rows does not fit" in message
+    said = "a microbatch of 1 of 16 rows does not fit"
+    with room(2048 * MIB), pytest.raises(SampleTooLargeError, match=said) as caught:
+        microbatcher(net).backward(batch())
+    del caught
     assert differences(before, snapshot(net)) == []
     assert allocated_bytes() == before_bytes
 
@@ -171,18 +169,11 @@ def test_release_frees_tensors_queued_by_failed_backward(
     def fail() -> BaseException:
         hidden = x.exp()  # 4 MiB, saved for the branch that succeeds
         # Of two ready branches, the one created last runs its backward first.
-        if fails_first:
-            works = hidden.sin()
-            fails = _Fails.apply(hidden)
-        else:
-            fails = _Fails.apply(hidden)
-            works = hidden.sin()
-        loss = (works + fails).sum()
-        try:
-            loss.backward()
-        except torch.OutOfMemoryError as error:
-            return error.with_traceback(None)
-        raise AssertionError("there was memory for a PiB")
+        branches = [torch.sin, _Fails.apply]
+        one, other = (each(hidden) for each in (branches if fails_first else branches[::-1]))
+        with pytest.raises(torch.OutOfMemoryError) as caught:
+            (one + other).sum().backward()
+        return caught.value.with_traceback(None)
 
     before_bytes = allocated_bytes()
     error = fail()
@@ -198,27 +189,20 @@ def test_release_frees_tensors_queued_by_failed_backward(
     assert released == 0
 
 
-class ShortageRecorder:
-    """Record the bytes of live tensors whenever the allocator cannot serve a request."""
-
-    def __init__(self) -> None:
-        self.held: list[int] = []
-
-    def note(self) -> None:
-        self.held.append(int(accelerator.memory_allocated(DEVICE)))
-
-
 @only_cuda("an observer of requests that cannot be served")
 @pytest.mark.skipif(not has_native_allocator(), reason="cudaMallocAsync has none")
 def test_shortage_listener_is_called_while_device_is_full() -> None:
-    watch = ShortageRecorder()
+    held: list[int] = []
     net = model(Hungry(0, 64))
     before = int(accelerator.memory_allocated(DEVICE))
-    tell_of_shortage(watch.note)
+
+    def note() -> None:
+        held.append(int(accelerator.memory_allocated(DEVICE)))
+
+    tell_of_shortage(note)
     try:
         with room(ROOM):
             assert microbatcher(net).backward(batch()).ooms >= 1
     finally:
-        tell_no_more(watch.note)
-    assert watch.held
-    assert max(watch.held) > before + 16 * MIB, "activations were given back before"
+        tell_no_more(note)
+    assert max(held) > before + 16 * MIB, "activations were given back before"

@@ -10,17 +10,15 @@ import pytest
 import torch
 from torch import nn
 
-from automicro import Fixed, Halving, Microbatcher
+from automicro import Fixed, Halving
 from automicro.ranks import coordinated as setup
 from automicro.ranks.coordinated import CoordinatedRanks
 from automicro.ranks.exchange import Ballot, Exchange, failed, fold
 from automicro.ranks.interface import Status
 from tests.gpu.conftest import Record
-from tests.gpu.device import GPU, accelerator, differences, room, to_device, waits
-from tests.gpu.subjects import ROWS, Hungry, batch, microbatcher
-from tests.gpu.test_oom_gpu import PHASES, ROOM
+from tests.gpu.device import GPU, accelerator, differences, to_device
+from tests.gpu.subjects import HALF, PHASES, batch, microbatcher
 from tests.gpu.wrappers import (
-    HALF,
     KINDS,
     WITH_NCCL,
     exchange_over_gloo,
@@ -87,18 +85,13 @@ def test_device_thread_error_is_raised_and_rolled_back(kind: str) -> None:
     assert differences(before, whole_snapshot(net)) == []
 
 
-def settled(kind: str) -> tuple[nn.Module, Microbatcher]:
+@pytest.mark.parametrize("kind", KINDS)
+def test_settled_step_of_wrapped_model_never_syncs(kind: str, record_property: Record) -> None:
     net = wrapped(kind)
     step = microbatcher(net, HALF // 2, probe=False, loss_average="samples")
     for seed in range(3):
         step.backward(to_device(batch(seed=seed)))
         net.zero_grad()
-    return net, step
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_settled_step_of_wrapped_model_never_syncs(kind: str, record_property: Record) -> None:
-    _, step = settled(kind)
     rows = to_device(batch(seed=4))
     before = votes_of(step)
     accelerator.set_sync_debug_mode("error")
@@ -109,35 +102,6 @@ def test_settled_step_of_wrapped_model_never_syncs(kind: str, record_property: R
     votes = votes_of(step) - before
     record_property("votes", votes)
     assert votes == (2 if kind == "ddp" else result.num_microbatches + 1)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_settled_step_syncs_no_more_than_wrapper_alone(kind: str, record_property: Record) -> None:
-    _, step = settled(kind)
-    plain, loss_fn = wrapped(kind), nn.CrossEntropyLoss()
-    inputs, targets = to_device(batch(seed=5))
-
-    def by_hand() -> None:
-        for start in range(0, ROWS, HALF // 2):
-            part = slice(start, start + HALF // 2)
-            loss_fn(plain(inputs[part]), targets[part]).backward()
-
-    by_hand()
-    ours = waits(lambda: step.backward((inputs, targets)))
-    theirs = waits(by_hand)
-    record_property("waits", {f"{kind}, automicro": ours, f"{kind}, wrapper": theirs})
-    assert ours <= theirs
-
-
-@pytest.mark.usefixtures("deterministic")
-def test_vote_on_device_thread_stops_guarded_step() -> None:
-    net = wrapped("ddp", Hungry(0, 64))
-    step = microbatcher(net, "auto", probe=False)
-    with room(ROOM):
-        result = step.backward(to_device(batch()))
-    # A second failure due to fragmented blocks is fine, too.
-    assert (result.ooms, result.microbatch_size) in ((1, HALF), (2, HALF // 2))
-    assert all(parameter.grad is not None for parameter in net.parameters())
 
 
 class PeerFails(Exchange):

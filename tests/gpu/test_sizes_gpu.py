@@ -3,7 +3,6 @@
 import json
 import subprocess
 import sys
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -115,44 +114,32 @@ class Growing(nn.Module):
         self.rows, self.row_mib, self.more_mib = rows, row_mib, 0
 
     def forward(self, x: Tensor) -> Tensor:
-        num_mib = len(x) * self.row_mib
-        if len(x) == self.rows:
-            self.more_mib += 20
-            num_mib += self.more_mib
+        self.more_mib += 20 * (len(x) == self.rows)
+        num_mib = len(x) * self.row_mib + self.more_mib * (len(x) == self.rows)
         torch.empty(num_mib * MIB, dtype=torch.uint8, device=x.device)
         return x
 
 
-@pytest.fixture
-def near_the_limit() -> Iterator[None]:
-    """Enough memory for one such block of 16 rows but not two, and for two blocks of 8 rows."""
-    with room(900 * MIB):
-        yield
+def train_near_the_limit(asks: nn.Module, batches: int, rows: int = 16) -> Any:
+    """Return the microbatch size of each batch, and its allocator retries.
 
-
-def retries() -> int:
-    return int(accelerator.memory_stats(DEVICE).get("num_alloc_retries", 0))
-
-
-def train_near_the_limit(asks: nn.Module, batches: int) -> tuple[list[int], list[int]]:
-    """Return the microbatch size of each batch, and its allocator retries."""
+    One such block of 16 rows fits but not two, and two blocks of 8 rows do.
+    """
     net = nn.Sequential(nn.Linear(8, 8), asks, nn.Linear(8, 4)).to(DEVICE)
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-    step = Microbatcher(net, loss_fn=nn.CrossEntropyLoss(), optimizer=optimizer, probe=False)
+    step = Microbatcher(net, loss_fn=nn.CrossEntropyLoss(), probe=False)
     sizes, counts = [], []
-    for _ in range(batches):
-        before = retries()
-        result = step.backward((torch.randn(16, 8), torch.arange(16) % 4))
-        optimizer.step()
-        optimizer.zero_grad()
-        assert result.attempts == 1
-        sizes.append(result.microbatch_size)
-        counts.append(retries() - before)
+    with room(900 * MIB):
+        for _ in range(batches):
+            before = accelerator.memory_stats(DEVICE).get("num_alloc_retries", 0)
+            result = step.backward((torch.randn(rows, 8), torch.arange(rows) % 4))
+            assert result.attempts == 1
+            sizes.append(result.microbatch_size)
+            after = accelerator.memory_stats(DEVICE).get("num_alloc_retries", 0)
+            counts.append(after - before)
     return sizes, counts
 
 
 @needs_native_allocator
-@pytest.mark.usefixtures("near_the_limit")
 def test_repeated_allocator_retries_reduce_size(record_property: Record) -> None:
     sizes, counts = train_near_the_limit(Growing(16, 30), 12)
     record_property("sizes", sizes)
@@ -165,7 +152,6 @@ def test_repeated_allocator_retries_reduce_size(record_property: Record) -> None
 
 
 @needs_native_allocator
-@pytest.mark.usefixtures("near_the_limit")
 def test_allocator_retry_in_first_batch_only_keeps_size(record_property: Record) -> None:
     sizes, counts = train_near_the_limit(RetryingOnce(), 8)
     record_property("retries", counts)
@@ -175,15 +161,10 @@ def test_allocator_retry_in_first_batch_only_keeps_size(record_property: Record)
 
 
 @needs_native_allocator
-@pytest.mark.usefixtures("near_the_limit")
 def test_allocator_retries_at_one_row_keep_size() -> None:
-    net = nn.Sequential(nn.Linear(8, 8), Growing(1, 480), nn.Linear(8, 4)).to(DEVICE)
-    step = Microbatcher(net, loss_fn=nn.CrossEntropyLoss(), probe=False)
-    for number in range(5):
-        before = retries()
-        result = step.backward((torch.randn(1, 8), torch.zeros(1, dtype=torch.int64)))
-        assert (result.attempts, result.microbatch_size) == (1, 1)
-        assert (retries() > before) == (number > 0)
+    sizes, counts = train_near_the_limit(Growing(1, 480), 5, rows=1)
+    assert sizes == [1] * 5
+    assert [count > 0 for count in counts] == [False] + [True] * 4
 
 
 _OUTSIDE = """

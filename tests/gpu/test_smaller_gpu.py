@@ -1,20 +1,19 @@
 """Levels and separately sized parts when a real device runs out of memory."""
 
-import copy
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from automicro import Contrastive, Microbatcher, StepResult
-from automicro.contrastive import InfoNCE
+from automicro import Microbatcher, StepResult
 from automicro.features import Nested
 from tests.gpu.conftest import Record
 from tests.gpu.device import (
     DEVICE,
     GPU,
     MIB,
+    accelerator,
     allocated_bytes,
     differences,
     requested_bytes,
@@ -22,8 +21,17 @@ from tests.gpu.device import (
     snapshot,
     to_device,
 )
-from tests.gpu.subjects import CLASSES, ROWS, SHAPE, Hungry, batch, microbatcher, model
-from tests.gpu.test_oom_gpu import ROOM
+from tests.gpu.subjects import (
+    CLASSES,
+    PLENTY,
+    ROOM,
+    ROWS,
+    SHAPE,
+    Hungry,
+    batch,
+    microbatcher,
+    model,
+)
 
 pytestmark = GPU
 
@@ -32,7 +40,6 @@ KEPT = (32 if DEVICE.type == "cuda" else 4) * MIB
 BLOCKS = 8
 SIZE = 4
 LIMIT = 20 * KEPT  # a microbatch saves 32
-PLENTY = 64 * 1024 * MIB
 
 
 class _Keep(torch.autograd.Function):
@@ -91,7 +98,7 @@ def trained(limit: int, size: Any = SIZE, steps: int = 3, **options: Any) -> Any
     small = to_device(batch(1))
     net(small[0])  # so that libraries allocate their memory
     before = requested_bytes()
-    torch.get_device_module(DEVICE).reset_peak_memory_stats(DEVICE)
+    accelerator.reset_peak_memory_stats(DEVICE)
     with room(limit):
         for seed in range(steps):
             result = step.backward(batch(seed=seed))
@@ -116,8 +123,7 @@ def test_level_reached_by_oom_is_bit_identical_to_plain(
     plain, _, most = trained(PLENTY)
     found, result, needed = trained(LIMIT, when_too_large=LEVELS[level])
     record_property("peak", [most, needed])
-    assert result.level == level
-    assert result.microbatch_size == SIZE
+    assert (result.level, result.microbatch_size) == (level, SIZE)
     assert differences(plain, found) == []
 
 
@@ -137,7 +143,7 @@ def test_level_halves_peak_memory_and_leaves_nothing_allocated(
         left = []
         for _ in range(3):
             before = requested_bytes()
-            torch.get_device_module(DEVICE).reset_peak_memory_stats(DEVICE)
+            accelerator.reset_peak_memory_stats(DEVICE)
             step.backward(rows)
             peak = requested_bytes("peak") - before
             net.zero_grad()
@@ -162,104 +168,45 @@ def test_auto_finds_level_and_changes_no_bit(record_property: Record) -> None:
 class Tailed(nn.Module):
     """A small body, and a tail with its loss that needs much memory."""
 
-    class Tail(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.hungry = Hungry(64, 64)
-            self.head = nn.Linear(256, 4)
-
-        def forward(self, hidden: Tensor, target: Tensor) -> Tensor:
-            logits = self.head(self.hungry(hidden)).flatten(1)
-            return nn.functional.cross_entropy(logits, target)
-
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(1)
         self.body = nn.Sequential(nn.Linear(256, 256), nn.GELU(), nn.Dropout(0.1))
-        self.tail = self.Tail()
+        self.tail = Tail()
 
     def forward(self, x: Tensor, target: Tensor) -> Any:
         return {"loss": self.tail(self.body(x), target)}
 
 
-def named(seed: int = 2) -> dict[str, Tensor]:
-    inputs, targets = batch(seed=seed)
-    return {"x": inputs, "target": targets}
+class Tail(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.hungry, self.head = Hungry(64, 64), nn.Linear(256, 4)
+
+    def forward(self, hidden: Tensor, target: Tensor) -> Tensor:
+        logits = self.head(self.hungry(hidden)).flatten(1)
+        return nn.functional.cross_entropy(logits, target)
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize(
+    ("part", "precision"), [("tail", "fp32"), ("tail", "bf16"), ("hungry", "fp32")]
+)
 @pytest.mark.usefixtures("deterministic")
-def test_oom_in_tail_shrinks_only_tail_bit_identically(precision: str) -> None:
+def test_oom_in_part_shrinks_only_that_part_bit_identically(part: str, precision: str) -> None:
+    """The part is at the end, with the loss, or in the middle."""
+
     def run(size: Any, limit: int) -> tuple[dict[str, Tensor], StepResult]:
-        net = Tailed().to(DEVICE)
-        step = Microbatcher(net, features=[Nested({"tail": size})], precision=precision)
+        inputs, targets = batch()
+        rows: Any = {"x": inputs, "target": targets} if part == "tail" else (inputs, targets)
+        net = Tailed().to(DEVICE) if part == "tail" else model(Hungry(64, 0))
+        loss: Any = {} if part == "tail" else {"loss_fn": nn.CrossEntropyLoss()}
+        step = Microbatcher(net, features=[Nested({part: size})], precision=precision, **loss)
         torch.manual_seed(3)
         with room(limit):
-            result = step.backward(named())
+            result = step.backward(rows)
         return {**snapshot(net), "loss": result.loss.cpu()}, result
 
-    found, result = run("auto", 400 * MIB)
-    size = result.nested_sizes["tail"]
+    found, result = run("auto", 400 * MIB if part == "tail" else ROOM)
+    size = result.nested_sizes[part]
     assert (result.microbatch_size, size < ROWS) == (ROWS, True)
     assert differences(found, run(size, PLENTY)[0]) == []
-
-
-@pytest.mark.usefixtures("deterministic")
-def test_oom_in_middle_part_shrinks_only_that_part() -> None:
-    def run(size: Any, limit: int) -> tuple[dict[str, Tensor], StepResult]:
-        net = model(Hungry(64, 0))
-        step = microbatcher(net, nested={"hungry": size})
-        torch.manual_seed(3)
-        with room(limit):
-            result = step.backward(batch())
-        return {**snapshot(net), "loss": result.loss.cpu()}, result
-
-    found, result = run("auto", ROOM)
-    size = result.nested_sizes["hungry"]
-    assert (result.microbatch_size, size < ROWS) == (ROWS, True)
-    assert differences(found, run(size, PLENTY)[0]) == []
-
-
-def errors(net: nn.Module, reference: nn.Module) -> float:
-    """Return the largest relative error of any gradient."""
-    pairs = zip(net.parameters(), reference.parameters(), strict=True)
-    return max(
-        float((one.grad - other.grad).norm() / other.grad.norm())  # type: ignore[operator, union-attr]
-        for one, other in pairs
-    )
-
-
-@pytest.mark.usefixtures("deterministic")
-def test_sliced_contrastive_loss_has_full_batch_gradient() -> None:
-    torch.manual_seed(1)
-    encoder = nn.Sequential(nn.Linear(64, 128), nn.Tanh(), nn.Linear(128, 16)).double().to(DEVICE)
-    reference = copy.deepcopy(encoder)
-    one, other = torch.randn(2, 32, 64, dtype=torch.float64).unbind()
-    loss = InfoNCE(trains_temperature=False, microbatch_size=7)
-    net = Contrastive({"one": encoder, "other": encoder}, loss, microbatch_size=5)
-    Microbatcher(
-        net, microbatch_size=None, eval_microbatch_size=None, loss_average="samples"
-    ).backward({"one": one, "other": other})
-    a, b = (nn.functional.normalize(reference(x.to(DEVICE))) for x in (one, other))
-    scores, right = a @ b.T / loss.temperature, torch.arange(32, device=DEVICE)
-    cross_entropy = nn.functional.cross_entropy
-    ((cross_entropy(scores, right) + cross_entropy(scores.T, right)) / 2).backward()
-    assert errors(encoder, reference) < 1e-6  # the temperature is a float32
-
-
-@pytest.mark.usefixtures("deterministic")
-def test_sliced_exact_batchnorm_has_full_batch_gradient() -> None:
-    torch.manual_seed(1)
-    layers = [nn.Conv2d(3, 8, 3, bias=False), nn.BatchNorm2d(8), nn.ReLU()]
-    layers += [nn.Conv2d(8, 8, 3, bias=False), nn.BatchNorm2d(8), nn.Flatten()]
-    net = nn.Sequential(*layers, nn.Linear(8 * 64, 4))
-    net = net.double().to(DEVICE)
-    reference = copy.deepcopy(net)
-    pictures, labels = torch.randn(12, 3, 12, 12, dtype=torch.float64), torch.arange(12) % 4
-    loss_fn = nn.CrossEntropyLoss()
-    step = Microbatcher(net, loss_fn=loss_fn, microbatch_size=5, batchnorm="exact")
-    step.backward((pictures, labels))
-    loss_fn(reference(pictures.to(DEVICE)), labels.to(DEVICE)).backward()
-    assert errors(net, reference) < 1e-9
-    for one, other in zip(net.buffers(), reference.buffers(), strict=True):
-        assert torch.allclose(one.double(), other.double(), rtol=1e-12, atol=0)

@@ -5,7 +5,8 @@ torch's sync-debug mode warns of each one, except for copies to and from pageabl
 """
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from automicro import Callback, Microbatcher, StepResult, Trainer
 from automicro.events.run import Run
 from automicro.features import NonFinite, with_features
+from automicro.loggers import JSONLinesLogger
 from tests.gpu import subjects
 from tests.gpu.device import DEVICE, GPU, accelerator, num_segments, pinned, to_device, waits
 
@@ -52,26 +54,16 @@ class Queue(Net):
         return super().forward(x)
 
 
-class Packed(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed = nn.Linear(6, 4)
-
-    def forward(self, x: PackedSequence) -> Tensor:
+class Packed(nn.Linear):
+    def forward(self, x: PackedSequence) -> Tensor:  # type: ignore[override]
         assert x.unsorted_indices is not None
-        out: Tensor = self.embed(x.data[: len(x.unsorted_indices)])
+        out = super().forward(x.data[: len(x.unsorted_indices)])
         return out + 0 * x.unsorted_indices[:, None]
 
 
-class Jagged(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed = nn.Linear(6, 4)
-
+class Jagged(nn.Linear):
     def forward(self, x: Any) -> Tensor:
-        starts = x.offsets()[:-1]
-        out: Tensor = self.embed(x.values()[starts])
-        return out
+        return super().forward(x.values()[x.offsets()[:-1]])
 
 
 def rows(seed: int) -> tuple[Tensor, Tensor]:
@@ -89,14 +81,18 @@ def pageable(batch: Batch) -> Batch:
     return batch
 
 
-def packed(batch: Batch, place: Callable[[Any], Any]) -> Batch:
-    sequences = [batch[0][: 1 + index % 3] for index in range(ROWS)]
-    return place(pack_sequence(sequences, enforce_sorted=False)), place(batch[1])
+def sequences(inputs: Tensor) -> list[Tensor]:
+    return [inputs[: 1 + index % 3] for index in range(ROWS)]
 
 
-def jagged(inputs: Tensor) -> Tensor:
-    parts = [inputs[: 1 + index % 3] for index in range(ROWS)]
-    return torch.nested.nested_tensor(parts, layout=torch.jagged).to(DEVICE)
+def packed(batch: Batch) -> Batch:
+    rows = pack_sequence(sequences(batch[0]), enforce_sorted=False)
+    return rows.pin_memory(), batch[1].pin_memory()
+
+
+def jagged(batch: Batch) -> Batch:
+    rows = torch.nested.nested_tensor(sequences(batch[0]), layout=torch.jagged)
+    return rows.to(DEVICE), batch[1].to(DEVICE)
 
 
 CLASS_WEIGHTS = torch.tensor([1.0, 2.0, 0.5, 1.5])
@@ -111,40 +107,26 @@ def named(model: nn.Module, batch: Batch) -> dict[str, Tensor]:
     return {"task": F.cross_entropy(out, batch[1]), "size": out.square().mean()}
 
 
+BY_SAMPLES = {"loss_average": "samples"}
+NEVER = (0, 0, 0)
 # By name: the model, the place of its batches, options, and waits per batch for each of `CUTS`.
-STEPS: dict[
-    str, tuple[Callable[[], nn.Module], Callable[[Batch], Batch], Any, tuple[int, int, int]]
-] = {
-    "batch on the device": (Net, to_device, {}, (0, 0, 0)),
-    "batch in pinned memory": (Net, pinned, {}, (0, 0, 0)),
-    "batch in pageable memory": (Net, pageable, {}, (0, 0, 0)),
-    "counted targets on the device": (Net, to_device, {"loss_average": "tokens"}, (0, 0, 0)),
+STEPS: dict[str, tuple[Callable[[], nn.Module], Callable[[Batch], Batch], Any, Any]] = {
+    "batch on the device": (Net, to_device, {}, NEVER),
+    "batch in pinned memory": (Net, pinned, {}, NEVER),
+    "batch in pageable memory": (Net, pageable, {}, NEVER),
+    "counted targets on the device": (Net, to_device, {"loss_average": "tokens"}, NEVER),
     "counting function": (
-        Net,
-        to_device,
-        {"loss_average": lambda each: (each[1] > 0).sum()},
-        (1, 1, 1),
+        *(Net, to_device, {"loss_average": lambda each: (each[1] > 0).sum()}, (1, 1, 1)),
     ),
     "class weights on the device, targets on the host": (
-        Net,
-        pageable,
-        {"loss_fn": weighted_loss},
-        (0, 0, 0),
+        *(Net, pageable, {"loss_fn": weighted_loss}, NEVER),
     ),
-    "losses by name": (Net, to_device, {"forward": named, "loss_average": "samples"}, (0, 0, 0)),
+    "losses by name": (Net, to_device, {"forward": named, **BY_SAMPLES}, NEVER),
     "packed sequences, unsorted, in pinned memory": (
-        Packed,
-        lambda batch: packed(batch, lambda each: each.pin_memory()),
-        {"loss_average": "samples"},
-        (0, 0, 0),
+        *(lambda: Packed(6, 4), packed, BY_SAMPLES, NEVER),
     ),
-    "jagged rows on the device": (
-        Jagged,
-        lambda batch: (jagged(batch[0]), batch[1].to(DEVICE)),
-        {"loss_average": "samples"},
-        (0, 2, 2),
-    ),
-    "a buffer of 17 MiB that changes": (Queue, to_device, {}, (0, 0, 0)),
+    "jagged rows on the device": (lambda: Jagged(6, 4), jagged, BY_SAMPLES, (0, 2, 2)),
+    "a buffer of 17 MiB that changes": (Queue, to_device, {}, NEVER),
 }
 
 
@@ -212,74 +194,42 @@ class WaitCounter(Callback):
         self._last = now
 
 
-class RecordingLogger:
-    """A logger that keeps its values."""
-
-    def __init__(self) -> None:
-        self.values: list[Mapping[str, float]] = []
-
-    def start(self, run: Mapping[str, Any], *, resume_step: int | None) -> None: ...
-
-    def log(self, values: Mapping[str, float], *, step: int) -> None:
-        self.values.append(values)
-
-    def close(self) -> None: ...
-
-
-FUSED: dict[str, Any] = {"optimizer": lambda p: torch.optim.AdamW(p, lr=1e-3, fused=True)}
-TRAINERS: dict[str, tuple[dict[str, Any], tuple[int, int, int]]] = {
-    "as it is": ({}, (1, 1, 1)),
-    "clipped": ({"grad_clip_norm": 1.0}, (2, 2, 2)),
-    "losses by name": ({"forward": named, "loss_average": "samples"}, (1, 1, 1)),
-    'non_finite="ignore"': ({"features": [NonFinite("ignore")]}, (1, 1, 1)),
-    'clipped, named, non_finite="ignore"': (
-        {
-            "features": [NonFinite("ignore")],
-            "grad_clip_norm": 1.0,
-            "forward": named,
-            "loss_average": "samples",
-        },
-        (1, 1, 1),
-    ),
-    "fp16": ({"precision": "fp16"}, (2, 2, 2)),
-    "fp16, fused": ({"precision": "fp16", **FUSED}, (2, 2, 2)),
-    "fp16, fused, clipped": ({"precision": "fp16", "grad_clip_norm": 1.0, **FUSED}, (2, 2, 2)),
+FUSED: dict[str, Any] = {"optimizer": functools.partial(torch.optim.AdamW, fused=True)}
+IGNORES: dict[str, Any] = {"features": [NonFinite("ignore")]}
+NAMED: dict[str, Any] = {"forward": named, "loss_average": "samples"}
+TRAINERS: dict[str, tuple[dict[str, Any], int]] = {
+    "as it is": ({}, 1),
+    "clipped": ({"grad_clip_norm": 1.0}, 2),
+    "losses by name": (NAMED, 1),
+    'clipped, named, non_finite="ignore"': ({**IGNORES, "grad_clip_norm": 1.0, **NAMED}, 1),
+    "fp16": ({"precision": "fp16"}, 2),
+    "fp16, fused, clipped": ({"precision": "fp16", "grad_clip_norm": 1.0, **FUSED}, 2),
 }
 
 
 @pytest.mark.skipif(DEVICE.type == "cuda", reason="waits are counted on the stand-in")
 @pytest.mark.parametrize("name", TRAINERS)
-def test_trainer_batch_sync_count_matches_table(
-    name: str, record_property: Callable[[str, object], None]
-) -> None:
+def test_trainer_batch_sync_count_matches_table(name: str, tmp_path: Path) -> None:
     options, expected = TRAINERS[name]
-    options = dict(options)
-    make_optimizer = options.pop("optimizer", lambda p: torch.optim.SGD(p, lr=0.1))
-    found = {}
+    options = {"optimizer": functools.partial(torch.optim.SGD, lr=0.1), **options}
+    with_loss: Any = {} if "forward" in options else {"loss_fn": nn.CrossEntropyLoss()}
     for cut in CUTS:
-        net, watch, taken = Net().to(DEVICE), WaitCounter(), RecordingLogger()
-        with_loss: dict[str, Any] = (
-            {} if "forward" in options else {"loss_fn": nn.CrossEntropyLoss()}
-        )
+        watch = WaitCounter()
         Trainer(
-            net,
+            Net(),
             loader_of(8),
-            optimizer=make_optimizer(net.parameters()),
             device=str(DEVICE),
             microbatch_size=ROWS // cut,
             batchnorm="ignore",
             probe=False,
             callbacks=[watch],
-            loggers=[taken],
+            loggers=[JSONLinesLogger(tmp_path / f"{cut}.jsonl")],
             max_duration="1ep",
             **with_loss,
             **with_features(options),
         ).fit()
-        assert len(set(watch.counts[4:])) == 1, watch.counts
-        assert "train/loss" in taken.values[-1]
-        found[cut] = watch.counts[-1]
-    record_property("waits", found)
-    assert tuple(found.values()) == expected
+        assert watch.counts[4:] == [expected] * 4
+        assert "train/loss" in (tmp_path / f"{cut}.jsonl").read_text(encoding="utf-8")
 
 
 def test_evaluation_sync_count_is_independent_of_batch_count() -> None:

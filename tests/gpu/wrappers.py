@@ -17,11 +17,7 @@ from automicro.ranks.coordinated import CoordinatedRanks
 from automicro.ranks.exchange import Exchange, GlooGroup
 from automicro.torch_private_distributed import HashStore
 from tests.gpu.device import DEVICE, MIB, accelerator, room, snapshot, to_device
-from tests.gpu.subjects import ROWS, Blocks, batch, microbatcher, model
-from tests.gpu.test_oom_gpu import ROOM
-
-HALF = ROWS // 2
-PLENTY = 64 * 1024 * MIB
+from tests.gpu.subjects import ROOM, Blocks, batch, microbatcher, model
 
 WITH_NCCL = pytest.mark.skipif(
     DEVICE.type == "cuda" and not dist.is_nccl_available(),
@@ -83,24 +79,31 @@ def whole_snapshot(
 
 
 def final_snapshots(
-    make: Callable[[], nn.Module], *, failing_step: int, num_batches: int
+    make: Callable[[], nn.Module],
+    *,
+    failing_step: int,
+    num_batches: int,
+    rank: int = 0,
+    is_short: bool = True,
 ) -> list[dict[str, torch.Tensor]]:
-    """Return the final states with memory short from one batch on, and at the same fixed sizes."""
+    """Return the final states with memory short from one batch on, and at the same fixed sizes.
+
+    With ``is_short=False``, another rank is short of memory.
+    """
     found = []
     sizes: list[int] = []
     for is_scripted in (False, True):
         net = make()
         optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
-        policy = Halving(refine=False)
-        step = microbatcher(net, policy, optimizer=optimizer, probe=False)
-        torch.manual_seed(3)
+        step = microbatcher(net, Halving(refine=False), optimizer=optimizer, probe=False)
+        torch.manual_seed(3 + rank)
         failures = []
         for index in range(num_batches):
-            is_short = index >= failing_step and not is_scripted
+            fails = is_short and index >= failing_step and not is_scripted
             if is_scripted:
                 step._train.policy = Fixed(sizes[index])
-            with room(ROOM if is_short else PLENTY):
-                result = step.backward(to_device(batch(seed=index)))
+            with room(ROOM if fails else 8 * 1024 * MIB):
+                result = step.backward(to_device(batch(seed=10 * index + rank)))
             failures.append(result.ooms)
             sizes.append(result.microbatch_size)
             optimizer.step()
@@ -108,7 +111,7 @@ def final_snapshots(
         # Half of the rows may fail, too, if the allocator has split its only large block.
         assert sum(failures) == failures[failing_step]
         assert bool(failures[failing_step]) is not is_scripted
-        found.append(whole_snapshot(net))
+        found.append(whole_snapshot(net, optimizer))
     return found
 
 

@@ -12,8 +12,7 @@ import pytest
 import torch
 import torch._dynamo  # imported once for all worlds: the first optimizer of a process needs it
 import torch.distributed as dist
-from torch import Tensor, nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch import Tensor
 
 import automicro.checkpoints.tensors  # noqa: F401  once for all worlds
 from automicro import Callback, CheckpointConfig, Trainer
@@ -23,35 +22,11 @@ from automicro.checkpoints.store import CheckpointStore
 from automicro.features import Optimization
 from automicro.trainer.progress import Progress
 from tests.checkpoints.faults import Faults, fail, kill
+from tests.ranks import trainer_jobs
+from tests.ranks.trainer_jobs import Net, make_loader
 from tests.ranks.wrapping import raised, whole, wrapped
 
-ROWS = 12  # rows of a batch over all ranks
 BATCHES_PER_EPOCH = 3
-
-
-class Net(nn.Module):
-    def __init__(self, *, noisy: bool) -> None:
-        super().__init__()
-        self.first = nn.Linear(4, 6)  # 6 rows, so shards on 4 ranks are uneven
-        self.norm = nn.BatchNorm1d(6) if noisy else nn.Identity()
-        self.drop = nn.Dropout(0.5 if noisy else 0.0)
-        self.blocks = nn.ModuleList([nn.Linear(6, 6) for _ in range(2)])
-        self.last = nn.Linear(6, 1)  # 1 row, so some shards are empty
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.drop(self.norm(self.first(x)))
-        for block in self.blocks:
-            x = x + block(x).tanh()
-        output: Tensor = self.last(x)
-        return output
-
-
-def make_loader() -> DataLoader[Any]:
-    generator = torch.Generator().manual_seed(1)
-    rows = BATCHES_PER_EPOCH * ROWS
-    x = torch.randn(rows, 4, generator=generator, dtype=torch.float64)
-    world_size = dist.get_world_size() if dist.is_initialized() else 1
-    return DataLoader(TensorDataset(x, x.sum(1, keepdim=True)), batch_size=ROWS // world_size)
 
 
 class Faulty(Callback):
@@ -93,29 +68,38 @@ def everything(run: Any, average: Any = None) -> dict[str, Tensor]:
     return {name: whole(each).clone() for name, each in found.items()}
 
 
+step_lr = torch.optim.lr_scheduler.StepLR
+
+
 def make_trainer(
     kind: str, folder: Path, until: int, *callbacks: Callback, noisy: bool = False, **more: Any
 ) -> Trainer:
     torch.manual_seed(0)
-    net = Net(noisy=noisy).double()
+    net = Net(noisy=noisy)
     scheduler = more.pop("scheduler", functools.partial(step_lr, step_size=2, gamma=0.5))
-    return Trainer(
+    world_size = dist.get_world_size() if dist.is_initialized() else 1
+    return trainer_jobs.make_trainer(
         wrapped(kind, net, *net.blocks),
-        make_loader(),
-        loss_fn=nn.MSELoss(),
+        train_dataloader=make_loader(36, 12 // world_size, shuffle=False),
+        eval_dataloader=None,
+        metrics=None,
         optimizer=functools.partial(torch.optim.AdamW, lr=0.05),
         features=[Optimization(scheduler, "batch")],
         max_duration=f"{until}ba",
         callbacks=callbacks,
         checkpoint=CheckpointConfig(folder=folder, interval="1ba"),
         batchnorm="ignore",
-        device="cpu",
-        progress=False,
-        seed=0,
     )
 
 
-step_lr = torch.optim.lr_scheduler.StepLR
+@contextmanager
+def told() -> Iterator[list[str]]:
+    """Collect warnings."""
+    messages: list[str] = []
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        yield messages
+    messages += [str(each.message) for each in caught]
 
 
 # Jobs for all ranks of a world.
@@ -127,18 +111,19 @@ def resume_run(
     """Resume from the newest checkpoint, if one exists; return all state at the end."""
     resumed, average = Resumed(), ExponentialMovingAverage(decay=0.5)
     lines: list[str] = []
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        with mock.patch.object(Progress, "line", lambda self, text: lines.append(text)):
-            trainer = make_trainer(kind, folder, until, resumed, *[average] * averages, **options)
-            trainer.fit()
+    with (
+        told() as messages,
+        mock.patch.object(Progress, "line", lambda _, text: lines.append(text)),
+    ):
+        trainer = make_trainer(kind, folder, until, resumed, *[average] * averages, **options)
+        trainer.fit()
     return {
         "resumed_at": resumed.at,
         "after_resume": resumed.state,
         "end": everything(trainer._run, average if averages else None),
         "own": {"rng": torch.get_rng_state(), **dict(trainer.model.named_buffers())},
         "lines": lines,
-        "warnings": [str(each.message) for each in caught],
+        "warnings": messages,
     }
 
 
@@ -163,14 +148,12 @@ def count_points(folder: Path, kind: str, **options: Any) -> int:
 
 def fill_disk(folder: Path, kind: str, ranks: tuple[int, ...], at: int) -> dict[str, Any]:
     """Fail one save on some ranks, and save again; return the warnings and the remaining files."""
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        with faulty_save(folder, ranks, lambda n: n >= at, fail) as faulty:
-            make_trainer(kind, folder, 4, faulty).fit()
+    with told() as messages, faulty_save(folder, ranks, lambda n: n >= at, fail) as faulty:
+        make_trainer(kind, folder, 4, faulty).fit()
     last, _ = newest(folder)
     dist.barrier()
     return {
-        "warnings": [str(each.message) for each in caught],
+        "warnings": messages,
         "steps": (faulty.newest_step, last),
         "names": sorted(path.name for path in folder.iterdir()),
     }
@@ -200,10 +183,9 @@ def raise_in_gather(folder: Path, kind: str) -> str:
 
 
 def newest(folder: Path) -> tuple[int | None, list[str]]:
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with told() as messages:
         found = CheckpointStore(folder, peers=open_peers()).newest()
-    return None if found is None else found.step, [str(each.message) for each in caught]
+    return None if found is None else found.step, messages
 
 
 def fail_together(errors: list[Exception | None]) -> str:

@@ -1,6 +1,7 @@
 """Worlds of processes: one of each size, shared by all tests of a module."""
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -10,18 +11,10 @@ from tests.ranks.world import World, world_of
 
 
 # Each module has its own processes, so a broken world does not affect the next module.
-# They fork from a server that has imported everything once per session.
 @pytest.fixture(scope="module")
 def worlds() -> Iterator[Callable[[int], World]]:
-    made: dict[int, World] = {}
     with contextlib.ExitStack() as stack:
-
-        def of(size: int) -> World:
-            if size not in made:
-                made[size] = stack.enter_context(world_of(size))
-            return made[size]
-
-        yield of
+        yield functools.cache(lambda size: stack.enter_context(world_of(size)))
 
 
 def world_fixture(size: int) -> Any:

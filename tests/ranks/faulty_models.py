@@ -4,14 +4,17 @@ import dataclasses
 import os
 import random
 import signal
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
+    apply_activation_checkpointing,
+)
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from torch.distributed.fsdp._fully_shard import _fsdp_collectives
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
@@ -23,6 +26,7 @@ from tests.outside import Unreached
 from tests.ranks.wrapping import mesh_of
 
 WIDTH = 8
+HALF = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 RARE = 1.0  # rows that begin with a larger number: one in six
 
 
@@ -62,77 +66,54 @@ class Faults:
                 raise fault.error("a mistake of the user's")
 
 
-def forward_or_again() -> str:
-    """Return whether a forward is the first one, or a recomputation in a backward."""
-    return "forward" if torch._C._current_graph_task_id() == -1 else "again"
+class Faulty(nn.Module):
+    """A layer whose forward, recomputed forward or backward fails according to the plan."""
 
-
-class Tail(nn.Module):
-    """A head with its loss; the layer after all blocks."""
-
-    def __init__(self, faults: list[Faults]) -> None:
+    def __init__(self, layer: int, faults: list[Faults]) -> None:
         super().__init__()
-        self.faults = faults
-        self.head = nn.Linear(WIDTH, 2)
-        self.dropout = nn.Dropout(0.2)
+        self.layer, self.faults = layer, faults
 
-    def forward(self, hidden: Tensor, targets: Tensor) -> Tensor:
-        self.faults[0].reach("forward", 3)
-        outputs = self.head(self.dropout(hidden))
-        loss: Tensor = (outputs - targets).square().sum(1).mean()
-        if loss.requires_grad:
-            loss.register_hook(self._reach_backward)
-        return loss
+    def reach_forward(self) -> None:
+        is_first = torch._C._current_graph_task_id() == -1
+        self.faults[0].reach("forward" if is_first else "again", self.layer)
 
-    def _reach_backward(self, gradient: Tensor) -> Tensor:
-        self.faults[0].reach("backward", 3)
-        return gradient
+    def with_backward(self, outputs: Tensor) -> Tensor:
+        if outputs.requires_grad:
+            outputs.register_hook(lambda gradient: self.faults[0].reach("backward", self.layer))
+        return outputs
 
 
-class WithTail(nn.Module):
-    """Blocks and a tail that computes the loss."""
-
-    def __init__(self, faults: list[Faults]) -> None:
-        super().__init__()
-        self.first = nn.Linear(4, WIDTH)
-        self.blocks = nn.ModuleList([Block(index, faults, False) for index in range(3)])
-        self.tail = Tail(faults)
-
-    def forward(self, x: Tensor, targets: Tensor) -> Tensor:
-        x = self.first(x)
-        for block in self.blocks:
-            x = block(x)
-        loss: Tensor = self.tail(x, targets)
-        return loss
-
-
-class Block(nn.Module):
-    def __init__(self, layer: int, faults: list[Faults], recompute: bool) -> None:
-        super().__init__()
-        self.layer = layer
-        self.faults = faults
+class Block(Faulty):
+    def __init__(self, layer: int, faults: list[Faults], recompute: bool = False) -> None:
+        super().__init__(layer, faults)
         self.recompute = recompute
         self.inner = nn.Sequential(
             nn.Linear(WIDTH, 2 * WIDTH), nn.ReLU(), nn.Linear(2 * WIDTH, WIDTH), nn.Dropout(0.2)
         )
 
     def forward(self, x: Tensor) -> Tensor:
-        self.faults[0].reach(forward_or_again(), self.layer)
+        self.reach_forward()
         if self.recompute:
             inner: Tensor = checkpoint(self.inner, x, use_reentrant=False)
         else:
             inner = self.inner(x)
-        if inner.requires_grad:
-            inner.register_hook(self._reach_backward)
-        return x + inner
+        return x + self.with_backward(inner)
 
-    def _reach_backward(self, gradient: Tensor) -> Tensor:
-        self.faults[0].reach("backward", self.layer)
-        return gradient
+
+class Tail(Faulty):
+    """A head with its loss; the layer after all blocks."""
+
+    def __init__(self, faults: list[Faults]) -> None:
+        super().__init__(3, faults)
+        self.head = nn.Sequential(nn.Dropout(0.2), nn.Linear(WIDTH, 2))
+
+    def forward(self, hidden: Tensor, targets: Tensor) -> Tensor:
+        self.reach_forward()
+        return self.with_backward((self.head(hidden) - targets).square().sum(1).mean())
 
 
 class Net(nn.Module):
-    """A model made of blocks."""
+    """A model made of blocks, with a tail that computes the loss if it gets targets."""
 
     def __init__(
         self,
@@ -141,24 +122,25 @@ class Net(nn.Module):
         norm: bool = True,
         recompute: bool = False,
         rare: bool = False,
+        tail: bool = False,
     ) -> None:
         super().__init__()
         self.faults = faults
         self.first = nn.Linear(4, WIDTH)
         self.norm = nn.BatchNorm1d(WIDTH) if norm else nn.Identity()
         self.blocks = nn.ModuleList([Block(index, faults, recompute) for index in range(3)])
-        self.last = nn.Linear(WIDTH, 2)
+        self.last = Tail(faults) if tail else nn.Linear(WIDTH, 2)
         self.rare = nn.Linear(WIDTH, WIDTH) if rare else None
         self.never = nn.Linear(WIDTH, WIDTH) if rare else None
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, *targets: Tensor) -> Tensor:
         is_rare = x[:, :1] > RARE
         x = self.norm(self.first(x))
         if self.rare is not None and is_rare.any():
             x = x + is_rare * self.rare(x)
         for block in self.blocks[: self.faults[0].depth]:
             x = block(x)
-        output: Tensor = self.last(x)
+        output: Tensor = self.last(x, *targets)
         return output
 
 
@@ -179,11 +161,67 @@ class FaultyCollective:
         return self.inner(*args, **kwargs)
 
 
+def shard(net: Net, *groups: Any, root: bool = True, **options: Any) -> Any:
+    """Shard modules or lists of modules, then the root."""
+    for group in (*groups, *[net] * root):
+        fully_shard(group, **options)
+    return net
+
+
+def shard_all(net: Net, **options: Any) -> Any:
+    """Shard all modules, so that the root has no parameters of its own."""
+    return shard(net, net.first, *net.blocks, net.last, **options)
+
+
+def shard_nested(net: Net, *, part: str) -> Any:
+    """Shard a part of each block, then the block."""
+    parts = [block.get_submodule(part) for block in net.blocks]
+    return shard(net, *parts, *net.blocks)
+
+
+def tied(net: Net) -> Net:
+    one, other = (net.get_submodule(f"blocks.{index}.inner.0") for index in (0, 2))
+    other.weight = one.weight
+    return net
+
+
+def mostly_frozen(net: Net) -> Net:
+    for name, parameter in net.named_parameters():
+        parameter.requires_grad_("inner" in name)
+    return net
+
+
+def checkpointed(net: Net) -> Any:
+    apply_activation_checkpointing(net, check_fn=lambda part: isinstance(part, Block))
+    return shard_all(net)
+
+
+WRAPPINGS: dict[str, Callable[[Net], Any]] = {
+    "only root": shard,
+    "all in children": shard_all,
+    "no root": lambda net: shard_all(net, root=False),
+    "some blocks": lambda net: shard(net, net.blocks[1]),
+    "nested": lambda net: shard_nested(net, part="inner.0"),
+    "nested, no own parameters": lambda net: shard_nested(net, part="inner"),
+    "pairs": lambda net: shard(net, [net.first, net.blocks[0]], [*net.blocks[1:]]),
+    "to one rank": lambda net: shard_all(net, reshard_after_forward=dist.get_world_size()),
+    "half precision": lambda net: shard_all(net, mp_policy=HALF),
+    "offloaded": lambda net: shard_all(net, offload_policy=CPUOffloadPolicy(pin_memory=False)),
+    "tied": lambda net: shard(tied(net), net.blocks[1]),
+    "tied in children": lambda net: shard(tied(net), [net.blocks[0], net.blocks[2]], net.blocks[1]),
+    "checkpointed": checkpointed,
+    "mostly frozen": lambda net: shard_all(mostly_frozen(net)),
+    "ddp, large buckets": DistributedDataParallel,
+}
+
+
 def build(kind: str, faults: list[Faults], options: dict[str, Any]) -> nn.Module:
     torch.manual_seed(0)
-    switches = {name: options[name] for name in ("norm", "recompute", "rare") if name in options}
-    net: Net | WithTail = WithTail(faults) if options.get("tail") else Net(faults, **switches)
+    names = ("norm", "recompute", "rare", "tail")
+    net = Net(faults, **{name: options[name] for name in names if name in options})
     net = net.to(options.get("dtype", torch.float32))
+    if kind in WRAPPINGS:
+        return WRAPPINGS[kind](net)  # type: ignore[no-any-return]
     if kind == "ddp":
         keywords = {"bucket_cap_mb": 0.001, **options.get("ddp", {})}
         model = DistributedDataParallel(net, **keywords)
@@ -198,19 +236,15 @@ def build(kind: str, faults: list[Faults], options: dict[str, Any]) -> nn.Module
             plan = {"0": ColwiseParallel(), "2": RowwiseParallel()}
             parallelize_module(cast(Block, block).inner, mesh, plan)
         return net
-    keywords = {"mesh": mesh}
-    if options.get("bf16"):
-        keywords["mp_policy"] = MixedPrecisionPolicy(
-            param_dtype=torch.bfloat16, reduce_dtype=torch.float32
-        )
+    keywords = {"mesh": mesh} | ({"mp_policy": HALF} if options.get("bf16") else {})
     for layer, block in enumerate(net.blocks):
         sharded: Any = fully_shard(block, **keywords, **options.get("fsdp", {}))
         inner = collectives_of(sharded)
         assert inner is not None
         sharded.set_custom_all_gather(FaultyCollective("gather", layer, faults, inner[0]))
         sharded.set_custom_reduce_scatter(FaultyCollective("scatter", layer, faults, inner[1]))
-    if isinstance(net, WithTail):
-        fully_shard(net.tail, **keywords)
+    if options.get("tail"):
+        fully_shard(net.last, **keywords)
     root: Any = fully_shard(net, **keywords)
     if options.get("symmetric"):  # without its setup, which needs NCCL
         symmetric = _fsdp_collectives.SymmMemReduceScatter
@@ -222,9 +256,6 @@ def build(kind: str, faults: list[Faults], options: dict[str, Any]) -> nn.Module
         blocks[0].set_modules_to_forward_prefetch(blocks[1:])
         blocks[2].set_modules_to_backward_prefetch([blocks[1], blocks[0]])
     return net
-
-
-# Points at which a rank runs out of memory
 
 
 def points(world_size: int) -> dict[str, list[Fault]]:
@@ -246,8 +277,7 @@ def points(world_size: int) -> dict[str, list[Fault]]:
             Fault(last, "backward", microbatch=1, layer=0),
         ],
         "two ranks at one point": [
-            Fault(0, "backward", microbatch=1, layer=1),
-            Fault(last, "backward", microbatch=1, layer=1),
+            Fault(rank, "backward", microbatch=1, layer=1) for rank in (0, last)
         ],
         "successive batches": [
             Fault(last, "backward", step=1, microbatch=1, layer=1),
@@ -268,18 +298,10 @@ def allocations(world_size: int) -> dict[str, list[Fault]]:
     }
 
 
-def random_plan(seed: int, world_size: int, *, sharded: bool) -> Sequence[Fault]:
+def random_plan(draw: random.Random, ranks: Sequence[int], **places: Sequence[Any]) -> list[Fault]:
     """Draw one to three faults at any points of three steps."""
-    draw = random.Random(seed)
-    kinds = ["before", "forward", "backward", "backward", "between", "end"]
-    kinds += ["gather", "scatter"] * sharded
+    places = {"step": range(3), "microbatch": (0, 0, 1, 1, 2), "layer": range(3), **places}
     return [
-        Fault(
-            draw.randrange(world_size),
-            draw.choice(kinds),
-            step=draw.randrange(3),
-            microbatch=draw.choice([0, 0, 1, 1, 2]),
-            layer=draw.randrange(3),
-        )
+        Fault(draw.choice(ranks), **{name: draw.choice(each) for name, each in places.items()})
         for _ in range(draw.randint(1, 3))
     ]

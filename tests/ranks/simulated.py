@@ -21,8 +21,7 @@ class _Meeting:
         self.slots[index] = value
         try:
             self.barrier.wait()
-            # A copy, because the slots are reused at once.
-            seen = list(self.slots)
+            seen = [*self.slots]
             self.barrier.wait()  # no rank writes before all have read
         except threading.BrokenBarrierError as error:
             raise RuntimeError("a simulated rank is gone, or took too long") from error
@@ -33,9 +32,7 @@ class _SimulatedGroup:
     """Group of threads."""
 
     def __init__(self, meeting: _Meeting, index: int) -> None:
-        self._meeting = meeting
-        self.index = index
-        self.size = len(meeting.slots)
+        self._meeting, self.index, self.size = meeting, index, len(meeting.slots)
         self.messages = 0
 
     def gather(self, message: list[float]) -> list[list[float]]:
@@ -49,42 +46,32 @@ class _SimulatedGroup:
 
 
 class SimulatedWorld:
-    """Ranks as threads of this process.
-
-    >>> from automicro.ranks.exchange import healthy
-    >>> world = SimulatedWorld(3)
-    >>> ballots = world.run(lambda rank: world.exchange(rank).ballots(healthy("here", 1)))
-    >>> [ballot.is_in_step for ballot in ballots]
-    [True, True, True]
-    """
+    """Ranks as threads of this process."""
 
     def __init__(
-        self,
-        world_size: int,
-        *,
-        local_world_size: int | None = None,
-        timeout_seconds: float = 10.0,
+        self, world_size: int, *, local_world_size: int | None = None, timeout_seconds: float = 10.0
     ) -> None:
         self.world_size = world_size
         ranks, width = list(range(world_size)), local_world_size or world_size
-        self._levels = plan_levels([ranks[at : at + width] for at in ranks[::width]])
-        self._timeout_seconds = timeout_seconds
+        self.levels = plan_levels([ranks[at : at + width] for at in ranks[::width]])
         # Keyed by members, so all threads of a group find the same meeting.
-        self._meetings: dict[tuple[int, ...], _Meeting] = {}
+        self._meetings = {
+            tuple(members): _Meeting(len(members), timeout_seconds)
+            for blocks in self.levels
+            for members in blocks
+        }
         self._groups: dict[int, list[_SimulatedGroup]] = {}
-        self._lock = threading.Lock()
 
     def exchange(self, rank: int) -> Exchange:
         """Return the exchange of one rank."""
-        with self._lock:
-            groups = [
-                _SimulatedGroup(self._meeting(tuple(members)), members.index(rank))
-                for blocks in self._levels
-                for members in blocks
-                if rank in members
-            ]
-            self._groups[rank] = groups
-        return Exchange(groups, height=len(self._levels), rank=rank, world_size=self.world_size)
+        groups = [
+            _SimulatedGroup(self._meetings[tuple(members)], members.index(rank))
+            for blocks in self.levels
+            for members in blocks
+            if rank in members
+        ]
+        self._groups[rank] = groups
+        return Exchange(groups, height=len(self.levels), rank=rank, world_size=self.world_size)
 
     def messages(self, rank: int) -> int:
         """Return the number of messages that a rank sent through its last exchange."""
@@ -93,10 +80,4 @@ class SimulatedWorld:
     def run(self, work: Callable[[int], T]) -> Sequence[T]:
         """Run work on every rank at once; return results in order, or raise the first error."""
         with ThreadPoolExecutor(self.world_size) as threads:
-            running = [threads.submit(work, rank) for rank in range(self.world_size)]
-            return [each.result() for each in running]
-
-    def _meeting(self, members: tuple[int, ...]) -> _Meeting:
-        if members not in self._meetings:
-            self._meetings[members] = _Meeting(len(members), self._timeout_seconds)
-        return self._meetings[members]
+            return [*threads.map(work, range(self.world_size))]

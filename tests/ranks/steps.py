@@ -1,7 +1,5 @@
 """Steps of the real `Microbatcher` on several ranks that run out of memory as planned."""
 
-import contextlib
-import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -18,7 +16,6 @@ from tests.ranks.faulty_models import Faults
 from tests.ranks.wrapping import local
 
 ROWS = 32
-ADAMW = functools.partial(torch.optim.AdamW, lr=0.01)
 
 
 class HalvingOnly(Policy):
@@ -58,13 +55,12 @@ class Stepper:
         sizes: Sequence[int] = (),
         syncs: Sequence[Sync] = (),
         policy: Policy | None = None,
-        optimizer: Any = ADAMW,
         **options: Any,
     ) -> None:
         self.model = model
         self.faults = faults
         self.policy = policy or HalvingOnly(size, sizes)
-        self.optimizer = optimizer(model.parameters())
+        self.optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
         self.microbatcher = another(
             model,
             microbatch_size=self.policy,
@@ -90,14 +86,13 @@ class Stepper:
         elif event == "attempt_end":
             self.faults.reach("end")
 
-    def train(self, step: int, batch: Any, *, within: Any = contextlib.nullcontext) -> StepResult:
+    def train(self, step: int, batch: Any) -> StepResult:
         self.faults.step = step
         before = self.count_votes()
         ranks = self.microbatcher.ranks
         if self.forced_syncs and isinstance(ranks, CoordinatedRanks):
             ranks.sync = self.forced_syncs[step]
-        with within():
-            result = self.microbatcher.backward(batch)
+        result = self.microbatcher.backward(batch)
         self.votes.append(self.count_votes() - before)
         self.sizes.append(result.microbatch_size)
         if isinstance(ranks, CoordinatedRanks):

@@ -20,10 +20,14 @@ from automicro.memory.device import OccupiedDevice
 from automicro.memory.residents import measure
 from automicro.optimizer import step as clipping
 from automicro.optimizer.step import GradientScaler, clip_gradients, step_optimizer
+from automicro.ranks import warm_up
+from automicro.ranks.guards import guard
 from automicro.ranks.warm_up import COMMUNICATION_SHARE
-from tests.ranks.jobs import connections
+from tests.ranks.faulty_models import Faults, build
+from tests.ranks.jobs import batch as small_batch
+from tests.ranks.steps import Stepper
 from tests.ranks.test_uneven import Sum
-from tests.ranks.world import World, on_ranks
+from tests.ranks.world import on_ranks
 from tests.ranks.wrapping import (
     furthest,
     mesh_of,
@@ -96,64 +100,43 @@ def test_ranks_change_levels_together(kind: str, when: str) -> None:
     require_alike(policy.state_dict())
 
 
-@pytest.mark.parametrize("kind", mostly_in_sweeps(KINDS, quick=["ddp"]))
+@pytest.mark.parametrize(
+    ("kind", "what"),
+    mostly_in_sweeps(KINDS, ["level", "size"], quick=[("ddp", "level"), ("fsdp", "size")]),
+)
 @on_ranks()
-def test_ranks_choose_fastest_level_together(kind: str) -> None:
-    """At the plain level only single rows fit, and forwards take a few milliseconds."""
+def test_ranks_settle_on_fastest_level_or_size_together(kind: str, what: str) -> None:
+    """At the plain level only single rows fit, and the clocks of ranks differ."""
     torch.manual_seed(0)
-    rank = dist.get_rank()
+    rank, is_level = dist.get_rank(), what == "level"
     model = wrapped(kind, nn.Linear(4, 4))
 
     def forward(model: nn.Module, x: Tensor) -> Tensor:
-        if len(x) > 1 and policy.level == 0:
+        if is_level and len(x) > 1 and policy.level == 0:
             raise torch.OutOfMemoryError("CUDA out of memory.")
-        time.sleep(0.004 * (1 + rank))  # clocks of ranks differ
+        time.sleep(0.003 * (1 + rank))
         loss: Tensor = model(x).square().mean()
         return loss
 
-    microbatcher = averaging(model, forward=forward, features=[WhenTooLarge("auto")])
-    policy = microbatcher._train.policy
-    levels, told = [], []
+    options: dict[str, Any] = {"features": [WhenTooLarge("auto")]}
+    if not is_level:
+        options = {"microbatch_size": Explore(max_steps=16)}
+    microbatcher = averaging(model, forward=forward, **options)
+    policy: Any = microbatcher._train.policy
+    found, told = [], []
     for _ in range(40):
         result = microbatcher.backward(torch.ones(8 - rank, 4))
-        levels.append((result.level, result.microbatch_size))
+        found.append((result.level, result.microbatch_size))
         told.append(str(result.exploration))
         model.zero_grad()
-    require_alike((levels, told, policy.state_dict()))
-    assert levels[-1] == ("offload", 8)
-    assert any("plain" in said for said in told)
+    require_alike((found, told, policy.state_dict()))
+    assert len(set(found)) > 1
+    assert len(set(found[-8:])) == 1
     assert told[-1] == "None"
-
-
-@pytest.mark.parametrize(
-    ("kind", "rows"),
-    mostly_in_sweeps(KINDS, [(12, 12), (12, 7)], quick=[("fsdp", (12, 7))]),
-)
-@on_ranks()
-def test_all_ranks_explore_and_settle_on_same_sizes(kind: str, rows: tuple[int, int]) -> None:
-    torch.manual_seed(0)
-    rank = dist.get_rank()
-    model = wrapped(kind, nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2)))
-    policy = Explore(max_steps=16)
-
-    def forward(model: nn.Module, batch: Any) -> Tensor:
-        time.sleep(0.002 * rank)  # clocks of ranks differ
-        return nn.functional.mse_loss(model(batch[0]), batch[1])
-
-    microbatcher = averaging(model, forward=forward, microbatch_size=policy)
-    own = batch(rows[rank], 1 + rank)
-    given = own[0][:, :4], own[1][:, :2]
-    sizes, told = [], []
-    for _ in range(30):
-        result = microbatcher.backward(given)
-        sizes.append(result.microbatch_size)
-        if result.exploration is not None:
-            told.append(str(result.exploration))
-        model.zero_grad()
-    require_alike((sizes, told, policy.state_dict()))
-    assert len(set(sizes)) > 1
-    assert told[-1].startswith("explored for ")
-    assert len(set(sizes[-8:])) == 1
+    assert any(said.startswith("explored for ") for said in told)
+    if is_level:
+        assert found[-1] == ("offload", 8)
+        assert any("plain" in said for said in told)
 
 
 @pytest.mark.parametrize("kind", mostly_in_sweeps(KINDS, quick=["fsdp"]))
@@ -179,25 +162,10 @@ def test_ranks_with_different_limits_find_one_size(kind: str) -> None:
     assert num_failed > 0
 
 
-@pytest.mark.parametrize("size", ["auto", 4])
 @on_ranks()
-def test_size_that_fits_nowhere_is_reported_on_every_rank(size: int | str) -> None:
-    """With "auto" no rank fits one row; with a fixed size one rank does not fit it."""
-    model, rank = wide("ddp"), dist.get_rank()
-    limit = "40KiB" if size == "auto" or rank else "10MiB"
-    microbatcher = averaging(model, microbatch_size=size, memory_limit=limit)
-    kind, text = raised(lambda: microbatcher.backward(batch(8)))
-    is_named = size == "auto" or rank == 0
-    assert kind == ("SampleTooLargeError" if is_named else "OutOfMemoryError")
-    assert all(p.grad is None for p in model.parameters())
-    assert size == "auto" or rank == 1 or 'microbatch_size="auto"' in text
-
-
-@pytest.mark.parametrize("kind", KINDS)
-@on_ranks()
-def test_loss_is_declined_on_all_ranks_together(kind: str) -> None:
+def test_loss_is_declined_on_all_ranks_together() -> None:
     """The rows of one rank make the total loss infinite."""
-    model, metric, seen = wide(kind), Sum(), []
+    model, metric, seen = wide("fsdp"), Sum(), []
     microbatcher = averaging(model, microbatch_size=3)
 
     def accept(loss: Tensor) -> bool:
@@ -239,23 +207,20 @@ def test_remembered_size_comes_from_rank_0(tmp_path: Path) -> None:
     assert result.failed_sizes == ()
 
 
-def clip(kind: str | None, rows: list[int]) -> list[Tensor]:
-    """Return the norm and the clipped gradients in fp64."""
-    model = wide(kind, torch.float64)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    microbatcher = averaging(model, microbatch_size=3)
-    rank = dist.get_rank() if kind else 0
-    x, y = (each.split(rows)[rank] for each in batch(sum(rows), dtype=torch.float64))
-    microbatcher.backward((x, y))
-    norm = clip_gradients(optimizer, 0.1, CPU, ranks=microbatcher.ranks)
-    return [norm, *whole_gradients(model)]
-
-
 @pytest.mark.parametrize("kind", KINDS)
-def test_clipping_uses_norm_of_whole_gradient(world2: World, kind: str) -> None:
-    expected = clip(None, [11])
-    for found in world2.run(clip, kind, [7, 4]):
-        assert furthest(found, expected) <= 1e-9
+@on_ranks()
+def test_clipping_uses_norm_of_whole_gradient(kind: str) -> None:
+    model, plain = wide(kind, torch.float64), wide(None, torch.float64)
+    x, y = batch(11, dtype=torch.float64)
+    nn.functional.mse_loss(plain(x), y).backward()
+    expected = nn.utils.clip_grad_norm_(plain.parameters(), 0.1)
+    mine = slice(0, 7) if dist.get_rank() == 0 else slice(7, None)
+    microbatcher = averaging(model, microbatch_size=3)
+    microbatcher.backward((x[mine], y[mine]))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    norm = clip_gradients(optimizer, 0.1, CPU, ranks=microbatcher.ranks)
+    found = [norm, *whole_gradients(model)]
+    assert furthest(found, [expected, *whole_gradients(plain)]) <= 1e-9
 
 
 @on_ranks()
@@ -341,24 +306,61 @@ CONNECTED = {
 }
 
 
+def connections(kind: str, *, takes_memory: bool, alone: int | None = None) -> dict[str, Any]:
+    """Return the connections made before the first forward of three steps, and after it."""
+    ran: list[str] = []
+    run, use = warm_up._run, warm_up.Use
+
+    def noting(use: warm_up.Use, whole: Tensor, part: Tensor) -> None:
+        group = dist.get_process_group_ranks(use.group)
+        ran.append(f"{use.kind} {use.op.name} of {len(group)}: {whole.numel()}")
+        assert whole.numel() == part.numel() * len(group)
+        run(use, whole, part)
+
+    takes = property(lambda _: True) if takes_memory else use.takes_device_memory
+    with (
+        mock.patch.object(warm_up, "_run", noting),
+        mock.patch.object(use, "takes_device_memory", takes),
+    ):
+        model = build(kind, [Faults()], {})
+        opened = guard.opened_state()
+        if opened is not None:
+            opened.connected.clear()  # from earlier jobs
+        before: list[int] = []
+        model.register_forward_pre_hook(lambda *_: before.append(len(ran)))
+        first, second = (Stepper(model, Faults(), size=3) for _ in range(2))
+        ranks: Any = first.microbatcher.ranks
+        if dist.get_rank() == alone:
+            ranks._warm_up._uses.append(ranks._warm_up._uses[0]._replace(kind="all_gather"))
+        votes = ranks.num_votes
+        rows = small_batch(0, dist.get_rank(), {})
+        kind, failed = raised(lambda: first.train(0, rows))
+        votes = ranks.num_votes - votes
+        if not failed:
+            second.train(0, rows)
+            first.train(1, rows)
+    share = ranks.communication_share
+    return {"ran": ran, "before": before, "votes": votes, "share": share, "failed": failed}
+
+
 @pytest.mark.parametrize("kind", mostly_in_sweeps(KINDS, quick=["ddp"]))
-def test_communicators_connect_once_before_first_attempt(world2: World, kind: str) -> None:
-    one, other = world2.run(connections, kind, takes_memory=True)
-    assert one == other
-    assert one["ran"] == [f"{use}: {count}" for use in CONNECTED[kind] for count in (FEW, MANY)]
-    assert set(one["before"]) == {len(one["ran"])}, "a forward came first, or one was repeated"
-    assert one["share"] == COMMUNICATION_SHARE
-    quiet, _ = world2.run(connections, kind, takes_memory=False)
+@on_ranks()
+def test_communicators_connect_once_before_first_attempt(kind: str) -> None:
+    found = connections(kind, takes_memory=True)
+    require_alike(found)
+    assert found["ran"] == [f"{use}: {count}" for use in CONNECTED[kind] for count in (FEW, MANY)]
+    assert set(found["before"]) == {len(found["ran"])}, "a forward came first, or one was repeated"
+    assert found["share"] == COMMUNICATION_SHARE
+    quiet = connections(kind, takes_memory=False)
     assert (quiet["ran"], quiet["share"]) == ([], 0.0), "gloo has nothing on a device"
-    assert quiet["votes"] == one["votes"]
+    assert quiet["votes"] == found["votes"]
 
 
 # The next test leaves the world without votes, so it comes last
 
 
-def test_ranks_with_different_connections_fail_without_waiting(world2: World) -> None:
-    for found in world2.run(connections, "ddp", takes_memory=True, alone=1):
-        assert (
-            "first connecting all_reduce of 2, broadcast of 2, all_gather of 2)" in found["failed"]
-        )
-        assert found["ran"] == []
+@on_ranks()
+def test_ranks_with_different_connections_fail_without_waiting() -> None:
+    found = connections("ddp", takes_memory=True, alone=1)
+    assert "first connecting all_reduce of 2, broadcast of 2, all_gather of 2)" in found["failed"]
+    assert found["ran"] == []

@@ -1,5 +1,6 @@
 """Ranks with rows of different lengths train as one process on all rows."""
 
+import math
 import warnings
 from collections.abc import Sequence
 from typing import Any
@@ -12,8 +13,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from automicro import Microbatcher, PaddingWarning
 from automicro.features import MicrobatchUnit
-from tests.ranks.world import World, on_ranks
-from tests.ranks.wrapping import furthest, require_told, whole_gradients, wrapped
+from tests.ranks.world import World
+from tests.ranks.wrapping import furthest, whole_gradients, wrapped
 from tests.step.texts import IGNORED, Reader, texts
 from tests.sweeps import mostly_in_sweeps
 
@@ -58,22 +59,21 @@ def train(
     """Train on batches with these lengths; a rank fits at most so many tokens at once."""
     model = reader(kind, sees_padding=sees_padding)
     rank = dist.get_rank()
-    limit = fits[rank]
     ran: list[tuple[int, int]] = []
 
     def note(_: nn.Module, __: Any, given: dict[str, Tensor]) -> None:
         rows, length = given["input_ids"].shape
         ran.append((rows, length))
-        if limit is not None and rows * length > limit:
+        if rows * length > (fits[rank] or math.inf):
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1 GiB.")
 
     inner = model.module if isinstance(model, DistributedDataParallel) else model
     inner.register_forward_pre_hook(note, with_kwargs=True)
     microbatcher = by_tokens(model, declared, microbatch_size=size)
     batches = [texts(list(rows), padded=padded) for rows in ranks[rank] if rows]
+    ooms = 0
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        ooms = 0
         for _ in range(steps):
             model.zero_grad()
             ran.clear()
@@ -82,9 +82,7 @@ def train(
     return {
         "found": [result.loss, *whole_gradients(model)],
         "ran": ran[-result.num_microbatches :],
-        "num_microbatches": result.num_microbatches,
-        "size": result.microbatch_size,
-        "ooms": ooms,
+        "decided": (result.num_microbatches, result.microbatch_size, ooms),
         "rows": (result.num_samples, result.num_global_samples),
         "warned": [str(each.message) for each in caught if each.category is PaddingWarning],
     }
@@ -92,57 +90,51 @@ def train(
 
 LONG, SHORT = [9, 3, 17, 5, 5, 12, 2, 8], [4, 2, 3, 6, 1]
 CASES: dict[str, list[Lengths]] = {
-    "rows and lengths": [[LONG], [SHORT]],
     "no rows on one rank": [[LONG], [[]]],
     "no padding on one rank": [[[6, 6, 6]], [LONG]],
     "several batches": [[LONG, SHORT, [11]], [[2], [7, 30], SHORT]],
     "fewer batches on one rank": [[LONG, SHORT], [[13, 1]]],
     "one row each": [[[5]], [[14]]],
 }
-KINDS = ["ddp", "fsdp"]
+# Under FSDP, no rank can check on its own whether padding may be cut.
+DECLARED: dict[str, bool | str] = {"ddp": "auto", "fsdp": True}
 
 
 def require_same(world: World, kind: str, ranks: Sequence[Lengths], **options: Any) -> list[Any]:
     padded, sees = options.get("padded"), options.get("sees_padding", False)
     whole = expected(ranks, padded=padded, sees_padding=sees)
     found: list[Any] = world.run(train, kind, ranks, **options)
-    for rank in found:
-        assert furthest(rank["found"], whole) <= 1e-9
-    assert len({rank["num_microbatches"] for rank in found}) == 1
-    assert len({rank["size"] for rank in found}) == 1
     own = [sum(map(len, batches)) for batches in ranks]
-    assert [rank["rows"] for rank in found] == [(each, sum(own)) for each in own]
+    for rank, rows in zip(found, own, strict=True):
+        assert furthest(rank["found"], whole) <= 1e-9
+        assert rank["rows"] == (rows, sum(own))
+    assert len({rank["decided"] for rank in found}) == 1
     return found
 
 
 @pytest.mark.parametrize(
     ("kind", "case"),
     mostly_in_sweeps(
-        KINDS, CASES, quick=[("ddp", "several batches"), ("fsdp", "no rows on one rank")]
+        DECLARED, CASES, quick=[("ddp", "several batches"), ("fsdp", "no rows on one rank")]
     ),
 )
 def test_gradients_match_one_process_on_all_rows(world2: World, kind: str, case: str) -> None:
-    # Under FSDP, no rank can check on its own whether padding may be cut.
-    declared: bool | str = True if kind == "fsdp" else "auto"
-    for size in (24, 500, None, "auto"):
-        found = require_same(world2, kind, CASES[case], size=size, declared=declared, steps=2)
+    for size in (24, None, "auto"):
+        options: Any = {"size": size, "declared": DECLARED[kind], "steps": 2}
+        found = require_same(world2, kind, CASES[case], **options)
         assert not any(rank["warned"] for rank in found)
 
 
 @pytest.mark.parametrize(
     ("kind", "fits"),
-    mostly_in_sweeps(
-        KINDS, [(20, None), (None, 12), (18, 12)], quick=[("ddp", (None, 12)), ("fsdp", (18, 12))]
-    ),
+    [("ddp", (None, 12)), pytest.param("fsdp", (18, 12), marks=pytest.mark.sweep)],
 )
 def test_out_of_memory_on_one_rank_shrinks_all_ranks(
     world2: World, kind: str, fits: tuple[int | None, int | None]
 ) -> None:
-    ranks = [[LONG], [[*SHORT, 7, 12]]]
-    declared: bool | str = True if kind == "fsdp" else "auto"
-    found = require_same(world2, kind, ranks, size="auto", declared=declared, fits=fits, steps=3)
-    [ooms] = {rank["ooms"] for rank in found}
-    assert ooms >= 1
+    options: Any = {"size": "auto", "declared": DECLARED[kind], "fits": fits, "steps": 3}
+    found = require_same(world2, kind, [[LONG], [[*SHORT, 7, 12]]], **options)
+    assert found[0]["decided"][2] >= 1
     for rank, limit in zip(found, fits, strict=True):
         assert limit is None or all(rows * length <= limit for rows, length in rank["ran"])
 
@@ -159,57 +151,11 @@ def test_rank_that_sees_padding_decides_for_all(world2: World) -> None:
 
 def test_padding_that_no_rank_can_check_stays_with_warning(world2: World) -> None:
     ranks: list[Lengths] = [[LONG], [SHORT]]
-    found = require_same(world2, "fsdp", ranks, padded=20, steps=2)
-    for rank in found:
+    for rank in require_same(world2, "fsdp", ranks, padded=20, steps=2):
         assert {length for _, length in rank["ran"]} == {20}
         [message] = rank["warned"]
         assert "communicates with other ranks" in message
         assert "cut_padding=True" in message
-    found = require_same(world2, "fsdp", ranks, padded=20, declared=True)
-    assert not any(rank["warned"] for rank in found)
-    assert all(length < 20 for rank in found for _, length in rank["ran"])
-
-
-@pytest.mark.parametrize(
-    "ranks", [[LONG, SHORT], [LONG, []], [[6, 6, 6], LONG]], ids=["both", "one", "no padding"]
-)
-@pytest.mark.parametrize(
-    ("kind", "size"), mostly_in_sweeps(KINDS, [20, "auto"], quick=[("ddp", "auto"), ("fsdp", 20)])
-)
-@on_ranks()
-def test_evaluation_and_prediction_keep_row_order(
-    kind: str, size: Any, ranks: list[list[int]]
-) -> None:
-    model, plain = reader(kind), reader(None).eval()
-    declared: bool | str = True if kind == "fsdp" else "auto"
-    microbatcher = by_tokens(model, declared, eval_microbatch_size=size)
-    rows = ranks[dist.get_rank()]
-    batch = texts(rows) if rows else None
-    result = microbatcher.evaluate(batch, return_outputs=True)
-    predicted = microbatcher.predict(batch)
-    if batch is None:
-        assert result.loss is None
-        return
-    with torch.no_grad():
-        alone = plain(**batch)
-    real = batch["attention_mask"].bool()
-    assert furthest([result.loss], expected([[rows]])[:1]) <= 1e-9  # type: ignore[list-item]
-    for outputs in (result.outputs, predicted):
-        assert outputs["logits"].shape == alone["logits"].shape
-        found = outputs["logits"][real], outputs["pooled"]
-        assert furthest(found, [alone["logits"][real], alone["pooled"]]) <= 1e-12
-
-
-@pytest.mark.parametrize("kind", KINDS)
-@on_ranks()
-def test_unsortable_batch_on_one_rank_ends_step_on_all(kind: str) -> None:
-    """The lengths of its rows are unknown."""
-    model = reader(kind)
-    microbatcher = by_tokens(model, "auto", microbatch_size=24)
-    batch: dict[str, Tensor] = texts([9, 3, 6])
-    if dist.get_rank() == 1:
-        batch["x_lengths"] = torch.ones(3, dtype=torch.int64)
-    own = "'x_lengths' looks like the lengths"
-    require_told(lambda: microbatcher.backward(batch), "BatchError", told="x_lengths", own=own)
-    model.zero_grad()
-    microbatcher.backward(texts([9, 3, 6]))  # all ranks can continue
+    for rank in require_same(world2, "fsdp", ranks, padded=20, declared=True):
+        assert not rank["warned"]
+        assert all(length < 20 for _, length in rank["ran"])

@@ -4,6 +4,7 @@ A failure on one rank during a save blocks no rank and loses no older checkpoint
 """
 
 import random
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -62,65 +63,56 @@ def test_same_world_resumes_bit_for_bit(world2: World, tmp_path: Path, kind: str
 
 
 def test_ranks_divide_writing_between_them(world2: World, tmp_path: Path) -> None:
-    written: dict[str, dict[str, list[str]]] = {}
+    both = ["__0_0.distcp", "__1_0.distcp"]
     for kind in KINDS:
         world2.run(resume_run, kind, tmp_path / kind, 1)
         [path] = (tmp_path / kind).iterdir()
         tables = {"manifest.json", "tensors.pt", ".metadata", "state.pt", "state-of-rank-1.pt"}
-        data = {"__0_0.distcp", "__1_0.distcp"}
-        assert {each.name for each in path.iterdir()} == tables | data
+        assert {each.name for each in path.iterdir()} == tables | {*both}
         table = torch.load(path / "tensors.pt", weights_only=False)  # this test wrote it
-        written[kind] = {index.fqn: [] for index in table.storage_data}
+        written: dict[str, list[str]] = {index.fqn: [] for index in table.storage_data}
         for index, place in table.storage_data.items():
-            written[kind][index.fqn].append(place.relative_path)
-    first, second = "__0_0.distcp", "__1_0.distcp"
-    for name in ("modules.0.first.weight", "optimizer.state.first.weight.exp_avg"):
-        assert written["ddp"][name] == [first]
-        assert written["fsdp"][name] == [first, second]
-    for kind in KINDS:
-        of_second = [name for name, files in written[kind].items() if files == [second]]
+            written[index.fqn].append(place.relative_path)
+        for name in ("modules.0.first.weight", "optimizer.state.first.weight.exp_avg"):
+            assert written[name] == (both[:1] if kind == "ddp" else both)
+        of_second = [name for name, files in written.items() if files == both[1:]]
         assert "rank-1.rng.torch" in of_second
         assert all(name.startswith("rank-1.") for name in of_second)
 
 
-def check_chain(worlds: list[tuple[str, World | None]], folder: Path) -> None:
+@pytest.mark.parametrize(
+    "kinds",
+    [
+        [("fsdp", 3), ("ddp", 2), ("plain", 1), ("fsdp", 2), ("ddp", 3)],
+        pytest.param(
+            [("hsdp", 4), ("fsdp", 2), ("plain", 1), ("fsdp", 3), ("fsdp", 4), ("hsdp", 4)],
+            marks=pytest.mark.slow,
+        ),
+    ],
+)
+def test_other_world_sizes_and_wrappers_can_resume(
+    worlds: Callable[[int], World], tmp_path: Path, kinds: list[tuple[str, int]]
+) -> None:
     """Each world trains for one epoch, from the end of the previous world."""
-    expected = alone(folder / "whole", 3 * len(worlds), averages=True)["end"]
+    expected = alone(tmp_path / "whole", 3 * len(kinds), averages=True)["end"]
     before: dict[str, Tensor] = {}
-    for index, (kind, world) in enumerate(worlds):
-        run = alone if world is None else world.run
-        arguments: Any = (folder / "chain", 3 * (index + 1))
-        arguments = arguments if world is None else (resume_run, kind, *arguments)
-        results: Any = run(*arguments, averages=True)
-        results = [results] if world is None else results
+    for index, (kind, size) in enumerate(kinds):
+        given: Any = (tmp_path / "chain", 3 * (index + 1))
+        if size == 1:
+            results = [alone(*given, averages=True)]
+        else:
+            results = worlds(size).run(resume_run, kind, *given, averages=True)
         for each in results:
             assert each["resumed_at"] == 3 * index
             assert each["warnings"] == []
             if before:
-                loaded = each["after_resume"]
-                assert [n for n in loaded if not torch.equal(loaded[n], before[n])] == []
-                line = f"and resumed by {len(results)} rank"
-                assert any(line in text for text in each["lines"])
+                assert_same(each["after_resume"], {n: before[n] for n in each["after_resume"]})
+                assert any(f"and resumed by {size} rank" in text for text in each["lines"])
             assert_same(each["end"], results[0]["end"])
         before = results[0]["end"]
     assert before.keys() == expected.keys()
     for name, value in before.items():
         torch.testing.assert_close(value, expected[name], rtol=1e-9, atol=1e-9, msg=name)
-
-
-def test_other_world_sizes_and_wrappers_can_resume(
-    world2: World, world3: World, tmp_path: Path
-) -> None:
-    kinds = [("fsdp", world3), ("ddp", world2), ("plain", None), ("fsdp", world2), ("ddp", world3)]
-    check_chain(kinds, tmp_path)
-
-
-@pytest.mark.slow
-def test_four_ranks_resume_on_one_and_three_ranks(
-    world2: World, world3: World, world4: World, tmp_path: Path
-) -> None:
-    kinds = [("hsdp", world4), ("fsdp", world2), ("plain", None), ("fsdp", world3)]
-    check_chain([*kinds, ("fsdp", world4), ("ddp", world2), ("hsdp", world4)], tmp_path)
 
 
 def test_larger_world_draws_distinct_random_numbers_per_rank(
@@ -185,13 +177,9 @@ def check_full_disk(world: World, folder: Path, kind: str, ranks: tuple[int, ...
     return is_failed
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_full_disk_on_one_rank_keeps_older_checkpoint(
-    world2: World, tmp_path: Path, kind: str
-) -> None:
-    assert check_full_disk(world2, tmp_path / "second", kind, (1,), 1)
-    assert check_full_disk(world2, tmp_path / "first", kind, (0,), 4)
-    assert check_full_disk(world2, tmp_path / "both", kind, (0, 1), 2)
+def test_full_disk_on_one_rank_keeps_older_checkpoint(world2: World, tmp_path: Path) -> None:
+    for kind, ranks, at in (("fsdp", (1,), 1), ("ddp", (0,), 4), ("ddp", (0, 1), 2)):
+        assert check_full_disk(world2, tmp_path / f"{ranks}", kind, ranks, at)
 
 
 @pytest.mark.slow
@@ -233,46 +221,37 @@ def test_all_ranks_raise_worst_error_of_any_rank(world2: World) -> None:
 # Killed ranks
 
 
-def check_death(folder: Path, kind: str, rank: int, at: int, expected: list[dict[str, Any]]) -> int:
-    """Kill a rank and let a new world finish as an undisturbed one; return where it resumed."""
-    with world_of(2) as world:
-        world.start(die_in_save, folder, kind, rank, at, **NOISY)
-        results = world.results()
-    assert isinstance(results[rank], EOFError), results[rank]
-    assert results[1 - rank]["was"] == "PeerLostError", results[1 - rank]
-    with world_of(2) as world:
-        [found] = {step for step, _ in world.run(newest, folder)}
-        resumed = world.run(resume_run, kind, folder, 4, **NOISY)
-    assert not list(folder.glob(".tmp*"))
-    for here, there in zip(resumed, expected, strict=True):
-        assert here["resumed_at"] == found
-        assert_same(here["end"], there["end"])
-        assert_same(here["own"], there["own"])
-    return int(found)
-
-
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize(
-    ("kind", "rank", "at"),
-    [("fsdp", 1, 2), pytest.param("ddp", 0, 14, marks=pytest.mark.slow)],
+    ("kind", "points"),
+    [
+        ("fsdp", [(1, 2)]),
+        pytest.param("fsdp", None, marks=pytest.mark.slow),
+        pytest.param("ddp", None, marks=pytest.mark.slow),
+    ],
 )
 def test_rank_killed_in_save_loses_only_that_save(
-    world2: World, tmp_path: Path, kind: str, rank: int, at: int
+    world2: World, tmp_path: Path, kind: str, points: list[tuple[int, int]] | None
 ) -> None:
+    """A new world finishes as an undisturbed one."""
     expected = world2.run(resume_run, kind, tmp_path / "whole", 4, **NOISY)
-    assert check_death(tmp_path / "killed", kind, rank, at, expected) == 2
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(600)
-@pytest.mark.parametrize("kind", KINDS)
-def test_rank_killed_at_any_point_loses_only_that_save(
-    world2: World, tmp_path: Path, kind: str
-) -> None:
-    expected = world2.run(resume_run, kind, tmp_path / "whole", 4, **NOISY)
-    counts = world2.run(count_points, tmp_path / "counted", kind, **NOISY)
-    points = [(rank, at) for rank, count in enumerate(counts) for at in range(count)]
-    found = [
-        check_death(tmp_path / f"{rank}-{at}", kind, rank, at, expected)
-        for rank, at in random.Random(7).sample(points, 8)
-    ]
-    assert set(found) <= {2, 3}
+    if points is None:
+        counts = world2.run(count_points, tmp_path / "counted", kind, **NOISY)
+        every = [(rank, at) for rank, count in enumerate(counts) for at in range(count)]
+        points = random.Random(7).sample(every, 8)
+    for rank, at in points:
+        folder = tmp_path / f"{rank}-{at}"
+        with world_of(2) as world:
+            world.start(die_in_save, folder, kind, rank, at, **NOISY)
+            results = world.results()
+        assert isinstance(results[rank], EOFError), results[rank]
+        assert results[1 - rank]["was"] == "PeerLostError", results[1 - rank]
+        with world_of(2) as world:
+            [found] = {step for step, _ in world.run(newest, folder)}
+            resumed = world.run(resume_run, kind, folder, 4, **NOISY)
+        assert found in (2, 3)
+        assert not list(folder.glob(".tmp*"))
+        for here, there in zip(resumed, expected, strict=True):
+            assert here["resumed_at"] == found
+            assert_same(here["end"], there["end"])
+            assert_same(here["own"], there["own"])

@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from automicro import LossAverageWarning, Microbatcher
 from tests.ranks.world import on_ranks
 from tests.ranks.wrapping import gap, wrapped
-from tests.transaction.test_parameters import Changing, batches, quantized
 
 
 def net() -> nn.Module:
@@ -63,15 +62,3 @@ def test_first_rank_checks_for_all_or_warns_once(
         assert rank == 0 or result.loss_average_is == "unchecked"
     F.mse_loss(alone(inputs), targets).backward()
     assert kind == "sum" or gap(model, alone) < 1e-12
-
-
-@on_ranks()
-def test_each_rank_restores_parameters_written_in_forward() -> None:
-    most_rows = 4 if dist.get_rank() == 0 else 2
-    model, alone = wrapped("ddp", Changing(quantized, most_rows)), Changing(quantized, most_rows=8)
-    microbatcher = Microbatcher(model, loss_fn=nn.MSELoss(), microbatch_size="auto")
-    for inputs, targets in batches():
-        rows = slice(4 * dist.get_rank(), 4 * dist.get_rank() + 4)
-        microbatcher.backward((inputs[rows], targets[rows]))
-        F.mse_loss(alone(inputs), targets).backward()
-        assert gap(model, alone) < 1e-12

@@ -1,73 +1,46 @@
 """One rank runs out of memory: all ranks recover, bit for bit as without the failure."""
 
+import dataclasses
 import random
 from collections.abc import Callable, Sequence
 from typing import Any
+from unittest import mock
 
 import pytest
+import torch
+import torch.distributed as dist
 
-from tests.ranks.faulty_models import Fault, allocations, points, random_plan
-from tests.ranks.jobs import (
-    compare,
-    compare_without,
-    count_custom_collectives,
-    expected_gradients,
-    gradients,
-    guard_model,
-    replica_reductions,
+from automicro.options import SYNCS
+from automicro.ranks.coordinated import coordinate
+from automicro.torch_private_distributed import collectives_of
+from tests.ranks.faulty_models import (
+    WRAPPINGS,
+    Fault,
+    Faults,
+    Net,
+    allocations,
+    build,
+    mostly_frozen,
+    points,
+    random_plan,
+    tied,
 )
-from tests.ranks.world import World
-from tests.ranks.wrapping import furthest
+from tests.ranks.jobs import compare, run_steps
+from tests.ranks.steps import another, squared_error
+from tests.ranks.world import World, on_ranks
+from tests.ranks.wrapping import gap, raised, require_alike
 from tests.sweeps import SEED, mostly_in_sweeps
 
 pytestmark = pytest.mark.sweep
 
-POINTS = list(points(2))
-ALLOCATIONS = list(allocations(2))
-CASES = [("ddp", point) for point in POINTS]
-CASES += [("fsdp", point) for point in POINTS + ALLOCATIONS]
-
-
-def require_equal(
-    world: World, kind: str, plan: Sequence[Fault], options: dict[str, Any] | None = None
-) -> list[dict[str, Any]]:
-    results = world.run(compare, kind, plan, options or {})
-    assert [result["differing"] for result in results] == [[]] * world.size
-    assert len({tuple(result["sizes"]) for result in results}) == 1
-    return results
-
-
-def require_recovered(
-    world: World, kind: str, plan: Sequence[Fault], **options: Any
-) -> list[dict[str, Any]]:
-    results = require_equal(world, kind, plan, options)
-    assert sum(result["fired"] for result in results) == len(plan)
-    assert results[0]["attempts"] > len(results[0]["sizes"])
-    return results
-
-
-@pytest.mark.parametrize("case", mostly_in_sweeps(CASES, few=18), ids=", ".join)
-def test_two_ranks_recover_in_each_wrapper(world2: World, case: tuple[str, str]) -> None:
-    kind, point = case
-    require_recovered(world2, kind, {**points(2), **allocations(2)}[point])
-
-
-def test_failed_rank_may_fail_again_while_assisting_peers(
-    world2: World,
-) -> None:
-    plan = [
-        Fault(1, "between", step=2, microbatch=1, layer=2),
-        Fault(1, "scatter", step=2, microbatch=1, layer=2),  # during the replay
-    ]
-    require_recovered(world2, "fsdp", plan)
-
-
+POINTS = [*points(2), *allocations(2)]
 WORLDS: list[tuple[int, str, dict[str, Any]]] = [
-    (1, "ddp", {}),
-    (1, "fsdp", {}),
+    (2, "ddp", {}),
     (2, "ddp", {"ddp": {"gradient_as_bucket_view": True}}),
     (2, "ddp", {"ddp": {"find_unused_parameters": True}}),
     (2, "ddp", {"rare": True}),
+    (2, "ddp", {"hook": "voting"}),
+    (2, "fsdp", {}),
     (2, "fsdp", {"fsdp": {"reshard_after_forward": False}}),
     (2, "fsdp", {"bf16": True, "norm": False}),
     (2, "fsdp", {"recompute": True}),
@@ -80,106 +53,121 @@ WORLDS: list[tuple[int, str, dict[str, Any]]] = [
 ]
 
 
-def points_of(size: int, kind: str) -> list[str]:
-    if size == 1:
-        return ["last backward"]
-    return POINTS + ALLOCATIONS * (kind in ("fsdp", "hsdp"))
+def require_equal(world: World, kind: str, plan: Sequence[Fault], **options: Any) -> list[Any]:
+    results = world.run(compare, kind, plan, options)
+    assert [result["differing"] for result in results] == [[]] * world.size
+    assert len({tuple(result["sizes"]) for result in results}) == 1
+    return results
 
 
-@pytest.mark.slow
+def require_recovered(world: World, kind: str, plan: Sequence[Fault], **options: Any) -> list[Any]:
+    results = require_equal(world, kind, plan, **options)
+    assert sum(result["fired"] for result in results) == len(plan)
+    assert results[0]["attempts"] > len(results[0]["sizes"])
+    return results
+
+
+ALONE = [(1, kind, dict[str, Any]()) for kind in ("ddp", "fsdp")]
+WRAPPED = [(2, name, {"norm": False}) for name in WRAPPINGS]
+
+
 @pytest.mark.parametrize(
-    ("size", "kind", "options", "point"),
-    [(*case, point) for case in WORLDS for point in points_of(*case[:2])],
+    ("world", "point"),
+    [
+        *mostly_in_sweeps(WORLDS, POINTS, few=20),
+        *mostly_in_sweeps(ALONE, ["last backward"]),
+        *mostly_in_sweeps(WRAPPED, ["first forward", "last backward", "two ranks"], few=6),
+    ],
     ids=str,
 )
-def test_every_wrapper_recovers_in_every_world(
-    worlds: Callable[[int], World], size: int, kind: str, options: dict[str, Any], point: str
+def test_every_wrapper_recovers_at_every_point(
+    worlds: Callable[[int], World], world: tuple[int, str, dict[str, Any]], point: str
 ) -> None:
+    size, kind, options = world
     plan = {**points(size), **allocations(size)}[point]
+    if kind in ("ddp", "tensor"):  # no allocation of a collective can fail
+        instead = {"gather": "forward", "scatter": "backward"}
+        plan = [dataclasses.replace(e, where=instead.get(e.where, e.where)) for e in plan]
     require_recovered(worlds(size), kind, plan, **options)
 
 
-@pytest.mark.slow
-def test_failed_rank_reduces_with_operation_of_its_peers(world4: World) -> None:
-    found = world4.run(replica_reductions, points(4)["successive batches"])
-    assert [operations for operations, _ in found] == [{"AVG"}] * 4
-    assert sum(fired for _, fired in found) == 2
+@pytest.mark.parametrize("name", mostly_in_sweeps(WRAPPINGS, few=6))
+@on_ranks()
+def test_every_wrapping_has_gradient_of_one_process(name: str) -> None:
+    rank = dist.get_rank()
+    x, y = torch.randn(8, 4), torch.randn(8, 2)
+    dist.broadcast(x, 0)
+    dist.broadcast(y, 0)
+    for sync in SYNCS:
+        torch.manual_seed(0)
+        plain = Net([Faults()], norm=False).eval()  # no dropout
+        for part, change in (("tied", tied), ("mostly frozen", mostly_frozen)):
+            if part in name:
+                change(plain)
+        squared_error(plain(x), y).backward()
+        model = build(name, [Faults()], {"norm": False}).eval()
+        step = another(model, microbatch_size=3, sync=sync)
+        for _ in range(3):
+            model.zero_grad()
+            step.backward((x[4 * rank :][:4], y[4 * rank :][:4]))
+        assert gap(model, plain) < (1e-2 if name == "half precision" else 1e-6)
 
 
-def test_failed_rank_repeats_custom_collectives_of_its_peers(
-    world2: World,
-) -> None:
-    plan = [Fault(1, "backward", step=2, microbatch=1, layer=1)]
-    (one, _), (other, fired) = world2.run(count_custom_collectives, plan)
-    assert fired == 1
-    assert one == other
-    assert min(one.values()) > 0
+@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
+def test_ranks_with_few_rows_run_fillers(world2: World, kind: str) -> None:
+    plan = [Fault(0, "backward", step=2, microbatch=2, layer=1)]
+    require_recovered(world2, kind, plan, rows=[48, 2], norm=False)
 
 
-def test_tensor_parallel_modules_recover(world2: World) -> None:
-    require_recovered(world2, "tensor", points(2)["last backward"])
+def test_failed_rank_may_fail_again_while_assisting_peers(world2: World) -> None:
+    plan = [
+        Fault(1, "between", step=2, microbatch=1, layer=2),
+        Fault(1, "scatter", step=2, microbatch=1, layer=2),  # during the replay
+    ]
+    require_recovered(world2, "fsdp", plan)
+
+
+@on_ranks(4)
+def test_failed_rank_reduces_with_operation_of_its_peers() -> None:
+    """The operation can determine the algorithm of a communicator."""
+    found: set[str] = set()
+    all_reduce = dist.all_reduce
+
+    def noting(tensor: Any, op: Any = dist.ReduceOp.SUM, *args: Any, **kwargs: Any) -> Any:
+        if tensor.is_floating_point() and kwargs.get("group") is not None:
+            found.add(str(op).rpartition(".")[2])
+        return all_reduce(tensor, op, *args, **kwargs)
+
+    plan = points(4)["successive batches"]
+    with mock.patch.object(dist, "all_reduce", noting):
+        stepper, _ = run_steps("hsdp", plan, {})
+    assert found == {"AVG"}
+    assert stepper.faults.fired == sum(each.rank == dist.get_rank() for each in plan)
+
+
+@on_ranks()
+def test_failed_rank_repeats_custom_collectives_of_its_peers() -> None:
+    stepper, _ = run_steps("fsdp", [Fault(1, "backward", step=2, microbatch=1, layer=1)], {})
+    blocks: Any = stepper.model.blocks
+    calls = [guarded.inner.calls for block in blocks for guarded in collectives_of(block) or ()]
+    assert stepper.faults.fired == dist.get_rank()
+    assert min(calls) > 0
+    require_alike(calls)
 
 
 def test_settled_steps_need_few_votes(world2: World) -> None:
-    ddp = require_equal(world2, "ddp", [], {"steps": 5})[0]
-    fsdp = require_equal(world2, "fsdp", [], {"steps": 5})[0]
+    ddp = require_equal(world2, "ddp", [], steps=5)[0]
+    fsdp = require_equal(world2, "fsdp", [], steps=5)[0]
     assert ddp["votes"][2:5] == [2, 2, 2], "an agreement and the commit"
     # Two microbatches need an agreement, the end of the first one, and the commit.
     assert fsdp["votes"][1:5] == [3, 3, 3, 3]
 
 
-def test_ranks_with_few_rows_run_fillers(world2: World) -> None:
-    for kind in ("ddp", "fsdp"):
-        plan = [Fault(0, "backward", step=2, microbatch=2, layer=1)]
-        require_recovered(world2, kind, plan, rows=[48, 2], norm=False)
-
-
 def test_model_with_varying_collectives_stays_guarded(world2: World) -> None:
-    options = {"steps": 5, "depths": [3, 3, 2, 3, 3]}
     plan = [Fault(1, "backward", step=4, microbatch=1, layer=1)]
-    votes = require_equal(world2, "fsdp", plan, options)[0]["votes"]
-    assert votes[1] == 3, "known by then"
-    assert min(votes[3:]) > 10
-
-
-def test_user_communication_hook_is_kept(world2: World) -> None:
-    require_recovered(world2, "ddp", points(2)["last backward"], hook="voting")
-
-
-@pytest.mark.parametrize(
-    ("repair", "kind", "point"),
-    [("drop_unsharded", "fsdp", "first batch"), ("reset_reducer", "ddp", "first batch")],
-)
-def test_wrapper_without_repair_gives_wrong_results(
-    world2: World, repair: str, kind: str, point: str
-) -> None:
-    results = world2.run(compare_without, repair, kind, points(2)[point])
-    assert any(result["differing"] for result in results)
-
-
-@pytest.mark.parametrize(
-    ("kind", "sync", "rows"),
-    [
-        ("ddp", "each", [8, 3]),
-        ("fsdp", "each", [11, 1]),
-        ("fsdp", "auto", [8, 3]),
-        ("hsdp", "each", [1, 9, 4, 4]),
-    ],
-    ids=str,
-)
-def test_gradients_match_one_process_with_all_rows(
-    worlds: Callable[[int], World], kind: str, sync: str, rows: list[int]
-) -> None:
-    expected = expected_gradients(sum(rows))
-    for found in worlds(len(rows)).run(gradients, kind, rows, sync=sync):
-        assert furthest(found, expected) <= 1e-12
-
-
-@pytest.mark.slow
-def test_compiled_code_with_collectives_is_refused(world2: World) -> None:
-    for kind, text in world2.ends(guard_model, "tensor", {"compiled": True}):
-        assert kind == "ValueError"
-        assert "leave out torch.compile" in text
+    [found, _] = require_equal(world2, "fsdp", plan, steps=5, depths=[3, 3, 2, 3, 3])
+    assert found["votes"][1] == 3, "known by then"
+    assert min(found["votes"][3:]) > 10
 
 
 @pytest.mark.parametrize(
@@ -188,28 +176,28 @@ def test_compiled_code_with_collectives_is_refused(world2: World) -> None:
         ("ddp", {"ddp": {"static_graph": True}}, "leave it out"),
         ("ddp", {"hook": "bare"}, "VotingHook"),
         ("fsdp", {"symmetric": True}, "leave out set_symm_mem_for_comm"),
+        ("tensor", {"compiled": True}, "leave out torch.compile"),
     ],
-    ids=["static graph", "hook", "symmetric memory"],
+    ids=["static graph", "hook", "symmetric memory", "compiled collectives"],
 )
+@on_ranks()
 def test_unguardable_option_is_refused_with_remedy(
-    world2: World, kind: str, options: dict[str, Any], remedy: str
+    kind: str, options: dict[str, Any], remedy: str
 ) -> None:
-    for error, text in world2.ends(guard_model, kind, options):
-        assert error == "ValueError"
-        assert remedy in text
+    model = build(kind, [Faults()], options)
+    if options.get("compiled"):
+        model.compile()
+    error, text = raised(lambda: coordinate([model]))
+    assert error == "ValueError"
+    assert remedy in text
 
 
 # Random plans: any rank and any point, up to three faults, in every wrapper
 
 
-# Kind, ranks and plans: 320 plans in all.
-RUNS = [("ddp", 2, 80), ("fsdp", 2, 80), ("ddp", 3, 60), ("fsdp", 3, 60), ("hsdp", 4, 40)]
-
-
-def options_of(seed: int, kind: str) -> dict[str, Any]:
-    draw = random.Random(-seed - 1)
+def options_of(draw: random.Random, kind: str) -> dict[str, Any]:
     if kind == "ddp":
-        names = ["gradient_as_bucket_view", "find_unused_parameters"]
+        names = ("gradient_as_bucket_view", "find_unused_parameters")
         switches = {name: draw.random() < 0.5 for name in names}
         sends_buffers = draw.random() < 0.7
         return {"ddp": switches, "sends_buffers": sends_buffers, "rare": draw.random() < 0.5}
@@ -223,31 +211,31 @@ def options_of(seed: int, kind: str) -> dict[str, Any]:
     }
 
 
-def require_survived(world: World, kind: str, seeds: range) -> None:
-    fired, size = 0, world.size
-    for seed in seeds:
-        plan, options = random_plan(seed, size, sharded=kind != "ddp"), options_of(seed, kind)
-        case = f"seed {seed} on {size} ranks: {kind} {options} {plan}"
-        try:
-            results = world.run(compare, kind, plan, options)
-        except AssertionError as error:
-            raise AssertionError(f"{case}\n{error}") from error
-        assert not any(result["differing"] for result in results), case
-        assert len({tuple(result["sizes"]) for result in results}) == 1, case
-        fired += sum(result["fired"] for result in results)
-    assert fired > len(seeds) / 2
-    print(f"{kind} on {size} ranks: {len(seeds)} plans, {fired} times out of memory, all equal")
-
-
-@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
-def test_few_random_plans_recover(world2: World, kind: str) -> None:
-    require_survived(world2, kind, range(SEED, SEED + 2))
-
-
-@pytest.mark.slow
 @pytest.mark.timeout(1200)
-@pytest.mark.parametrize(("kind", "size", "count"), RUNS)
-def test_many_random_plans_recover(
+@pytest.mark.parametrize(
+    ("kind", "size", "count"),
+    [
+        *(("ddp", 2, 2), ("fsdp", 2, 2)),
+        *(
+            pytest.param(*each, marks=pytest.mark.slow)
+            for each in (("ddp", 2, 80), ("fsdp", 2, 80), ("ddp", 3, 60), ("fsdp", 3, 60))
+        ),
+        pytest.param("hsdp", 4, 40, marks=pytest.mark.slow),
+    ],
+)
+def test_random_plans_recover(
     worlds: Callable[[int], World], kind: str, size: int, count: int
 ) -> None:
-    require_survived(worlds(size), kind, range(SEED + 1000 * size, SEED + 1000 * size + count))
+    fired = 0
+    kinds = ["before", "forward", "backward", "backward", "between", "end"]
+    kinds += ["gather", "scatter"] * (kind != "ddp")
+    for seed in range(SEED + 1000 * size, SEED + 1000 * size + count):
+        draw = random.Random(seed)
+        plan, options = random_plan(draw, range(size), where=kinds), options_of(draw, kind)
+        try:
+            results = require_equal(worlds(size), kind, plan, **options)
+        except AssertionError as error:
+            raise AssertionError(f"seed {seed}: {kind} {options} {plan}\n{error}") from error
+        fired += sum(result["fired"] for result in results)
+    assert fired > count / 2
+    print(f"{kind} on {size} ranks: {count} plans, {fired} times out of memory, all equal")

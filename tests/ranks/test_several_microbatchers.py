@@ -6,15 +6,14 @@ import weakref
 from typing import Any
 
 import pytest
-import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.fsdp import fully_shard
-from torch.nn.parallel import DistributedDataParallel
 
-from automicro import BatchError, Halving
+from automicro import BatchError
 from automicro.errors import DesyncError, PeerFailedError
-from tests.ranks.faulty_models import Fault, Faults, build, points
+from automicro.values import same_values
+from tests.ranks.faulty_models import Faults, build, points
 from tests.ranks.jobs import batch
 from tests.ranks.steps import another, squared_error
 from tests.ranks.test_recovery import require_recovered
@@ -23,56 +22,22 @@ from tests.ranks.world import World, on_ranks
 pytestmark = pytest.mark.sweep
 
 
-def train_adversaries(fails: bool) -> list[Tensor]:
-    """Return gradients of two models with a Microbatcher each; one trains through the other."""
-    torch.manual_seed(0)
-    faults = Faults([Fault(1, "backward", step=2, layer=1)] if fails else ())
-    judge = build("ddp", [faults], {"norm": False, "dtype": torch.float64})
-    maker = DistributedDataParallel(nn.Linear(4, 4).double(), bucket_cap_mb=0.001)
-    judge.eval()
-    of_judge = another(judge, microbatch_size=Halving(initial=4))
-    of_maker = another(
-        maker,
-        microbatch_size=Halving(initial=4),
-        forward=lambda model, rows: squared_error(judge(model(rows[0])), rows[1]),
-        modules=[judge],
-    )
-    found = []
-    for step in range(4):
-        x, y = batch(step, dist.get_rank(), {"rows": [8, 5]})
-        rows = x.double(), y.double()
-        faults.step = step
-        faults.microbatch = 0
-        for each in (of_judge, of_maker):
-            each.backward(rows)
-            gradients = [p.grad for p in (*judge.parameters(), *maker.parameters())]
-            found += [gradient for gradient in gradients if gradient is not None]
-            judge.zero_grad()
-            maker.zero_grad()
-    return found
-
-
 KINDS = ["ddp", "fsdp"]
-POINTS = ["first batch", "last backward", "successive batches"]
 
 
-@pytest.mark.parametrize(
-    "point", [POINTS[0], *(pytest.param(p, marks=pytest.mark.slow) for p in POINTS[1:])]
-)
+@pytest.mark.parametrize("point", ["first batch", "last backward"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_model_recovers_with_any_of_its_microbatchers(world2: World, kind: str, point: str) -> None:
     first, second = require_recovered(world2, kind, points(2)[point], beside=True)
     if kind == "ddp":  # which broadcasts the buffers of rank 0 before each step
-        assert all(torch.equal(each, second["buffers"][n]) for n, each in first["buffers"].items())
+        assert same_values(first["buffers"], second["buffers"])
 
 
-@pytest.mark.parametrize("kind", KINDS)
 @on_ranks()
-def test_more_microbatchers_need_no_more_connections(kind: str) -> None:
-    model = build(kind, [Faults()], {})
-    kept = []
-    threads = set()
-    for step in range(6):
+def test_more_microbatchers_need_no_more_connections() -> None:
+    model = build("fsdp", [Faults()], {})
+    kept, threads = [], set()
+    for step in range(4):
         kept.append(another(model))
         kept[-1].backward(batch(step, dist.get_rank(), {}))
         threads.add(len(os.listdir("/proc/self/task")))
@@ -81,8 +46,7 @@ def test_more_microbatchers_need_no_more_connections(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 @on_ranks()
-def test_model_is_freed_after_its_microbatcher(kind: str) -> None:
-    """Without its Microbatcher, the model can still train before it is freed."""
+def test_model_can_still_train_and_is_freed_after_its_microbatcher(kind: str) -> None:
     model = build(kind, [Faults()], {})
     microbatcher = another(model)
     for step in range(2):
@@ -90,35 +54,25 @@ def test_model_is_freed_after_its_microbatcher(kind: str) -> None:
     del microbatcher
     gc.collect()
     x, y = batch(2, dist.get_rank(), {})
-    loss = squared_error(model(x), y)
-    loss.backward()
-    assert loss.item() > 0
+    squared_error(model(x), y).backward()
     refs: list[weakref.ref[Any]] = [weakref.ref(each) for each in (model, *model.parameters())]
-    del model, loss
+    del model
     gc.collect()
     assert not any(ref() is not None for ref in refs)
 
 
-@pytest.mark.parametrize("kind", KINDS)
 @on_ranks()
-def test_ranks_continue_after_each_error_reported_to_all(kind: str) -> None:
-    """Rank 1 has a batch that cannot be split in steps 1 and 3."""
-    microbatcher = another(build(kind, [Faults()], {}))
-    for step in range(5):
+def test_ranks_continue_after_each_error_reported_to_all() -> None:
+    """Rank 1 has a batch that cannot be split in every other step."""
+    microbatcher = another(build("fsdp", [Faults()], {}))
+    for step in range(4):
         x, y = batch(step, dist.get_rank(), {"rows": [4 + step] * 2})
-        if step not in (1, 3):
+        if step % 2:
+            y = y[:-1] if dist.get_rank() == 1 else y
+            with pytest.raises(BatchError if dist.get_rank() == 1 else PeerFailedError):
+                microbatcher.backward((x, y))
+        else:
             assert microbatcher.backward((x, y)).num_global_samples == 8 + 2 * step
-            continue
-        given = (x, y[:-1] if dist.get_rank() == 1 else y)
-        with pytest.raises(BatchError if dist.get_rank() == 1 else PeerFailedError):
-            microbatcher.backward(given)
-
-
-def test_model_trained_through_another_recovers(world2: World) -> None:
-    for found, expected in zip(
-        world2.run(train_adversaries, True), world2.run(train_adversaries, False), strict=True
-    ):
-        torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
 
 
 @on_ranks()
@@ -127,10 +81,7 @@ def test_part_of_guarded_model_is_refused() -> None:
     fully_shard(model[0])
     fully_shard(model)
     another(model)
-    said = (
-        "part of a model that another Microbatcher uses as a whole.*"
-        "give every Microbatcher the same outermost module"
-    )
+    said = "part of a model that another Microbatcher.*give every Microbatcher the same outermost"
     with pytest.raises(ValueError, match=f"(?is){said}"):
         another(model[0])
 

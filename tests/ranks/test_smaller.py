@@ -1,28 +1,23 @@
 """Nested parts and memory-saving levels when one of two ranks runs out of memory."""
 
 import dataclasses
+import itertools
 import random
 from collections.abc import Sequence
 from typing import Any
 from unittest import mock
 
-import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
-from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from automicro import Halving, Microbatcher
-from automicro.features import Nested, RankReduction, WhenTooLarge
+from automicro import Halving
+from automicro.features import Nested, WhenTooLarge
 from automicro.savers import offload
-from automicro.savers.recompute import Recompute, repeated_blocks
-from tests.ranks.faulty_models import Fault, Faults, build
+from tests.ranks.faulty_models import Fault, Faults, build, random_plan
 from tests.ranks.jobs import batch
 from tests.ranks.steps import Stepper
 from tests.ranks.world import World
-from tests.ranks.wrapping import local, wrapped
-from tests.savers.families import LANGUAGE, OTHERS, Family
 from tests.sweeps import SEED, mostly_in_sweeps
 from tests.torture.engine.cuts import Cut, CutRecorder
 from tests.torture.engine.subject import begin_at_level
@@ -41,39 +36,27 @@ def part(size: int) -> Halving:
 def options_of(what: str, draw: random.Random) -> dict[str, Any]:
     """Return options for the model and the `Microbatcher`, with the initial microbatch size."""
     if what == "nested tail":
-        return {"tail": True, "size": 4, "nested": {"tail": 2}}
+        return {"tail": True, "size": 4, "nested": {"last": 2}}
     if what == "nested middle":
         return {"size": 4, "nested": {"blocks.1": 2}}
     if what == "nested tail and levels":
-        return {"tail": True, "size": draw.choice([1, 4]), "nested": {"tail": 4}, "levels": LEVELS}
-    levels = LEVELS if what == "both" else [what]
+        return {"tail": True, "size": draw.choice([1, 4]), "nested": {"last": 4}, "levels": LEVELS}
     return {
         "size": draw.choice([1, 1, 2]),
-        "levels": levels,
+        "levels": LEVELS if what == "both" else [what],
         "fsdp": {"reshard_after_forward": draw.choice([True, False])},
         "bf16": draw.choice([True, False]),
         "prefetch": draw.choice([True, False]),
     }
 
 
-def plan_of(seed: int, what: str, kind: str) -> list[Fault]:
+def plan_of(draw: random.Random, what: str, kind: str) -> list[Fault]:
     """Draw one to three faults within three steps: nested parts fail on only one rank."""
-    draw = random.Random(f"{seed} {what}")
     ranks = [draw.randrange(2)] if "nested" in what else draw.choice([[0], [1], [0, 1]])
     kinds = ["before", "forward", "forward", "again", "backward", "backward", "between", "end"]
-    if kind == "fsdp" and "nested" not in what:
-        kinds += ["gather", "scatter"]
+    kinds += ["gather", "scatter"] * (kind == "fsdp" and "nested" not in what)
     layers = [3, 3, 3, 0, 1, 2] if "tail" in what else [1, 1, 0, 2]
-    return [
-        Fault(
-            draw.choice(ranks),
-            draw.choice(kinds),
-            step=draw.randrange(STEPS),
-            microbatch=draw.choice([0, 0, 0, 1]),
-            layer=draw.choice(layers),
-        )
-        for _ in range(draw.randint(1, 3))
-    ]
+    return random_plan(draw, ranks, where=kinds, microbatch=[0, 0, 0, 1], layer=layers)
 
 
 def run_cut(
@@ -136,33 +119,13 @@ def compare_cut(kind: str, plan: Sequence[Fault], options: dict[str, Any]) -> di
 
 
 WHAT = ("nested tail", "nested middle", "nested tail and levels", "recompute", "offload", "both")
-FEW, MANY = 1, 20
 
 
-def require_survived(world: World, kind: str, what: str, seeds: range) -> None:
-    fired = climbed = 0
-    for seed in seeds:
-        options = options_of(what, random.Random(seed))
-        # A plan has at most as many faults as there are smaller sizes or higher levels.
-        plan = plan_of(seed, what, kind)[: len(options.get("levels", (2, 1)))]
-        case = f"seed {seed}: {kind}, {what} {options} {plan}"
-        try:
-            results = world.run(compare_cut, kind, plan, options)
-        except AssertionError as error:
-            raise AssertionError(f"{case}\n{error}") from error
-        assert not any(result["differing"] for result in results), (case, results)
-        assert all(result["same cuts"] for result in results), (case, results)
-        assert results[0]["outer"] == results[1]["outer"], (case, results)
-        fired += sum(result["fired"] for result in results)
-        climbed += any(level for _, level in results[0]["outer"])
-    print(f"{kind}, {what}: {len(seeds)} plans, {fired} faults, {climbed} with levels, all equal")
-
-
-@pytest.mark.parametrize("kind", mostly_in_sweeps(KINDS, quick=["fsdp"]))
 @pytest.mark.sweep
+@pytest.mark.parametrize("kind", KINDS)
 def test_part_shrinks_only_on_rank_without_memory(world2: World, kind: str) -> None:
     plan = [Fault(1, "forward", step=2, layer=3)]  # the second call checks rows
-    options = {"tail": True, "size": 4, "nested": {"tail": 2}}
+    options = {"tail": True, "size": 4, "nested": {"last": 2}}
     first, second = world2.run(compare_cut, kind, plan, options)
     assert first["differing"] == second["differing"] == []
     assert second["fired"] == 1
@@ -174,113 +137,38 @@ def test_part_shrinks_only_on_rank_without_memory(world2: World, kind: str) -> N
 @pytest.mark.parametrize("kind", mostly_in_sweeps(KINDS, quick=["ddp"]))
 def test_ranks_raise_level_together(world2: World, kind: str) -> None:
     plan = [Fault(1, "forward", step=1, layer=1), Fault(0, "again", step=1, layer=1)]
-    results = world2.run(compare_cut, kind, plan, {"size": 1, "levels": ["recompute", "offload"]})
-    for result in results:
+    for result in world2.run(compare_cut, kind, plan, {"size": 1, "levels": LEVELS}):
         assert result["differing"] == []
         assert result["fired"] == 1
         assert [level for _, level in result["outer"]] == [0, 2, 2]
 
 
-@pytest.mark.parametrize(("kind", "what"), mostly_in_sweeps(KINDS, WHAT, few=6))
-def test_few_random_plans_recover(world2: World, kind: str, what: str) -> None:
-    require_survived(world2, kind, what, range(SEED, SEED + FEW))
-
-
-@pytest.mark.slow
 @pytest.mark.timeout(1200)
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("what", WHAT)
-def test_many_random_plans_recover(world2: World, kind: str, what: str) -> None:
-    require_survived(world2, kind, what, range(SEED + 1000, SEED + 1000 + MANY))
-
-
-# Models from transformers, in the usual wrappers, at every level
-
-FAMILY_LEVELS: dict[str, Any] = {
-    "plain": ("error", 0),
-    "recompute": ("recompute", 1),
-    "offload": ("offload", 1),
-    "both": (["recompute", "offload"], 2),
-}
-
-
-def wrapped_as_usual(kind: str, model: nn.Module, options: dict[str, Any]) -> Any:
-    """Wrap as in common scripts: blocks first, then the root."""
-    if kind == "ddp":
-        return wrapped(kind, model, find_unused_parameters=options.get("unused", False))
-    keywords: dict[str, Any] = {"reshard_after_forward": options.get("reshard", True)}
-    if options.get("bf16"):
-        keywords["mp_policy"] = MixedPrecisionPolicy(
-            param_dtype=torch.bfloat16, reduce_dtype=torch.float32
-        )
-    return wrapped(kind, model, *repeated_blocks(model).values(), **keywords)
-
-
-def train_at(kind: str, family: Family, options: dict[str, Any], name: str) -> dict[str, Any]:
-    """Train three steps at a level; return the state, and which blocks were recomputed."""
-    when, level = FAMILY_LEVELS[name]
-    model = wrapped_as_usual(kind, family.make(), options)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-    microbatcher = Microbatcher(
-        model,
-        microbatch_size=2,
-        features=[WhenTooLarge(when), RankReduction(options.get("sync", "each"))],
-        forward=family.forward,
-        optimizer=optimizer,
-        probe=False,
-    )
-    torch.manual_seed(100 + dist.get_rank())
-    np.random.seed(dist.get_rank())  # SpecAugment draws from it
-    losses = []
-    for _ in range(3):
-        if level:
-            begin_at_level(microbatcher, level)
-        batch = family.batch()
-        result = microbatcher.backward(batch)
-        assert result.level == microbatcher._levels[level].name
-        losses.append(result.loss)
-        optimizer.step()
-        optimizer.zero_grad()
-    used = [
-        block.turn > 0
-        for saver in microbatcher._levels[level].savers
-        if isinstance(saver, Recompute)
-        for block in saver.blocks
-    ]
-    state: dict[str, Tensor] = {key: local(each.detach()) for key, each in model.named_parameters()}
-    state |= {"losses": torch.stack(losses), "rng": torch.get_rng_state()}
-    return {"state": state, "used": used}
-
-
-def compare_levels(kind: str, name: str, options: dict[str, Any]) -> dict[str, list[str]]:
-    """Return the tensors that differ from the plain level, for each level."""
-    family = (LANGUAGE | OTHERS)[name]
-    found = {}
-    with mock.patch.object(offload, "SMALL_BYTES", 1 << 10):
-        plain = train_at(kind, family, options, "plain")["state"]
-        for level in list(FAMILY_LEVELS)[1:]:
-            one = train_at(kind, family, options, level)
-            differing = [key for key in plain if not torch.equal(plain[key], one["state"][key])]
-            found[level] = differing + ["nothing is recomputed"] * (not all(one["used"]))
-    return found
-
-
-WRAPPINGS: list[tuple[str, dict[str, Any]]] = [
-    ("fsdp", {"reshard": True}),
-    ("fsdp", {"reshard": False, "bf16": True}),
-    ("fsdp", {"sync": "auto"}),
-    ("ddp", {}),
-    ("ddp", {"unused": True}),
-]
-FAMILIES = (
-    *("bert", "convnext", "funnel", "gemma3n", "gpt2", "llama", "mamba", "mistral", "mixtral"),
-    *("swin", "t5", "vit", "wav2vec2"),
+@pytest.mark.parametrize(
+    ("kind", "what", "seeds"),
+    [
+        *mostly_in_sweeps(KINDS, WHAT, [range(SEED, SEED + 1)], few=6),
+        *(
+            pytest.param(*each, range(SEED + 1000, SEED + 1020), marks=pytest.mark.slow)
+            for each in itertools.product(KINDS, WHAT)
+        ),
+    ],
 )
-
-
-@pytest.mark.parametrize(("name", "wrapping"), mostly_in_sweeps(FAMILIES, WRAPPINGS, few=3))
-def test_transformers_keep_all_bits_at_each_level(world2: World, name: str, wrapping: Any) -> None:
-    kind, options = wrapping
-    pytest.importorskip("transformers")
-    for found in world2.run(compare_levels, kind, name, options):
-        assert found == {"recompute": [], "offload": [], "both": []}
+def test_random_plans_recover(world2: World, kind: str, what: str, seeds: range) -> None:
+    fired = climbed = 0
+    for seed in seeds:
+        draw = random.Random(f"{seed} {what}")
+        options = options_of(what, draw)
+        # A plan has at most as many faults as there are smaller sizes or higher levels.
+        plan = plan_of(draw, what, kind)[: len(options.get("levels", (2, 1)))]
+        case = f"seed {seed}: {kind}, {what} {options} {plan}"
+        try:
+            results = world2.run(compare_cut, kind, plan, options)
+        except AssertionError as error:
+            raise AssertionError(f"{case}\n{error}") from error
+        assert not any(result["differing"] for result in results), (case, results)
+        assert all(result["same cuts"] for result in results), (case, results)
+        assert results[0]["outer"] == results[1]["outer"], (case, results)
+        fired += sum(result["fired"] for result in results)
+        climbed += any(level for _, level in results[0]["outer"])
+    print(f"{kind}, {what}: {len(seeds)} plans, {fired} faults, {climbed} with levels, all equal")

@@ -2,7 +2,7 @@
 
 import copy
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import pytest
@@ -53,10 +53,6 @@ def words(num_rows: int) -> tuple[Tensor, Tensor]:
     return inputs, targets
 
 
-def cross_entropy(outputs: Tensor, targets: Tensor) -> Tensor:
-    return F.cross_entropy(outputs, targets)
-
-
 def two_losses(model: nn.Module, batch: Any) -> Mapping[str, Tensor]:
     outputs = model(batch[0])
     return {"words": F.cross_entropy(outputs, batch[1]), "size": outputs.square().mean()}
@@ -67,7 +63,7 @@ def summed(model: nn.Module, batch: Any) -> Tensor:
 
 
 LOSSES: dict[str, dict[str, Any]] = {
-    "tokens": {"loss_fn": cross_entropy, "loss_average": "tokens"},
+    "tokens": {"loss_fn": F.cross_entropy, "loss_average": "tokens"},
     "samples": {
         "forward": lambda model, batch: model(batch[0]).square().mean(),
         "loss_average": "samples",
@@ -85,7 +81,7 @@ def train_on_words(
     kind: str | None,
     loss: str,
     rows: Sequence[int],
-    parts: int,
+    parts: int = 1,
     earlier: bool = False,
     sync: str = "each",
 ) -> list[Tensor]:
@@ -112,40 +108,39 @@ def train_on_words(
     return [result.loss, *result.losses.values(), *whole_gradients(model)]
 
 
-ROWS = {2: [[9, 4], [3, 10], [13, 0]], 4: [[5, 1, 4, 3], [6, 0, 0, 7]]}
-
-
-def require_same(
-    world: World, kind: str, loss: str, rows: list[int], *, parts: int = 1, earlier: bool = False
-) -> None:
-    expected = train_on_words(None, loss, [sum(rows)], 1, earlier)
-    for found in world.run(train_on_words, kind, loss, rows, parts, earlier):
-        assert furthest(found, expected) <= 1e-9
+ROWS = {"hsdp": [[5, 1, 4, 3], [6, 0, 0, 7]]}
+ROWS["ddp"] = ROWS["fsdp"] = [[9, 4], [3, 10], [13, 0]]
 
 
 @pytest.mark.parametrize(
-    ("kind", "loss"),
+    ("kind", "sync", "loss"),
     mostly_in_sweeps(
-        ["ddp", "fsdp"], LOSSES, quick=[("fsdp", "tokens"), *(("ddp", each) for each in LOSSES)]
+        ROWS,
+        ["each", "auto"],
+        LOSSES,
+        quick=[("fsdp", "auto", "tokens"), *(("ddp", "each", each) for each in LOSSES)],
+        few=12,
     ),
 )
-def test_gradients_and_losses_match_one_process(world2: World, kind: str, loss: str) -> None:
-    for rows in ROWS[2]:
-        require_same(world2, kind, loss, rows)
+def test_gradients_and_losses_match_one_process(
+    worlds: Callable[[int], World], kind: str, sync: str, loss: str
+) -> None:
+    expected = train_on_words(None, loss, [13])
+    for rows in ROWS[kind]:
+        for found in worlds(len(rows)).run(train_on_words, kind, loss, rows, sync=sync):
+            assert furthest(found, expected) <= 1e-9
 
 
-@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
-def test_accumulated_batches_add_to_earlier_gradients(world2: World, kind: str) -> None:
-    require_same(world2, kind, "tokens", [9, 4], parts=3, earlier=True)
-    require_same(world2, kind, "tokens", [4, 1], parts=3)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", ["ddp", "fsdp", "hsdp"])
-@pytest.mark.parametrize("loss", LOSSES)
-def test_gradients_of_four_ranks_match_one_process(world4: World, kind: str, loss: str) -> None:
-    for rows in ROWS[4]:
-        require_same(world4, kind, loss, rows)
+@pytest.mark.parametrize(
+    ("kind", "sync"), [("ddp", "each"), pytest.param("fsdp", "auto", marks=pytest.mark.sweep)]
+)
+@pytest.mark.parametrize(("rows", "earlier"), [([9, 4], True), ([4, 1], False)])
+def test_accumulated_batches_add_to_earlier_gradients(
+    world2: World, kind: str, sync: str, rows: list[int], earlier: bool
+) -> None:
+    expected = train_on_words(None, "tokens", [sum(rows)], 1, earlier)
+    for found in world2.run(train_on_words, kind, "tokens", rows, 3, earlier, sync):
+        assert furthest(found, expected) <= 1e-9
 
 
 class Sum:
@@ -198,29 +193,23 @@ def test_fillers_leave_no_trace() -> None:
     require_alike(whole_gradients(model))
 
 
-class Scaled(nn.Linear):
-    """Reads a buffer, and can also write to it from the second batch on."""
-
-    def __init__(self, *, changes: bool) -> None:
-        super().__init__(4, 2)
-        self.register_buffer("scale", torch.ones(()))
-        self.changes, self.calls = changes, 0
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.calls += 1
-        if self.changes and self.calls > 3:
-            self.get_buffer("scale").mul_(0.9)
-        outputs: Tensor = super().forward(x) * self.get_buffer("scale")
-        return outputs
-
-
 @pytest.mark.parametrize("changes", [False, True])
 @on_ranks()
 def test_fillers_trigger_no_wrong_buffer_warnings(changes: bool) -> None:
     """In later batches, the first rank runs fillers."""
-    torch.manual_seed(0)
-    rank = dist.get_rank()
-    model = DistributedDataParallel(Scaled(changes=changes))
+
+    class Scaled(nn.Linear):
+        calls = 0
+
+        def forward(self, x: Tensor) -> Tensor:
+            Scaled.calls += 1
+            if changes and Scaled.calls > 3:
+                self.get_buffer("scale").mul_(0.9)
+            return super().forward(x) * self.get_buffer("scale")
+
+    rank, net = dist.get_rank(), Scaled(4, 2)
+    net.register_buffer("scale", torch.ones(()))
+    model = DistributedDataParallel(net)
     microbatcher = Microbatcher(model, loss_fn=nn.MSELoss(), microbatch_size=4, probe=False)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -234,15 +223,12 @@ def test_fillers_trigger_no_wrong_buffer_warnings(changes: bool) -> None:
 @on_ranks()
 def test_ranks_continue_until_all_data_end() -> None:
     """Data run out at different times, and a stop request on one rank reaches all ranks."""
-    rank = dist.get_rank()
-    model = tagger("fsdp")
+    rank, model = dist.get_rank(), tagger("fsdp")
     microbatcher = Microbatcher(model, probe=False, **LOSSES["tokens"])
     told = []
     for index in range(4):
         microbatcher.wants_to_stop = rank == 1 and index == 1
-        has_rows = index < [3, 1][rank]
-        result = microbatcher.accumulate([words(5)] if has_rows else [])
-        assert result.num_samples == 5 * has_rows
+        result = microbatcher.accumulate([words(5)] if index < [3, 1][rank] else [])
         told.append((result.num_global_samples, result.stops))
         model.zero_grad()
     assert told == [(10, False), (5, True), (5, False), (0, False)]
@@ -251,41 +237,22 @@ def test_ranks_continue_until_all_data_end() -> None:
     assert (evaluated.loss is None) is (rank == 1)
 
 
-# Means per rank, which DDP averages
-
-
-def batch(rank: int) -> tuple[Tensor, Tensor]:
-    """Return as many rows on each rank, with different numbers of valid targets."""
-    drawn = torch.Generator().manual_seed(rank)
-    inputs = torch.randn(6, 5, generator=drawn, dtype=torch.float64)
-    targets = torch.randint(3, (6,), generator=drawn)
-    targets[: 4 - 3 * rank] = -100
-    return inputs, targets
-
-
-def net(kind: str | None) -> Any:
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 3)).double()
-    return wrapped(kind, model)
-
-
 @pytest.mark.sweep
 @pytest.mark.parametrize(
     ("kind", "scales", "fails"),
-    [*((kind, False, fails) for kind in ("ddp", "fsdp") for fails in (False, True)),
-     ("ddp", True, False)],
-)  # fmt: skip
+    [("ddp", False, True), ("fsdp", False, True), ("ddp", True, False)],
+)
 @on_ranks()
 def test_gradient_matches_wrapper_alone_unless_scaled(kind: str, scales: bool, fails: bool) -> None:
     """The scale is the number of targets on all ranks, which have different numbers."""
     rank = dist.get_rank()
-    model, plain = net(kind), net(kind)
-    inputs, targets = batch(rank)
+    model, plain = tagger(kind), tagger(kind)
+    inputs, targets = (part[6 * rank :][:6] for part in words(12))
 
     def loss_fn(outputs: Tensor, targets: Tensor) -> Tensor:
         if fails and rank == 1 and len(outputs) > 3:
             raise torch.OutOfMemoryError("CUDA out of memory.")
-        return F.cross_entropy(outputs, targets)
+        return F.cross_entropy(9 * outputs, targets)
 
     step = Microbatcher(
         model,
@@ -296,7 +263,7 @@ def test_gradient_matches_wrapper_alone_unless_scaled(kind: str, scales: bool, f
         probe=False,
     )
     result = step.backward((inputs, targets))
-    own = F.cross_entropy(plain(inputs), targets)
+    own = F.cross_entropy(9 * plain(inputs), targets)
     own.backward()
     mean = own.detach().clone()
     dist.all_reduce(mean)
@@ -343,8 +310,8 @@ def test_bucket_view_and_sparse_gradients_add_up_over_batches(kind: str) -> None
 @pytest.mark.sweep
 @on_ranks()
 def test_sharded_model_without_gradient_sync_is_refused() -> None:
-    model = net("fsdp")
-    step = Microbatcher(model, loss_fn=F.cross_entropy, loss_average="tokens", probe=False)
+    model: Any = tagger("fsdp")
+    step = Microbatcher(model, probe=False, **LOSSES["tokens"])
     model.set_requires_gradient_sync(False)
     with pytest.raises((ValueError, PeerFailedError), match=r"set_requires_gradient_sync\(False\)"):
-        step.backward(batch(dist.get_rank()))
+        step.backward(words(5))

@@ -6,11 +6,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
-from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 from torchmetrics.classification import MulticlassAccuracy
 
-from automicro import Callback, CheckpointConfig, ParameterGroups, Trainer
+from automicro import ParameterGroups, Trainer
 from automicro.features import with_features
 from tests.ranks.wrapping import whole_parameters
 
@@ -22,28 +21,29 @@ class Block(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.inner = nn.Linear(8, 8, dtype=torch.float64)
+        self.inner = nn.Linear(7, 7)
 
     def forward(self, inputs: Tensor) -> Tensor:
         return inputs + torch.tanh(self.inner(inputs))
 
 
 class Net(nn.Module):
-    """A model with a list of blocks, like a transformer."""
+    """A model with a list of blocks, like a transformer; noise is dropout and statistics."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, noisy: bool = False) -> None:
         super().__init__()
         torch.manual_seed(3)
-        self.first = nn.Linear(FEATURES, 8, dtype=torch.float64)
+        # 7 features and 3 classes, so shards are uneven, and some are empty.
+        self.first, self.last = nn.Linear(FEATURES, 7), nn.Linear(7, CLASSES)
+        self.norm = nn.BatchNorm1d(7) if noisy else nn.Identity()
+        self.drop = nn.Dropout(0.5 if noisy else 0.0)
         self.blocks = nn.ModuleList(Block() for _ in range(2))
-        self.last = nn.Linear(8, CLASSES, dtype=torch.float64)
+        self.double()
 
-    def forward(self, inputs: Tensor) -> Tensor:
-        hidden = self.first(inputs)
-        for block in self.blocks:
-            hidden = block(hidden)
-        logits: Tensor = self.last(hidden)
-        return logits
+    def forward(self, hidden: Tensor) -> Tensor:
+        for part in (self.first, self.norm, self.drop, *self.blocks, self.last):
+            hidden = part(hidden)
+        return hidden
 
 
 def make_data(rows: int) -> Dataset[Any]:
@@ -93,43 +93,3 @@ def train(model: nn.Module | None = None, **options: Any) -> dict[str, Any]:
         "stop_reason": summary.stop_reason,
         "state": (trainer.state.batch, trainer.state.epoch, trainer.state.samples),
     }
-
-
-class Stopper(Callback):
-    """Asks one rank to stop."""
-
-    def __init__(self, *, rank: int, after: int) -> None:
-        self._rank = rank
-        self._after = after
-
-    def batch_end(self, run: Any, result: Any) -> None:
-        if run.rank == self._rank and run.state.batch == self._after:
-            run.stop("enough")
-
-
-def train_wide(*, limit_of_last: str | None, **options: Any) -> dict[str, Any]:
-    """Train rows that need more memory than the parameters, with a limit on the last rank."""
-    world_size = dist.get_world_size() if dist.is_initialized() else 1
-    is_last = dist.is_initialized() and dist.get_rank() == world_size - 1
-    torch.manual_seed(3)
-    layers = nn.Linear(FEATURES, 512), nn.Tanh(), nn.Linear(512, CLASSES)
-    return train(
-        nn.Sequential(*layers).double(),
-        train_dataloader=make_loader(200, 120 // world_size),
-        eval_dataloader=None,
-        optimizer=torch.optim.SGD,
-        memory_limit=limit_of_last if is_last else None,
-        **options,
-    )
-
-
-def train_wrapped_by_hand() -> dict[str, Any]:
-    """Train a model that the caller wrapped in DDP."""
-    return train(DistributedDataParallel(Net()), optimizer=UNDECAYED, eval_dataloader=None)
-
-
-def save_and_resume(folder: str, **options: Any) -> dict[str, Any]:
-    """Stop in the middle of an epoch, and resume with another trainer."""
-    checkpoint = CheckpointConfig(folder=folder)
-    make_trainer(max_duration="1ba", checkpoint=checkpoint, **options).fit()
-    return train(max_duration="2ep", checkpoint=checkpoint, **options)

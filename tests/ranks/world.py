@@ -8,7 +8,6 @@ import importlib
 import inspect
 import multiprocessing
 import os
-import signal
 import tempfile
 import time
 import traceback
@@ -30,28 +29,26 @@ class World:
     """Processes with a gloo group that run the jobs they receive."""
 
     def __init__(self, size: int) -> None:
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(
-            ["tests.ranks.jobs", "tests.ranks.checkpoint_runs", "tests.ranks.trainer_jobs"]
-        )
+        # They fork from a server that has imported everything once per session.
+        self._context = multiprocessing.get_context("forkserver")
+        jobs = ("jobs", "checkpoint_runs", "trainer_jobs")
+        self._context.set_forkserver_preload([f"tests.ranks.{name}" for name in jobs])
         self.size = size
-        self._context = context
         self._begin()
 
     def _begin(self) -> None:
         self._folder = tempfile.TemporaryDirectory()
         self._pipes: list[Connection] = []
-        self.processes: list[ForkServerProcess] = []
+        self._processes: list[ForkServerProcess] = []
         self._is_killed = False
         for rank in range(self.size):
             here, there = self._context.Pipe()
-            process = self._context.Process(
-                target=work, args=(rank, self.size, self._folder.name, there), daemon=True
-            )
+            arguments = (rank, self.size, self._folder.name, there)
+            process = self._context.Process(target=work, args=arguments, daemon=True)
             process.start()
             there.close()
             self._pipes.append(here)
-            self.processes.append(process)
+            self._processes.append(process)
 
     def start(self, job: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
         if self._is_killed:  # a failed test must not affect the next one
@@ -69,12 +66,10 @@ class World:
             seconds = max(0.0, end - time.monotonic())
             ready = cast(list[Connection], wait(list(waiting), timeout=seconds))
             if not ready:
-                stuck = sorted(waiting.values())
                 self.kill()
                 raised = [each.text for each in results if isinstance(each, RaisedError)]
-                raise WorldStuckError(
-                    "\n".join([f"ranks {stuck} made no progress in {within_seconds} s", *raised])
-                )
+                stuck = f"ranks {sorted(waiting.values())} made no progress in {within_seconds} s"
+                raise WorldStuckError("\n".join([stuck, *raised]))
             for pipe in ready:
                 rank = waiting.pop(pipe)
                 try:
@@ -90,12 +85,10 @@ class World:
         """
         self.start(job, *args, **kwargs)
         results = self.results()
-        failures = [result for result in results if isinstance(result, BaseException)]
+        failures = [getattr(each, "text", str(each)) for each in results if is_error(each)]
         if failures:
             self.kill()
-            raise AssertionError(
-                "\n".join(getattr(failure, "text", str(failure)) for failure in failures)
-            )
+            raise AssertionError("\n".join(failures))
         return results
 
     def ends(self, job: Callable[..., Any], *args: Any, **kwargs: Any) -> list[tuple[str, str]]:
@@ -106,17 +99,10 @@ class World:
             for each in self.results()
         ]
 
-    def signal(self, rank: int, number: int) -> None:
-        pid = self.processes[rank].pid
-        assert pid is not None
-        os.kill(pid, number)
-
     def kill(self) -> None:
         self._is_killed = True
-        for rank, process in enumerate(self.processes):
-            if process.is_alive():
-                with contextlib.suppress(ProcessLookupError):  # it already ended
-                    self.signal(rank, signal.SIGKILL)
+        for process in self._processes:
+            process.kill()
             process.join()
 
     def close(self) -> None:
@@ -124,6 +110,10 @@ class World:
         for pipe in self._pipes:
             pipe.close()
         self._folder.cleanup()
+
+
+def is_error(result: Any) -> bool:
+    return isinstance(result, BaseException)
 
 
 @contextlib.contextmanager

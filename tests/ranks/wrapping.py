@@ -52,10 +52,10 @@ def whole_parameters(model: nn.Module) -> dict[str, Tensor]:
 
 def gap(model: nn.Module, plain: nn.Module) -> float:
     """Return the largest difference from gradients of one process; missing gradients are zero."""
-    pairs = zip(model.parameters(), plain.parameters(), strict=True)
-    both = [(one.grad, other.grad) for one, other in pairs if other.grad is not None]
-    ours = [torch.zeros_like(other) if one is None else whole(one) for one, other in both]
-    return furthest(ours, [other for _, other in both])
+    expected = [torch.zeros_like(p) if p.grad is None else p.grad for p in plain.parameters()]
+    found = [p.grad if p.grad is None else whole(p.grad) for p in model.parameters()]
+    pairs = zip(found, expected, strict=True)
+    return furthest([torch.zeros_like(e) if f is None else f for f, e in pairs], expected)
 
 
 def furthest(found: Iterable[Tensor], expected: Iterable[Tensor]) -> float:

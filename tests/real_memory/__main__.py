@@ -7,6 +7,7 @@ Writes a JSON report, which the tests check.
 
 import argparse
 import gc
+import itertools
 import json
 import logging
 from pathlib import Path
@@ -15,7 +16,7 @@ from typing import Any
 import torch
 
 from tests.real_memory.allocator import CappedAllocator
-from tests.real_memory.measurements import compare_peaks, fail_in_a_row, refuse_once
+from tests.real_memory.measurements import compare_peaks, refuse_once
 from tests.real_memory.scenes import Scene
 from tests.real_memory.subjects import OPTIMIZERS, PLANTED, SUBJECTS
 from tests.real_memory.trials import Laboratory
@@ -25,23 +26,20 @@ SAMPLE = ("CNN, BatchNorm, dropout", "activation checkpointing", "forward in thr
 
 def sample(laboratory: Laboratory) -> dict[str, list[Any]]:
     """Run a sample of the trials in a few seconds."""
-    shrinking = [laboratory.shrink(Scene(subject=subject), 4) for subject in SAMPLE]
-    shrinking += [
-        laboratory.shrink(Scene(subject="MLP", in_thread=True), 4),
-        laboratory.shrink(Scene(subject="CNN, GroupNorm", call="evaluate"), 4),
-        laboratory.shrink(Scene(subject="activation checkpointing", warm_steps=0), 4),
+    shrinking = [
+        *(Scene(subject=subject) for subject in SAMPLE),
+        Scene(subject="MLP", in_thread=True),
+        Scene(subject="CNN, GroupNorm", call="evaluate"),
+        Scene(subject="activation checkpointing", warm_steps=0),
     ]
-    faults = [
-        laboratory.fail_each(Scene(subject="CNN, BatchNorm, dropout", rows=4), 2, every=13),
-        laboratory.fail_each(Scene(subject="MLP", rows=4, call="evaluate"), 2, every=17),
-        laboratory.fail_each(
-            Scene(subject="MLP", call="optimizer step", warm_steps=0), 8, every=12
-        ),
-    ]
+    step = Scene(subject="MLP", call="optimizer step", warm_steps=0)
     return {
-        "shrinking": shrinking,
-        "faults": faults,
-        "series": [fail_in_a_row(laboratory.allocator, Scene(subject="MLP"), 60)],
+        "shrinking": [laboratory.shrink(scene, 4) for scene in shrinking],
+        "faults": [
+            laboratory.fail_each(Scene(subject="CNN, BatchNorm, dropout", rows=4), 2, every=13),
+            laboratory.fail_each(Scene(subject="MLP", rows=4, call="evaluate"), 2, every=17),
+            laboratory.fail_each(step, 8, every=12),
+        ],
         "peaks": [compare_peaks(laboratory.allocator, "MLP", 64)],
     }
 
@@ -50,36 +48,22 @@ def everything(laboratory: Laboratory) -> dict[str, list[Any]]:
     """Run all trials in a few minutes."""
     shrinking, faults = [], []
     for subject in SUBJECTS:
-        for warm_steps in (1, 0):
-            shrinking += [
-                laboratory.shrink(Scene(subject=subject, call=call, warm_steps=warm_steps), 12)
-                for call in ("backward", "evaluate")
-            ]
+        for call, warm in itertools.product(("backward", "evaluate"), (1, 0)):
+            scene = Scene(subject=subject, call=call, warm_steps=warm)
+            shrinking.append(laboratory.shrink(scene, 12))
         shrinking.append(laboratory.shrink(Scene(subject=subject, in_thread=True), 6))
-        faults += [
-            laboratory.fail_each(Scene(subject=subject, rows=4, call="evaluate"), 2),
-            laboratory.fail_each(Scene(subject=subject, rows=4), 2),
-        ]
+        for call in ("backward", "evaluate"):
+            faults.append(laboratory.fail_each(Scene(subject=subject, rows=4, call=call), 2))
     for subject in ("MLP", "CNN, BatchNorm, dropout"):
         faults.append(laboratory.fail_each(Scene(subject=subject, rows=4, warm_steps=0), 2))
-        faults += [
-            laboratory.fail_each(
-                Scene(subject=subject, call="optimizer step", optimizer=name, warm_steps=warm), 8
-            )
-            for name in OPTIMIZERS
-            for warm in (0, 1)
-        ]
-    subjects = ("MLP", "CNN, BatchNorm, dropout", "activation checkpointing")
-    return {
-        "shrinking": shrinking,
-        "faults": faults,
-        "series": [fail_in_a_row(laboratory.allocator, Scene(subject=s), 1000) for s in subjects],
-        "peaks": [
-            compare_peaks(laboratory.allocator, subject, rows)
-            for subject in SUBJECTS
-            for rows in (8, 64)
-        ],
-    }
+        for name, warm in itertools.product(OPTIMIZERS, (0, 1)):
+            step = Scene(subject=subject, call="optimizer step", optimizer=name, warm_steps=warm)
+            faults.append(laboratory.fail_each(step, 8))
+    peaks = [
+        compare_peaks(laboratory.allocator, subject, rows)
+        for subject, rows in itertools.product(SUBJECTS, (8, 64))
+    ]
+    return {"shrinking": shrinking, "faults": faults, "peaks": peaks}
 
 
 def main() -> None:
@@ -97,8 +81,7 @@ def main() -> None:
     found = everything(laboratory) if arguments.full else sample(laboratory)
     found["refusals"] = [refuse_once(allocator, in_thread=each) for each in (False, True)]
     found["planted"] = [laboratory.shrink(Scene(subject=PLANTED), 3)]
-    report = {part: [vars(row) for row in rows] for part, rows in found.items()}
-    arguments.report.write_text(json.dumps(report, indent=2))
+    arguments.report.write_text(json.dumps(found, indent=2, default=vars))
 
 
 if __name__ == "__main__":

@@ -9,34 +9,25 @@ _UNLIMITED = -1
 class CappedAllocator:
     """Replaces torch's CPU allocator until the process ends.
 
-    It counts the bytes requested by tensors of all threads since its installation.
+    It counts the bytes requested by tensors of all threads since its installation: `used_bytes`,
+    and `peak_bytes` since `reset_peak`; and `allocations`, including the `refusals`.
     """
+
+    used_bytes: int
+    peak_bytes: int
+    allocations: int
+    refusals: int
 
     def __init__(self, library: Path) -> None:
         self._library = ctypes.CDLL(str(library))
         for name in ("set_limit", "fail_at"):
             getattr(self._library, f"capped_{name}").argtypes = [ctypes.c_int64]
-        for name in ("used_bytes", "peak_bytes", "allocations", "refusals", "until_fault"):
-            getattr(self._library, f"capped_{name}").restype = ctypes.c_int64
         self._library.capped_install()
 
-    @property
-    def used_bytes(self) -> int:
-        return int(self._library.capped_used_bytes())
-
-    @property
-    def peak_bytes(self) -> int:
-        """Return the most bytes in use since `reset_peak`."""
-        return int(self._library.capped_peak_bytes())
-
-    @property
-    def allocations(self) -> int:
-        """Return the number of allocations, including refused ones."""
-        return int(self._library.capped_allocations())
-
-    @property
-    def refusals(self) -> int:
-        return int(self._library.capped_refusals())
+    def __getattr__(self, name: str) -> int:
+        read = getattr(self._library, f"capped_{name}")
+        read.restype = ctypes.c_int64
+        return int(read())
 
     @property
     def fault_is_pending(self) -> bool:

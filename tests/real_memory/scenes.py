@@ -1,7 +1,7 @@
 """The calls of a subject, with the steps before and after them."""
 
+import concurrent.futures
 import gc
-import threading
 from dataclasses import dataclass
 from typing import Any
 
@@ -52,21 +52,8 @@ def call(scene: Scene, run: TortureRun) -> Any:
     """Make the disturbed call, in this thread or in a new one."""
     if not scene.in_thread:
         return _call_here(scene, run)
-    results: list[Any] = []
-    failures: list[Exception] = []
-
-    def work() -> None:
-        try:
-            results.append(_call_here(scene, run))
-        except Exception as error:
-            failures.append(error)
-
-    thread = threading.Thread(target=work)
-    thread.start()
-    thread.join()
-    if failures:
-        raise failures.pop()
-    return results[0]
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        return pool.submit(_call_here, scene, run).result()
 
 
 def _call_here(scene: Scene, run: TortureRun) -> Any:

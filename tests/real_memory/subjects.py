@@ -1,6 +1,7 @@
 """Models to train with too little memory, most of which is activations."""
 
 import concurrent.futures
+import functools
 import random
 from collections.abc import Callable
 from typing import Any
@@ -17,15 +18,15 @@ from tests.torture.engine.subject import TortureRun
 
 ROWS = 8
 CLASSES = 4
+AdamW = functools.partial(torch.optim.AdamW, lr=0.01)
+SGD = functools.partial(torch.optim.SGD, lr=0.01, momentum=0.9)
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
-    "AdamW": lambda parameters: torch.optim.AdamW(parameters, lr=0.01),
-    "AdamW, foreach": lambda parameters: torch.optim.AdamW(parameters, lr=0.01, foreach=True),
-    "AdamW, fused": lambda parameters: torch.optim.AdamW(parameters, lr=0.01, fused=True),
-    "SGD, momentum": lambda parameters: torch.optim.SGD(parameters, lr=0.01, momentum=0.9),
-    "SGD, foreach": lambda parameters: torch.optim.SGD(
-        parameters, lr=0.01, momentum=0.9, foreach=True
-    ),
-    "RMSprop": lambda parameters: torch.optim.RMSprop(parameters, lr=0.01, momentum=0.9),
+    "AdamW": AdamW,
+    "AdamW, foreach": functools.partial(AdamW, foreach=True),
+    "AdamW, fused": functools.partial(AdamW, fused=True),
+    "SGD, momentum": SGD,
+    "SGD, foreach": functools.partial(SGD, foreach=True),
+    "RMSprop": functools.partial(torch.optim.RMSprop, lr=0.01, momentum=0.9),
 }
 
 

@@ -4,7 +4,7 @@ from collections import Counter
 
 import pytest
 
-from tests.real_memory.table import Report
+from tests.real_memory.conftest import Report
 
 pytestmark = [pytest.mark.sweep, pytest.mark.timeout(1800)]  # all of it takes about four minutes
 
@@ -14,7 +14,7 @@ def test_allocator_raises_oom_before_operation_in_any_thread(report: Report) -> 
     for row in report["refusals"]:
         assert row["error"] == "OutOfMemoryError"
         assert row["text"].startswith("CAPPED out of memory. Tried to allocate")
-        assert not row["changed_its_arguments"]
+        assert not row["changed"], "its arguments"
 
 
 @pytest.mark.parametrize("part", ["shrinking", "faults"])
@@ -29,9 +29,7 @@ def test_planted_leak_and_hidden_state_are_detected(report: Report) -> None:
     assert any("differs: gradient" in problem for problem in row["wrong"])
 
 
-def test_shrinking_memory_leads_to_smaller_microbatches_then_error(
-    report: Report,
-) -> None:
+def test_shrinking_memory_leads_to_smaller_sizes_then_error(report: Report) -> None:
     for row in report["shrinking"]:
         assert len(row["sizes"]) >= 2, row
         assert row["outcomes"]["recovered"] >= 1, row
@@ -50,15 +48,6 @@ def test_optimizer_step_oom_raises_named_error(report: Report) -> None:
     assert rows
     for row in rows:
         assert row["outcomes"].keys() == {"refused: OptimizerStepError"}, row
-
-
-def test_consecutive_failures_leak_no_memory(report: Report) -> None:
-    for row in report["series"]:
-        assert row["ooms"] >= 60
-        assert row["recovered"] > 0
-        assert row["phases"]["forward"] > 0
-        assert row["phases"]["backward"] > 0
-        assert row["bytes_alive"] == 0
 
 
 def test_simulated_budget_matches_real_allocations(report: Report) -> None:

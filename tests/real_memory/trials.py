@@ -15,8 +15,6 @@ from tests.real_memory.allocator import CappedAllocator
 from tests.real_memory.scenes import Scene, call, go_on, prepare
 from tests.torture.engine.subject import TortureRun, differences, values
 
-HALF_APPLIED = "may be half applied"
-
 
 @dataclass
 class Row:
@@ -41,7 +39,6 @@ class Reference:
     after: dict[str, Any]
     later: dict[str, Any]
     kept_bytes: int
-    most_bytes: int
     allocations: int
 
 
@@ -97,15 +94,13 @@ class Laboratory:
         run.microbatcher._train.policy = run.microbatcher._eval.policy = Fixed(size)
         gc.collect()
         base_bytes, before = self.allocator.used_bytes, self.allocator.allocations
-        self.allocator.reset_peak()
         result = call(scene, run)
-        most_bytes = self.allocator.peak_bytes - base_bytes
         allocations = self.allocator.allocations - before
         gc.collect()
         kept_bytes = self.allocator.used_bytes - base_bytes
         after, later = _after(run, result), go_on(scene, run)
         gc.freeze()  # skips imported objects when automicro collects after each failure
-        return Reference(after, later, kept_bytes, most_bytes, allocations)
+        return Reference(after, later, kept_bytes, allocations)
 
     def _try(
         self, row: Row, scene: Scene, size: int | None, what: str, disturb: Callable[[], None]
@@ -117,13 +112,12 @@ class Laboratory:
         before = values(run)
         gc.collect()
         base_bytes, refusals = self.allocator.used_bytes, self.allocator.refusals
-        refusal: Refusal | None = None
-        result = None
+        refusal = result = None
         disturb()
         try:
             result = call(scene, run)
         except Exception as error:
-            refusal = Refusal.of(error)  # the error itself may keep closures of its frames alive
+            refusal = judge_refusal(error)
         if not self.allocator.fault_is_pending:
             self.allocator.relent()
         gc.collect()
@@ -132,8 +126,12 @@ class Laboratory:
         row.trials += 1
         row.ooms += ooms
         if refusal is not None:
-            outcome = f"refused: {refusal.name}"
-            problems = refusal.judge(before, run, kept_bytes)
+            name, is_allowed, is_restored = refusal
+            outcome = f"refused: {name}"
+            problems = [] if is_allowed else ["of another kind"]
+            if is_allowed and is_restored:
+                problems = _named("changed", before, values(run))
+                problems += [f"{kept_bytes} bytes alive"] if kept_bytes > 0 else []
         else:
             outcome = "recovered" if ooms else "fits"
             used = result.microbatch_size if result is not None else size or scene.rows
@@ -144,12 +142,7 @@ class Laboratory:
             row.wrong.append(f"{what}: {outcome}: {'; '.join(problems)}")
 
     def _judge_success(
-        self,
-        scene: Scene,
-        run: TortureRun,
-        result: Any,
-        kept_bytes: int,
-        sizes: tuple[int, int | None],
+        self, scene: Scene, run: TortureRun, result: Any, kept_bytes: int, sizes: Any
     ) -> list[str]:
         after, later = _after(run, result), go_on(scene, run)
         clean = self._reference(scene, *sizes)  # last, because its first use reseeds the generators
@@ -160,30 +153,16 @@ class Laboratory:
         return problems
 
 
-@dataclass(frozen=True)
-class Refusal:
-    """An error that ended a call, without the frames that it passed."""
+def judge_refusal(error: Exception) -> tuple[str, bool, bool]:
+    """Return how an error is named, whether it may end a call, and whether state must be as before.
 
-    name: str
-    text: str
-    is_allowed: bool
-
-    @classmethod
-    def of(cls, error: Exception) -> "Refusal":
-        allowed = is_out_of_memory(error) or isinstance(
-            error, torch.OutOfMemoryError | OptimizerStepError
-        )
-        return cls(type(error).__name__, repr(error), allowed)
-
-    def judge(self, before: dict[str, Any], run: TortureRun, kept_bytes: int) -> list[str]:
-        if not self.is_allowed:
-            return [f"raised {self.text}"]
-        if HALF_APPLIED in self.text:
-            return []  # such a refusal guarantees only the error
-        problems = _named("changed", before, values(run))
-        if kept_bytes > 0:
-            problems.append(f"{kept_bytes} bytes alive")
-        return problems
+    The error itself would keep the frames that it passed, and their closures, alive.
+    """
+    is_allowed = is_out_of_memory(error) or isinstance(
+        error, torch.OutOfMemoryError | OptimizerStepError
+    )
+    # A step that may be half applied guarantees only the error.
+    return type(error).__name__, is_allowed, "may be half applied" not in repr(error)
 
 
 def _after(run: TortureRun, result: Any) -> dict[str, Any]:

@@ -7,7 +7,7 @@ accelerator of this process until it ends.
 import contextlib
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -60,8 +60,7 @@ def is_available() -> bool:
     return True
 
 
-def is_initialized() -> bool:
-    return True
+is_initialized = is_bf16_supported = is_available
 
 
 def init() -> None:
@@ -76,12 +75,27 @@ def device_count() -> int:
     return NUM_DEVICES
 
 
-def current_device() -> int:
-    return torch.accelerator.current_device_index()
+def _by_index(function: Callable[[int], Any]) -> Callable[..., Any]:
+    """Let a function of torch take a device in any form; none is the current one."""
+    return lambda device=None: function(_index(device))
 
 
-def set_device(device: Device) -> None:
-    torch.accelerator.set_device_index(_index(device))
+current_device = torch.accelerator.current_device_index
+empty_cache = torch.accelerator.empty_cache
+set_device = _by_index(torch.accelerator.set_device_index)
+synchronize = _by_index(torch.accelerator.synchronize)
+current_stream = _by_index(torch.accelerator.current_stream)
+memory_stats = _by_index(torch.accelerator.memory_stats)
+memory_stats_as_nested_dict = _by_index(torch._C._accelerator_getDeviceStats)
+memory_allocated = _by_index(torch.accelerator.memory_allocated)
+max_memory_allocated = _by_index(torch.accelerator.max_memory_allocated)
+memory_reserved = _by_index(torch.accelerator.memory_reserved)
+max_memory_reserved = _by_index(torch.accelerator.max_memory_reserved)
+reset_peak_memory_stats = _by_index(torch.accelerator.reset_peak_memory_stats)
+reset_accumulated_memory_stats = _by_index(torch.accelerator.reset_accumulated_memory_stats)
+mem_get_info = _by_index(torch.accelerator.get_memory_info)
+get_per_process_memory_fraction = _by_index(lambda index: torch.ops.standin.memory_fraction(index))
+get_rng_state = _by_index(lambda index: _generator(index).get_state())
 
 
 @contextlib.contextmanager
@@ -107,18 +121,6 @@ def get_device_properties(device: Device = None) -> Properties:
 
 def get_amp_supported_dtype() -> list[torch.dtype]:
     return [torch.bfloat16, torch.float16]
-
-
-def is_bf16_supported() -> bool:
-    return True
-
-
-def synchronize(device: Device = None) -> None:
-    torch.accelerator.synchronize(_index(device))
-
-
-def current_stream(device: Device = None) -> torch.Stream:
-    return torch.accelerator.current_stream(_index(device))
 
 
 def Stream(device: Device = None, priority: int = 0) -> torch.Stream:  # noqa: N802
@@ -147,58 +149,8 @@ def manual_seed_all(seed: int) -> None:
         _generator(index).manual_seed(seed)
 
 
-def get_rng_state(device: Device = None) -> Tensor:
-    return _generator(_index(device)).get_state()
-
-
 def set_rng_state(new_state: Tensor, device: Device = None) -> None:
     _generator(_index(device)).set_state(new_state)
-
-
-def empty_cache() -> None:
-    torch.accelerator.empty_cache()
-
-
-def memory_stats(device: Device = None) -> dict[str, Any]:
-    return torch.accelerator.memory_stats(_index(device))
-
-
-def memory_stats_as_nested_dict(device: Device = None) -> dict[str, Any]:
-    stats: dict[str, Any] = torch._C._accelerator_getDeviceStats(_index(device))
-    return stats
-
-
-def memory_allocated(device: Device = None) -> int:
-    return torch.accelerator.memory_allocated(_index(device))
-
-
-def max_memory_allocated(device: Device = None) -> int:
-    return torch.accelerator.max_memory_allocated(_index(device))
-
-
-def memory_reserved(device: Device = None) -> int:
-    return torch.accelerator.memory_reserved(_index(device))
-
-
-def max_memory_reserved(device: Device = None) -> int:
-    return torch.accelerator.max_memory_reserved(_index(device))
-
-
-def reset_peak_memory_stats(device: Device = None) -> None:
-    torch.accelerator.reset_peak_memory_stats(_index(device))
-
-
-def reset_accumulated_memory_stats(device: Device = None) -> None:
-    torch.accelerator.reset_accumulated_memory_stats(_index(device))
-
-
-def mem_get_info(device: Device = None) -> tuple[int, int]:
-    return torch.accelerator.get_memory_info(_index(device))
-
-
-def get_per_process_memory_fraction(device: Device = None) -> float:
-    fraction: float = torch.ops.standin.memory_fraction(_index(device))
-    return fraction
 
 
 def set_per_process_memory_fraction(fraction: float, device: Device = None) -> None:

@@ -39,37 +39,30 @@ def same(one: list[Tensor], other: list[Tensor]) -> bool:
 @pytest.mark.parametrize("place", [pinned, lambda rows: rows], ids=["pinned", "pageable"])
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_prefetching_with_late_streams_is_bit_identical(
-    schedule: tuple[bool, bool], place: Any
+    schedule: tuple[bool, bool], place: Any, expected: list[Tensor]
 ) -> None:
-    expected = train(to_device)
     torch.ops.standin.set_late(*schedule)
     assert same(train(place), expected)
 
 
+class Packed(nn.Linear):
+    def forward(self, x: PackedSequence) -> Tensor:  # type: ignore[override]
+        assert x.unsorted_indices is not None
+        scale = x.unsorted_indices.float()[:, None].mul(0.01).add(1)
+        return super().forward(x.data).sum() * scale.expand(-1, 3)
+
+
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_prefetching_packed_sequences_is_bit_identical(schedule: tuple[bool, bool]) -> None:
-    class Last(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.embed = nn.Linear(5, 3)
-
-        def forward(self, x: PackedSequence) -> Tensor:
-            assert x.unsorted_indices is not None
-            each = torch.stack([part.sum(0) for part in torch.split(self.embed(x.data), 1)])
-            return each.sum() * x.unsorted_indices.float()[:, None].mul(0.01).add(1).expand(-1, 3)
-
     rows = [torch.randn(length, 5) for length in (3, 5, 2, 4)]
-    targets = torch.tensor([0, 2, 1, 1])
+    given = pack_sequence(rows, enforce_sorted=False), torch.tensor([0, 2, 1, 1])
     found = []
-    for is_pinned in (False, True):
-        torch.ops.standin.set_late(*(schedule if is_pinned else (False, False)))
+    for rows_given, late in ((given, (False, False)), (pinned(given), schedule)):
+        torch.ops.standin.set_late(*late)
         torch.manual_seed(1)
-        net = Last().to("standin")
-        packed = pack_sequence(rows, enforce_sorted=False)
+        net = Packed(5, 3).to("standin")
         step = Microbatcher(net, loss_fn=nn.CrossEntropyLoss(), microbatch_size=2, probe=False)
-        step.backward(
-            (packed.pin_memory(), targets.pin_memory()) if is_pinned else (packed, targets)
-        )
+        step.backward(rows_given)
         found.append([each.grad.cpu() for each in net.parameters() if each.grad is not None])
     assert same(*found)
 

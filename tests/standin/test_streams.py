@@ -20,10 +20,10 @@ def late(default_streams: bool, other_streams: bool) -> None:
     torch.ops.standin.set_late(default_streams, other_streams)
 
 
-def test_work_runs_when_host_waits() -> None:
+def test_work_runs_when_host_waits_or_polls() -> None:
     x = zeros()
     standin.synchronize()
-    event = standin.Event()
+    event, other = standin.Event(), standin.Event()
     x.add_(1)
     x.mul_(2)
     event.record()
@@ -31,17 +31,12 @@ def test_work_runs_when_host_waits() -> None:
     event.synchronize()
     assert event.query()
     assert torch.equal(x.cpu(), torch.full((6,), 2.0))
-
-
-def test_polling_event_eventually_completes_work() -> None:
-    x, event = zeros(), standin.Event()
-    for _ in range(5):
-        x.add_(1)
-    event.record()
+    x.add_(1)
+    other.record()
     asked = 0
-    while not event.query():
+    while not other.query():
         asked += 1
-    assert 0 < asked <= 6
+    assert 0 < asked <= 2
 
 
 @pytest.mark.parametrize("records", [True, False])
@@ -71,18 +66,12 @@ def test_pinned_memory_is_kept_until_late_copy() -> None:
     assert torch.equal(x.cpu(), ROWS)
 
 
-def test_refilling_pinned_batch_changes_pending_copy() -> None:
-    x, source = zeros(), ROWS.pin_memory()
+@pytest.mark.parametrize("is_pinned", [True, False])
+def test_only_copies_from_pinned_memory_are_late(is_pinned: bool) -> None:
+    x, source = zeros(), ROWS.pin_memory() if is_pinned else ROWS.clone()
     x.copy_(source, non_blocking=True)
     source.fill_(9)
-    assert torch.equal(x.cpu(), torch.full((6,), 9.0))
-
-
-def test_pageable_memory_is_copied_immediately() -> None:
-    x, source = zeros(), ROWS.clone()
-    x.copy_(source, non_blocking=True)
-    source.fill_(9)
-    assert torch.equal(x.cpu(), ROWS)
+    assert torch.equal(x.cpu(), torch.full((6,), 9.0) if is_pinned else ROWS)
 
 
 def test_copies_to_pinned_memory_finish_late() -> None:
