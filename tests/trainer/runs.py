@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
-from automicro import Trainer, is_extra_pass
+from automicro import Callback, Run, Trainer, is_extra_pass
 from automicro.features import with_features
 from tests.outside import Unreached
 
@@ -131,6 +131,17 @@ class Scripted(nn.Module):
 
 def schedule(optimizer: torch.optim.Optimizer) -> Any:
     return torch.optim.lr_scheduler.StepLR(optimizer, 3, 0.5)
+
+
+class StopAfter(Callback):
+    """Ends a run like a kill would, except that the last batch is saved."""
+
+    def __init__(self, batches: int) -> None:
+        self._batches = batches
+
+    def batch_end(self, run: Run, result: Any) -> None:
+        if run.state.batch == self._batches:
+            run.stop("for the test")
 
 
 class ScheduleFree(torch.optim.Optimizer):
