@@ -1,7 +1,6 @@
 """Rehearsal of the worst batches: its findings, and that it affects only sizes."""
 
 import copy
-import functools
 import itertools
 import random
 from collections.abc import Iterable, Iterator
@@ -59,9 +58,21 @@ def limit_for(lengths: list[int], *, rows: int) -> int:
     return int(peak * 1.02)
 
 
+class Cutting(Callback):
+    """Cuts batches to random lengths."""
+
+    def __init__(self) -> None:
+        self.random = random.Random(2)
+
+    def transform(self, run: Any, batch: Any) -> Any:
+        keep = self.random.randint(2, 10)
+        return batch[0][:, :keep], batch[1][:, :keep]
+
+
 @pytest.mark.parametrize(
     "options",
     [
+        {"callbacks": [Cutting()]},
         {"precision": "fp16", "callbacks": [ExponentialMovingAverage(decay=0.9)]},
         pytest.param({"num_workers": 2, "accumulate_batches": 3}, marks=pytest.mark.sweep),
     ],
@@ -209,43 +220,14 @@ def test_unchecked_batches_are_reported(mocker: Any) -> None:
     assert "unchecked batches of train_dataloader may be costlier" in (summary.rehearsed or "")
 
 
-def test_callback_that_transforms_batches_is_unaffected() -> None:
-    class Cutting(Callback):
-        def __init__(self) -> None:
-            self.calls, self.seen, self.random = 0, list[int](), random.Random(2)
-
-        def transform(self, run: Any, batch: Any) -> Any:
-            self.calls += 1
-            self.seen.append(batch[0].shape[1])
-            keep = self.random.randint(2, 10)
-            return batch[0][:, :keep], batch[1][:, :keep]
-
-    callbacks = [Cutting(), Cutting()]
-    models = [Model(), Model()]
-    for model, callback, rehearse in zip(models, callbacks, ("worst", None), strict=True):
-        make_trainer(
-            model, loader_of(log_normal(9, 40)), callbacks=[callback], rehearse=rehearse
-        ).fit()
-    assert_same(*models)
-    assert callbacks[0].seen == callbacks[1].seen
-    assert callbacks[0].calls == callbacks[1].calls
-
-
 def test_rehearsal_of_accumulated_batches_keeps_earlier_gradients() -> None:
     """Without the gradients of the first wide batch, the second one would fit."""
-    wide = nn.Sequential(nn.Linear(256, 512), nn.ReLU(), nn.Linear(512, 2))
-    rows = torch.utils.data.TensorDataset(torch.randn(64, 256), torch.zeros(64, dtype=torch.int64))
-    loader = DataLoader(rows, batch_size=32)
+    loader = [(torch.randn(32, 256), torch.zeros(32, dtype=torch.int64))] * 2
     peaks = {}
     for batches in (1, 2):
-        model = copy.deepcopy(wide)
-        trainer = make_trainer(
-            model,
-            loader,
-            optimizer=functools.partial(torch.optim.SGD, lr=0.1),
-            accumulate_batches=batches,
-            memory_limit="16MiB",
-        )
+        model = nn.Sequential(nn.Linear(256, 512), nn.ReLU(), nn.Linear(512, 2))
+        options: dict[str, Any] = {"accumulate_batches": batches, "memory_limit": "16MiB"}
+        trainer = make_trainer(model, loader, optimizer=torch.optim.SGD, **options)
         summary = trainer.fit()
         worst = report_of(trainer).batches[0]
         assert str(worst.cut) == "1 × 32 of 32"
@@ -256,71 +238,20 @@ def test_rehearsal_of_accumulated_batches_keeps_earlier_gradients() -> None:
     assert peaks[2] > peaks[1]
 
 
-steps_of_all = torch.zeros(())
-
-
-class Counted(torch.optim.Adam):
-    """Has a step with memory needs that cannot be predicted."""
-
-    def step(self, closure: Any = None) -> Any:
-        steps_of_all.add_(1)
-        return super().step(closure)
-
-
 def test_optimizer_with_unpredictable_first_step_is_named() -> None:
-    trainer = make_trainer(Model(), loader_of([5] * 16), optimizer=Counted)
-    rehearsed = trainer.fit().rehearsed or ""
+    steps_of_all = torch.zeros(())
+
+    class Counted(torch.optim.Adam):
+        def step(self, closure: Any = None) -> Any:
+            steps_of_all.add_(1)
+            return super().step(closure)
+
+    rehearsed = make_trainer(Model(), loader_of([5] * 16), optimizer=Counted).fit().rehearsed or ""
     assert "the optimizer's first step needs unknown memory" in rehearsed
     assert "a tensor that is neither a parameter nor state" in rehearsed
     assert steps_of_all == 2
     known = make_trainer(Model(), loader_of([5] * 16)).fit().rehearsed or ""
     assert "unknown" not in known
-
-
-class Named(nn.Module):
-    """Takes texts by name, with a mask."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.model = Model()
-
-    def forward(self, input_ids: Tensor, attention_mask: Tensor, labels: Tensor) -> Any:
-        logits = self.model(input_ids)
-        return {"loss": nn.functional.cross_entropy(logits, labels), "logits": logits}
-
-
-def named(rows: list[Tensor]) -> dict[str, Tensor]:
-    lengths = torch.tensor([len(row) for row in rows])
-    tokens = nn.utils.rnn.pad_sequence(rows, batch_first=True)
-    mask = (torch.arange(tokens.shape[1]) < lengths[:, None]).long()
-    return {
-        "input_ids": tokens,
-        "attention_mask": mask,
-        "labels": torch.where(mask == 1, tokens, -100),
-    }
-
-
-@pytest.mark.sweep
-def test_token_slices_are_rehearsed_without_trace() -> None:
-    lengths = [30, 28] * 44 + [60] * 8
-    loader = DataLoader(Texts(lengths), batch_size=8, collate_fn=named)
-    options: dict[str, Any] = {
-        "microbatch_unit": "tokens",
-        "loss_average": "tokens",
-        "loss_fn": None,
-        "max_duration": "2ep",
-    }
-    limit = limit_for(lengths, rows=3)
-    trainer = make_trainer(Named(), loader, memory_limit=limit, **options)
-    summary = trainer.fit()
-    assert report_of(trainer).ooms > 0
-    assert summary.ooms == 0
-    assert {each.cut.unit for each in report_of(trainer).batches} == {"tokens"}
-    assert " tokens or more, after " in (summary.rehearsed or "")
-    models = [Named(), Named()]
-    for model, rehearse in zip(models, ("worst", None), strict=True):
-        make_trainer(model, loader, microbatch_size=200, rehearse=rehearse, **options).fit()
-    assert_same(*models)
 
 
 # The search for the costliest batches

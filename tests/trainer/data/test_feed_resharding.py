@@ -73,13 +73,6 @@ def test_remaining_rows_stay_in_their_batches_on_fewer_and_more_ranks(sampler: s
     check_rows([3, 2, 4], 2 * PER_BATCH + 5, [1, 1], sampler)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("persistent", [False, True])
-def test_workers_do_not_change_resharded_rows(persistent: bool) -> None:
-    workers = {"num_workers": 2, "persistent_workers": persistent}
-    check_rows([3, 2], 40, [2], "shuffled", **workers)
-
-
 def check_rows(
     worlds: list[int], rows: int, taken: list[int], sampler: str, **options: Any
 ) -> None:

@@ -66,21 +66,6 @@ def test_each_row_comes_once_and_shares_are_balanced(
             assert min(sizes) > 1
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_ranks_together_get_batches_of_one_process(world_size: int) -> None:
-    def epoch_of(batch_size: int, rank: int, world_size: int, epoch: int) -> list[list[int]]:
-        loader = DataLoader(ROWS, batch_size=batch_size, shuffle=True)
-        loader = share(loader, rank, world_size)
-        loader.batch_sampler.set_epoch(epoch)
-        return rows_of(loader)
-
-    parts = [epoch_of(12 // world_size, rank, world_size, 1) for rank in range(world_size)]
-    [whole] = epoch_of(12, 0, 1, 1)
-    assert [row for [part] in parts for row in part] == whole
-    assert sorted(whole) == list(range(11))
-    assert [whole] != epoch_of(12, 0, 1, 0)
-
-
 @pytest.mark.parametrize(
     "options",
     [

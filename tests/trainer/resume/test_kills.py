@@ -10,7 +10,7 @@ import torch
 from tests.processes import KILLED
 from tests.trainer.resume.lives import live, warm_up
 from tests.trainer.resume.subjects import Subject
-from tests.trainer.resume.trials import KINDS, Kill, assert_same, check_logs, kill_and_resume
+from tests.trainer.resume.trials import KINDS, assert_same, check_logs, kill_and_resume
 
 # The first kill of each run has this kind, and some runs are killed again.
 SAMPLE = ("write", "fsync", "rename", "optimizer step", "batch end")
@@ -26,15 +26,15 @@ def warm() -> None:
 
 @pytest.mark.sweep
 def test_killed_run_ends_like_undisturbed_run(tmp_path: Path) -> None:
-    kills: list[Kill] = []
+    kills: list[str] = []
     for seed, kind in enumerate(SAMPLE, 101):
         kills += kill_and_resume(seed, tmp_path / str(seed), first_kind=kind)
     assert len(kills) >= 10
-    assert {kill.kind for kill in kills} >= {*SAMPLE}
+    assert {*kills} >= {*SAMPLE}
 
 
 @pytest.fixture(scope="module")
-def kills() -> list[Kill]:
+def kills() -> list[str]:
     return []
 
 
@@ -42,18 +42,16 @@ def kills() -> list[Kill]:
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("seed", range(FIRST, FIRST + TRIALS))
 def test_more_killed_runs_end_like_undisturbed_ones(
-    tmp_path: Path, kills: list[Kill], seed: int
+    tmp_path: Path, kills: list[str], seed: int
 ) -> None:
     kills += kill_and_resume(seed, tmp_path, first_kind=KINDS[seed % len(KINDS)])
 
 
 @pytest.mark.slow
-def test_kills_were_many_and_of_every_kind(kills: list[Kill]) -> None:
+def test_kills_were_many_and_of_every_kind(kills: list[str]) -> None:
     assert len(kills) >= 200
-    assert {kill.kind for kill in kills} == {*KINDS}
-    assert any(kill.is_damaged for kill in kills)
-    repeated = sum(kill.repeated for kill in kills) / len(kills)
-    print(f"\n{len(kills)} kills of {TRIALS} runs; {repeated:.1f} batches repeated by each")
+    assert {*kills} == {*KINDS}
+    print(f"\n{len(kills)} kills of {TRIALS} runs")
 
 
 def test_comparison_detects_one_changed_bit() -> None:
