@@ -73,6 +73,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
         r"Pass scheduler_interval='batch' to step it after each .* or 'epoch' to",
     ),
     ({"device": "meta"}, "holds no data"),
+    ({"parallel": "dpp"}, "did you mean 'ddp'"),
     ({"eval_dataloader": {}}, "eval_dataloader={} names no evaluation. Pass"),
     ({"progress": "yes"}, "progress is 'yes'; pass True"),
     ({"deterministic": 1}, "deterministic is 1; pass True or False"),
@@ -205,7 +206,10 @@ def test_invalid_arguments_of_fit_and_eval_are_refused(tmp_path: Any) -> None:
         (lambda: trainer.fit(2), "duration=2 has no unit: write '2ep'"),  # type: ignore[arg-type]
         (lambda: trainer.fit("0.5dur"), r"'0.5dur' is not a duration"),
         (lambda: trainer.fit(duration="2h"), r"^duration='2h' counts seconds of data"),
-        (lambda: trainer.fit(duration="2tok"), r"^duration='2tok' counts tokens.*CountData"),
+        (
+            lambda: make_trainer(make_model()).fit("2tok"),
+            r"^duration='2tok' counts tokens.*CountData",
+        ),
         (lambda: trainer.eval([*LOADERS]), "dataloader is a list of loaders, .* in a mapping"),
         (lambda: trainer.eval(max_batches=2), r"no argument max_batches\. Pass eval\(Evaluator\("),  # type: ignore[call-arg]
         (lambda: trainer.predict([]), "gave no batch"),

@@ -52,9 +52,8 @@ def under_limit(limit: str | None, **options: Any) -> tuple[Trainer, nn.Module]:
     return trainer, model
 
 
-@pytest.mark.parametrize("accumulate", [1, 2])
-def test_run_recovers_from_out_of_memory_in_train_and_eval(accumulate: int) -> None:
-    small, model = under_limit("256KiB", accumulate_batches=accumulate)
+def test_run_recovers_from_out_of_memory_in_train_and_eval() -> None:
+    small, model = under_limit("256KiB")
     losses = losses_of(small)
     summary = small.fit()
     assert summary.train_ooms >= 2
@@ -63,8 +62,6 @@ def test_run_recovers_from_out_of_memory_in_train_and_eval(accumulate: int) -> N
     assert summary.microbatch_size < summary.eval_microbatch_size < 600
     assert summary.peak_memory_bytes is not None
     assert summary.peak_memory_bytes <= 256 * 1024
-    if accumulate > 1:  # several OOMs with growing sizes
-        return
     # Without a limit, a run at the same sizes must be bit-identical.
     large, expected = under_limit(
         None,
@@ -137,9 +134,8 @@ def test_trainer_memory_is_freed_when_unreferenced(tmp_path: Path) -> None:
 
 # Outside of the model
 
-STEP = ["attempt_start", "microbatch_start", "forward_start", "forward_end", "loss_end"]
-STEP += ["backward_start", "backward_end", "microbatch_end", "attempt_end"]
-OUTSIDE = ["fit_start", "epoch_start", "batch_start", "batch_end", "gradients_ready", "epoch_end"]
+STEP = ["attempt_start", "forward_start", "loss_end", "backward_end", "attempt_end"]
+OUTSIDE = ["fit_start", "batch_start", "gradients_ready", "epoch_end"]
 
 
 def oom() -> None:

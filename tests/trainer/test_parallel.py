@@ -8,14 +8,11 @@ import pytest
 import torch
 from torch import nn
 
-from automicro import Trainer
 from automicro.checkpoints.rng import rng_state
-from automicro.errors import ConfigError
 from automicro.torch_private_distributed import HashStore
 from automicro.trainer.device import choose_device
 from automicro.trainer.parallel import check_parallel, find_blocks
 from automicro.trainer.processes import Process, name_of_start, own_device, process_in_environment
-from tests.config_jobs import load_config
 
 
 def places(count: int) -> list[Process]:
@@ -121,15 +118,3 @@ def test_unsupported_parallel_setup_is_refused_with_remedy(
 ) -> None:
     with pytest.raises(ValueError, match=message):
         check_parallel(parallel, modules, places(2)[0], **options)
-
-
-def test_unknown_parallel_option_is_refused() -> None:
-    with pytest.raises(ValueError, match="did you mean 'ddp'"):
-        Trainer(nn.Linear(2, 2), parallel="dpp")
-
-
-def test_global_batch_is_divided_by_number_of_processes() -> None:
-    config = load_config("configs/digits.yaml", num_devices=4)
-    assert config.train_dataloader["args"]["batch_size"] == 128
-    with pytest.raises(ConfigError, match="512 cannot be divided into 3 × 1"):
-        load_config("configs/digits.yaml", num_devices=3)

@@ -159,7 +159,7 @@ def test_deterministic_runs_repeat_their_bits_and_restore_settings() -> None:
 
     for _ in range(2):
         models.append(Watched(make_model(dropout=0.5)))
-        trainer = make_trainer(models[-1], deterministic=True, seed=5, microbatch_size=4)
+        trainer = make_trainer(models[-1], deterministic=True, seed=5)
         assert not torch.are_deterministic_algorithms_enabled()
         trainer.fit()
         trainer.eval(make_loader())
@@ -192,7 +192,13 @@ def untouched_cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         os.environ[CUBLAS_VARIABLE] = before
 
 
-def test_nondeterministic_cublas_setting_is_named(untouched_cuda: None) -> None:
+def test_cublas_is_prepared_only_with_gpu_and_without_other_setting(
+    untouched_cuda: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for there in (False, True):
+        monkeypatch.setattr(torch.cuda, "is_available", lambda there=there: there)
+        prepare_cublas("auto")
+        assert (CUBLAS_VARIABLE in os.environ) == there
     os.environ[CUBLAS_VARIABLE] = ":0:0"
     with pytest.raises(ValueError, match=r"^CUBLAS_WORKSPACE_CONFIG=:0:0 is not det.*; set "):
         prepare_cublas(CUDA)
@@ -227,12 +233,3 @@ def test_trainer_sets_cublas_variable_before_using_device(
     with pytest.raises(AskedError):
         make_trainer(model, loader, device="cuda", deterministic=True)
     assert told == [":4096:8"]
-
-
-@pytest.mark.parametrize("there", [True, False])
-def test_auto_device_prepares_cublas_only_with_gpu(
-    untouched_cuda: None, monkeypatch: pytest.MonkeyPatch, there: bool
-) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: there)
-    prepare_cublas("auto")
-    assert (CUBLAS_VARIABLE in os.environ) == there
