@@ -120,62 +120,35 @@ ADDED: Options = {"optimizer": of_weight, "callbacks": [AddsGroup()]}
 STUBBORN: Options = {"model": Stubborn()}
 REFUSES: Options = {"callbacks": [Refusing()]}
 NO_DECAY = ParameterGroups(torch.optim.AdamW, [{"params": ["bias"], "weight_decay": 0.0}])
+NO_DECAY_OF_BIAS: Options = {"optimizer": NO_DECAY}
+ADAM: Options = {"optimizer": partial(torch.optim.Adam, lr=0.01)}  # groups as in AdamW
+FEWER: Options = {"train_dataloader": make_loader(rows=48, batch_size=48)}
 ACCURACY, CONFUSION = metric(MulticlassAccuracy), metric(MulticlassConfusionMatrix)
 CURVES = [metric(MulticlassAUROC, thresholds=each) for each in (5, 7)]
-OF_SHAPE = r": it \(its state confmat is a tensor of shape \(5, 3, 2, 2\)\)"
+STEPS, BY_EPOCH = schedule(steps), schedule(steps, "epoch")
 SEQUENCES = schedule(in_sequence(steps, cosine)), schedule(in_sequence(steps))
 LACKS = r"it lacks: modules\.0\.3\.weight, modules\.0\.3\.bias; shapes differ: modules\.0\.2\.w.*"
 UNLIKE = [Unlike(torch.arange(6.0).view(3, 2)), Unlike(torch.ones(1, 2).expand(3, 2))]
+SHARES = [{"model": each} for each in UNLIKE]
 REFUSED = [
     case("added metric", {}, ACCURACY, r": it\."),
-    case("different metric", ACCURACY, CONFUSION, r": it \(there a MulticlassAccuracy\)"),
-    case("metric of different shape", *CURVES, OF_SHAPE),
+    case("other metric", ACCURACY, CONFUSION, r": it \(there a MulticlassAccuracy\)"),
+    case("metric of other shape", *CURVES, r"confmat is a tensor of shape \(5, 3, 2, 2\)\)"),
     case("added layer", layers(1), layers(2), LACKS + r"\(3×8, here 8×8\).*resume='never'"),
     case("removed layer", layers(1), layers(0), r"only it has: modules\.0\.2\.weight"),
     case("refusing model", STUBBORN, STUBBORN, r"Stubborn\.load_state_dict fails.*KeyError"),
+    case("shared memory", *SHARES, r"elements of rows share memory.*\.clone\(\)"),
     case(
-        "rows that share memory",
-        *({"model": model} for model in UNLIKE),
-        r"elements of rows share memory.*\.clone\(\)",
+        "other groups", {}, NO_DECAY_OF_BIAS, r"\[2\] parameters, but this one has \[1, 1\].*resume"
     ),
-    case(
-        "different groups",
-        {},
-        {"optimizer": NO_DECAY},
-        r"groups of \[2\] parameters, but this one has \[1, 1\].*resume='never'",
-    ),
-    case(
-        "group added during training",
-        ADDED,
-        ADDED,
-        r"has groups of \[1, 1\] parameters, but this one has \[1\].* Groups that a callback adds "
-        r".*so give the optimizer all groups",
-    ),
-    # Both optimizers have groups with the same options.
-    case(
-        "different optimizer",
-        {"optimizer": partial(torch.optim.Adam, lr=0.01)},
-        {},
-        r"a run with optimizer=Adam \(here AdamW\).*resume='never'",
-    ),
-    case(
-        "different nested schedulers",
-        *SEQUENCES,
-        r"SequentialLR\(StepLR, CosineAnnealingLR\) \(here SequentialLR\(StepLR\)\)",
-    ),
-    case("removed scheduler", schedule(steps), {}, r"scheduler=StepLR \(here None\)"),
-    case(
-        "different interval",
-        schedule(steps),
-        schedule(steps, "epoch"),
-        r"=StepLR \(here StepLR, stepped after every epoch\)",
-    ),
+    case("later group", ADDED, ADDED, r"has \[1\].* Groups that a callback adds .*give the optim"),
+    case("other optimizer", ADAM, {}, r"a run with optimizer=Adam \(here AdamW\).*resume='never'"),
+    case("other schedulers", *SEQUENCES, r"Cosine\w+\) \(here SequentialLR\(StepLR\)\)"),
+    case("removed scheduler", STEPS, {}, r"scheduler=StepLR \(here None\)"),
+    case("other interval", STEPS, BY_EPOCH, r"=StepLR \(here StepLR, stepped after every epoch\)"),
     case("refusing callback", REFUSES, REFUSES, "state of Refusing in the checkpoint cannot be l"),
     case(
-        "less data than was trained",
-        {},
-        {"train_dataloader": make_loader(rows=48, batch_size=48)},
-        "state of data in the checkpoint cannot be loaded",
+        "less data than was trained", {}, FEWER, "state of data in the checkpoint cannot be loaded"
     ),
 ]
 
@@ -312,8 +285,8 @@ def test_unsavable_state_is_refused_before_training(
 ) -> None:
     model = linear()
     with pytest.raises(CheckpointError, match=message):
-        start(tmp_path, {"model": model, **options}, "5ba").fit()
-    assert torch.equal(model.weight, linear().weight)
+        trainer(model, tmp_path, **options).fit()
+    assert_same(model, linear())
     assert not list_checkpoints(tmp_path)
 
 
