@@ -150,7 +150,7 @@ def other_settings() -> Iterator[None]:
 
 
 def test_deterministic_runs_repeat_their_bits_and_restore_settings() -> None:
-    seen, models = [], []
+    seen, models = list[bool](), list[nn.Module]()
 
     class Watched(nn.Sequential):
         def forward(self, inputs: Tensor) -> Any:

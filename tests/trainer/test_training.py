@@ -234,7 +234,7 @@ def test_only_given_parameters_train_and_weights_can_be_saved(tmp_path: Path) ->
 
 
 def test_torch_trains_each_group_with_its_options() -> None:
-    model = nn.ModuleDict({"embed": nn.Embedding(4, 4), "output": nn.Linear(4, 4)})
+    model: Any = nn.ModuleDict({"embed": nn.Embedding(4, 4), "output": nn.Linear(4, 4)})
     model["output"].weight = model["embed"].weight  # found by either name
     for name in ("embed.weight", "output.weight", ["embed.*", "output.weight"]):
         rest, group = group_parameters(model, [{"params": name, "lr": 0.1}])
@@ -296,7 +296,7 @@ def nan(outputs: Tensor) -> Tensor:
 
 
 def test_non_finite_loss_ends_run_before_optimizer_step() -> None:
-    model, kept = Scripted(6, nan), []
+    model, kept = Scripted(6, nan), list[nn.Module]()
     optimizer = adam(model.parameters())
     optimizer.register_step_post_hook(lambda *_: kept.append(copy.deepcopy(model.linear)))
     trainer = make_trainer(model, optimizer=optimizer, max_duration="3ep", microbatch_size=16)
