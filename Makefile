@@ -36,7 +36,7 @@ QUICK := $(addprefix tests/,$(addsuffix .py,$(addprefix test_,\
 	architecture cli config duration microbatcher) \
 	$(addprefix memory/test_,budget oom) policy/test_policy batch/test_rows loss/test_weighting \
 	$(addprefix transaction/test_,transaction gradients) checkpoints/test_checkpoints \
-	events/test_events loggers/test_loggers $(addprefix trainer/test_,trainer loop evaluation progress)))
+	events/test_events loggers/test_loggers $(addprefix trainer/test_,training loop progress)))
 
 test-quick: $(INSTALLED)  ## run the core of the tests, in less than a minute
 	@echo "the core of the tests, in less than a minute on two idle cores"

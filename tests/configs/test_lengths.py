@@ -20,7 +20,7 @@ from tests.sweeps import mostly_in_sweeps
 from tests.trainer.runs import assert_same
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
-STOP = "tests.trainer.test_lengths.StopAfter"
+STOP = "tests.trainer.runs.StopAfter"
 
 
 def gradient(model: nn.Module) -> Tensor:

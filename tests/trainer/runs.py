@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
-from automicro import Trainer, is_extra_pass
+from automicro import Callback, Run, Trainer, is_extra_pass
 from automicro.features import with_features
 from tests.outside import Unreached
 
@@ -131,3 +131,48 @@ class Scripted(nn.Module):
 
 def schedule(optimizer: torch.optim.Optimizer) -> Any:
     return torch.optim.lr_scheduler.StepLR(optimizer, 3, 0.5)
+
+
+class StopAfter(Callback):
+    """Ends a run like a kill would, except that the last batch is saved."""
+
+    def __init__(self, batches: int) -> None:
+        self._batches = batches
+
+    def batch_end(self, run: Run, result: Any) -> None:
+        if run.state.batch == self._batches:
+            run.stop("for the test")
+
+
+class ScheduleFree(torch.optim.Optimizer):
+    """Trains other weights than it evaluates, like schedule-free SGD."""
+
+    def __init__(self, parameters: Any, lr: float = 0.5, beta: float = 0.5) -> None:
+        super().__init__(parameters, {"lr": lr, "beta": beta, "k": 0, "is_training": False})
+
+    @torch.no_grad()
+    def _change(self, is_training: bool, share: Callable[[float], float]) -> None:
+        for group in self.param_groups:
+            if group["is_training"] != is_training:
+                for each in group["params"]:
+                    if "z" in self.state[each]:
+                        each.lerp_(self.state[each]["z"], share(group["beta"]))
+            group["is_training"] = is_training
+
+    def train(self) -> None:
+        self._change(True, lambda beta: 1 - beta)
+
+    def eval(self) -> None:
+        self._change(False, lambda beta: 1 - 1 / beta)
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            assert group["is_training"]
+            group["k"] += 1
+            share = 1 / group["k"]
+            for each in group["params"]:
+                z = self.state[each].setdefault("z", each.clone())
+                each.lerp_(z, share)
+                each.add_(each.grad, alpha=group["lr"] * (group["beta"] * (1 - share) - 1))
+                z.sub_(each.grad, alpha=group["lr"])

@@ -14,7 +14,6 @@ from torchmetrics.classification import MulticlassAccuracy, MulticlassF1Score
 from automicro import LossError, Microbatcher, Trainer
 from automicro.trainer.metrics import MetricSet, model_metrics
 from benchmarks.beside_composer import CASES, is_exact, table
-from tests.sweeps import mostly_in_sweeps
 from tests.trainer.runs import CLASSES, FEATURES, adam, assert_same, make_loader
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "integrations" / "composer.md"
@@ -31,13 +30,11 @@ class Classifier(nn.Module):
         self._metrics = (metrics,)
 
     def forward(self, batch: Any) -> Tensor:
-        inputs, _ = batch
-        outputs: Tensor = self.net(inputs)
+        outputs: Tensor = self.net(batch[0])
         return outputs
 
-    def loss(self, outputs: Tensor, batch: Any) -> Tensor:
-        _, targets = batch
-        return F.cross_entropy(outputs, targets)
+    def loss(self, outputs: Tensor, batch: Any) -> Any:
+        return F.cross_entropy(outputs, batch[1])
 
     def eval_forward(self, batch: Any, outputs: Any = None) -> Any:
         return self(batch) if outputs is None else outputs
@@ -46,34 +43,31 @@ class Classifier(nn.Module):
         self.asked.append(is_train)
         return self._metrics[0]
 
-    def update_metric(self, batch: Any, outputs: Tensor, metric: Metric) -> None:
-        _, targets = batch
-        metric.update(outputs, targets)
+    def update_metric(self, batch: Any, outputs: Any, metric: Metric) -> None:
+        metric.update(outputs, batch[1])
 
 
 def accuracy() -> Metric:
     return MulticlassAccuracy(num_classes=CLASSES, average="micro")
 
 
-def train_on(model: nn.Module, **options: Any) -> Trainer:
-    settings: dict[str, Any] = {"optimizer": adam, "device": "cpu", "progress": False}
-    return Trainer(model, make_loader(), **{**settings, **options})
+def train_on(model: nn.Module, batches: Any = None, **options: Any) -> Trainer:
+    settings: dict[str, Any] = {"optimizer": adam, "device": "cpu", "progress": False, "seed": 3}
+    trainer = Trainer(model, batches or make_loader(), **{**settings, **options})
+    trainer.fit()
+    return trainer
 
 
-def test_composer_model_trains_like_loss_function() -> None:
-    model = Classifier()
-    train_on(model, max_duration="2ep").fit()
-    other = Classifier()
-    train_on(other.net, loss_fn=nn.CrossEntropyLoss(), max_duration="2ep").fit()
+def test_composer_model_trains_like_loss_function_and_recovers_from_oom() -> None:
+    model, other = Classifier(), Classifier()
+    train_on(model, max_duration="2ep")
+    train_on(other.net, loss_fn=nn.CrossEntropyLoss(), max_duration="2ep")
     assert_same(model, other)
-
-
-def test_composer_model_recovers_from_out_of_memory() -> None:
-    model = Classifier()
-    summary = train_on(model, memory_limit="32KiB").fit()
-    assert summary.train_ooms > 0
-    other = Classifier()
-    train_on(other, microbatch_size=summary.microbatch_size).fit()
+    model, other = Classifier(), Classifier()
+    state = train_on(model, memory_limit="32KiB").state.train
+    assert state.ooms > 0
+    assert state.cut is not None
+    train_on(other, microbatch_size=state.cut.microbatch_size)
     assert_same(model, other)
 
 
@@ -89,35 +83,30 @@ class Losing(Classifier):
         return self._form(rows, outputs.square().mean())
 
 
+def total(fit: Any, size: Any) -> Any:
+    return fit + size
+
+
+# The result of loss(), made from a loss per row and another loss, and Composer's training loss.
 FORMS: dict[str, tuple[Any, Any]] = {
-    # The result of loss(), made from a loss per row and another loss, and Composer's training loss.
     "only total": (
         lambda rows, size: {"total": rows.mean() + 3 * size, "fit": rows.mean(), "size": size},
         lambda fit, size: fit + 3 * size,
     ),
-    "named, summed": (
-        lambda rows, size: {"fit": rows.mean(), "size": size},
-        lambda fit, size: fit + size,
-    ),
-    "tuple, summed": (lambda rows, size: (rows.mean(), size), lambda fit, size: fit + size),
+    "named, summed": (lambda rows, size: {"fit": rows.mean(), "size": size}, total),
+    "tuple, summed": (lambda rows, size: (rows.mean(), size), total),
     "list of one": (lambda rows, size: [rows.mean()], lambda fit, size: fit),
     "shape [1]": (lambda rows, size: rows.mean()[None], lambda fit, size: fit),
     "one per row": (lambda rows, size: rows, lambda fit, size: fit),
-    "some per row": (
-        lambda rows, size: {"fit": rows, "size": size},
-        lambda fit, size: fit + size,
-    ),
+    "some per row": (lambda rows, size: {"fit": rows, "size": size}, total),
 }
 
 
-@pytest.mark.parametrize("size", mostly_in_sweeps([None, 5], quick=[5]))
-@pytest.mark.parametrize("form", FORMS)
-def test_losses_are_read_as_in_composer(form: str, size: int | None) -> None:
-    given, meant = FORMS[form]
-    model = Losing(given)
-    train_on(model, microbatch_size=size).fit()
-    other = Losing(lambda rows, size: meant(rows.mean(), size))
-    train_on(other, microbatch_size=size).fit()
+@pytest.mark.parametrize(("given", "meant"), FORMS.values(), ids=FORMS)
+def test_losses_are_read_as_in_composer(given: Any, meant: Any) -> None:
+    model, other = Losing(given), Losing(lambda rows, size: meant(rows.mean(), size))
+    train_on(model, microbatch_size=5)
+    train_on(other, microbatch_size=5)
     assert_same(model, other)
 
 
@@ -126,12 +115,11 @@ def test_losses_are_read_as_in_composer(form: str, size: int | None) -> None:
     [("only total", {"fit", "size"}), ("tuple, summed", {"loss0", "loss1"})],
 )
 def test_loss_parts_are_reported(form: str, names: set[str]) -> None:
-    batch = next(iter(make_loader()))
     given, meant = FORMS[form]
-    result = Microbatcher(Losing(given), microbatch_size=10).backward(batch)
+    result = Microbatcher(Losing(given), microbatch_size=10).backward(next(iter(make_loader())))
     assert set(result.losses) == names
-    parts = {name: float(part) for name, part in result.losses.items()}
-    assert float(result.loss) == pytest.approx(meant(*parts.values()), rel=1e-5)
+    parts = map(float, result.losses.values())
+    assert float(result.loss) == pytest.approx(meant(*parts), rel=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -150,11 +138,10 @@ def test_ambiguous_losses_are_refused(form: Any, message: str) -> None:
 
 
 class Popping(Classifier):
-    """Removes the targets from the batch in the forward and for the metrics."""
+    """Removes the targets from the batch in the forward, and shifts those of the metrics."""
 
-    def __init__(self) -> None:
-        super().__init__({"accuracy": accuracy()})
-        self.seen: list[tuple[Any, bool, bool, bool]] = []
+    def __init__(self, metrics: Any) -> None:
+        super().__init__(metrics)
         self.labels: Tensor | None = None
         self.dropout = nn.Dropout(0.5)
 
@@ -163,16 +150,15 @@ class Popping(Classifier):
         outputs: Tensor = self.dropout(self.net(batch["inputs"]))
         return outputs
 
-    def loss(self, outputs: Tensor, batch: Any) -> Tensor:
+    def loss(self, outputs: Tensor, batch: Any) -> Any:
         assert "labels" not in batch  # the same batch object as in the forward
         return F.cross_entropy(outputs, self.fitted)
 
     def eval_forward(self, batch: Any, outputs: Any = None) -> Any:
-        modes = (outputs is not None, self.training, torch.is_grad_enabled())
         self.labels = batch["labels"]
+        batch["labels"][:-1] = batch["labels"][1:].clone()  # in place, as language models do
         outputs = self(batch) if outputs is None else outputs
         batch.pop("labels", None)
-        self.seen.append((len(outputs), *modes))
         return {"best": outputs.argmax(1)}
 
     def update_metric(self, batch: Any, outputs: Any, metric: Metric) -> None:
@@ -180,44 +166,16 @@ class Popping(Classifier):
         metric.update(outputs["best"], self.labels)
 
 
-class Shifting(Classifier):
-    """Shifts the targets in place for the metrics, as language models do."""
-
-    def eval_forward(self, batch: Any, outputs: Any = None) -> Any:
-        outputs = super().eval_forward(batch, outputs)
-        batch[1][:-1] = batch[1][1:].clone()
-        return outputs
-
-
 @pytest.mark.parametrize("size", [None, 5])
-def test_eval_forward_cannot_modify_loader_batches(size: int | None) -> None:
-    batches = list(make_loader())
-    expected = [targets.clone() for _, targets in batches]
-    model = Shifting({"accuracy": accuracy()})
-    settings: dict[str, Any] = {"microbatch_size": size, "eval_microbatch_size": size}
-    trainer = Trainer(
-        model,
-        batches,
-        eval_dataloader=batches,
-        optimizer=adam,
-        max_duration="2ep",
-        device="cpu",
-        progress=False,
-        **settings,
-    )
-    trainer.fit()
-    assert all(map(torch.equal, expected, (targets for _, targets in batches)))
-
-
-def test_training_metrics_do_not_change_training() -> None:
-    def train(metrics: Any) -> nn.Module:
-        model = Popping()
-        model._metrics = (metrics,)
-        batches = [{"inputs": x, "labels": y} for x, y in make_loader()]
-        Trainer(model, batches, optimizer=adam, device="cpu", progress=False, seed=3).fit()
-        return model
-
-    assert_same(train({"accuracy": accuracy()}), train({}))
+def test_training_metrics_change_neither_training_nor_batches(size: int | None) -> None:
+    batches = [{"inputs": x, "labels": y} for x, y in make_loader()]
+    expected = [each["labels"].clone() for each in batches]
+    models = [Popping({"accuracy": accuracy()}), Popping({})]
+    options: dict[str, Any] = {"microbatch_size": size, "eval_microbatch_size": size}
+    for model in models:
+        train_on(model, batches, eval_dataloader=batches, max_duration="2ep", **options)
+    assert_same(*models)
+    assert all(map(torch.equal, expected, (each["labels"] for each in batches)))
 
 
 @pytest.mark.parametrize(
@@ -228,22 +186,17 @@ def test_training_metrics_do_not_change_training() -> None:
         ([accuracy(), MulticlassF1Score(CLASSES)], ["MulticlassAccuracy", "MulticlassF1Score"]),
         (MetricCollection({"a": accuracy()}), ["a"]),
         (nn.ModuleDict({"a": accuracy()}), ["a"]),
+        *((none, []) for none in (None, {}, [], MetricCollection({}))),
     ],
-    ids=["mapping", "metric", "list", "collection", "modules"],
 )
-@pytest.mark.parametrize("is_train", [True, False])
-def test_model_metrics_are_found(metrics: Any, names: list[str], is_train: bool) -> None:
+def test_model_metrics_are_found(metrics: Any, names: list[str]) -> None:
     model = Classifier(metrics)
-    found = model_metrics(model, is_train=is_train)
-    assert found is not None
-    assert list(found) == names
-    assert all(isinstance(metric, Metric) for metric in found.values())
-    assert model.asked == [is_train]
-
-
-@pytest.mark.parametrize("metrics", [None, {}, [], MetricCollection({})])
-def test_model_without_metrics_has_none(metrics: Any) -> None:
-    assert model_metrics(Classifier(metrics), is_train=True) is None
+    found = [model_metrics(model, is_train=is_train) for is_train in (True, False)]
+    assert model.asked == [True, False]
+    for each in found:
+        assert list(each or []) == names
+        assert (each is None) == (not names)
+        assert all(isinstance(metric, Metric) for metric in (each or {}).values())
 
 
 def test_invalid_metric_is_refused() -> None:
@@ -253,11 +206,10 @@ def test_invalid_metric_is_refused() -> None:
 
 def test_docs_page_matches_measured_results() -> None:
     """Composer's own Trainer runs in a separate environment: `benchmarks/beside_composer.py`."""
-    page = PAGE.read_text(encoding="utf-8")
     results = sorted((PAGE.parents[2] / "benchmarks" / "results").glob("*-beside-composer.json"))
     report = json.loads(results[-1].read_text(encoding="utf-8"))
-    assert all(f"| {name} |" in table(report) for name in CASES)
-    assert f"results/{results[-1].name}" in page
+    assert f"results/{results[-1].name}" in PAGE.read_text(encoding="utf-8")
     for name in CASES:
+        assert f"| {name} |" in table(report)
         row = report["cases"][name]
         assert is_exact(row) != ("named" in row), name

@@ -6,7 +6,7 @@ import random
 import types
 import weakref
 from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -45,16 +45,18 @@ def augmented(row: int) -> Tensor:
 
 
 class Augmented(Dataset):
-    """Draws from the generators of the process and from its own generator."""
+    """Draws from all generators and its own, and counts its reads."""
 
     def __init__(self) -> None:
         self.noise = torch.Generator().manual_seed(11)
+        self.reads = 0
 
     def __len__(self) -> int:
         return ROWS
 
     def __getitem__(self, row: int) -> Tensor:
-        return augmented(row) + torch.rand((), generator=self.noise)
+        self.reads += 1
+        return augmented(row) / self.reads + torch.rand((), generator=self.noise)
 
 
 class Streamed(IterableDataset):
@@ -63,43 +65,31 @@ class Streamed(IterableDataset):
 
 
 class PlainShuffle:
-    """A custom loader with generators that are not torch's."""
+    """A custom loader with generators that are not torch's, which counts its passes."""
 
     def __init__(self) -> None:
-        self.order = random.Random(3)
-        self.noise = np.random.default_rng(4)
+        self.order, self.noise, self.passes = random.Random(3), np.random.default_rng(4), 0
 
     def __iter__(self) -> Iterator[Tensor]:
-        rows = list(range(ROWS))
-        self.order.shuffle(rows)
-        for start in range(0, ROWS, BATCH_SIZE):
-            yield torch.tensor(rows[start : start + BATCH_SIZE]) + self.noise.random()
+        self.passes += 1
+        rows = torch.tensor(self.order.sample(range(ROWS), ROWS)) + self.passes
+        return (some + self.noise.random() for some in rows.split(BATCH_SIZE))
 
 
 class Wrapping:
-    """A loader that wraps another loader."""
+    """A loader or a sampler that wraps another one."""
 
-    def __init__(self, loader: DataLoader) -> None:
-        self.loader = loader
+    def __init__(self, inner: Any) -> None:
+        self.inner = inner
 
-    def __iter__(self) -> Iterator[Tensor]:
-        return iter(self.loader)
-
-    def __len__(self) -> int:
-        return len(self.loader)
-
-
-class Ordered(Sampler[int]):
-    """A sampler that wraps another sampler."""
-
-    def __init__(self) -> None:
-        self.base = RandomSampler(Augmented(), generator=seeded_generator())
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(self.base)
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.inner)
 
     def __len__(self) -> int:
-        return ROWS
+        return len(self.inner)
+
+
+class Ordered(Wrapping, Sampler[int]): ...
 
 
 class Drawing:
@@ -214,7 +204,7 @@ class Slotted:
 
 
 class Keeping(Rotating):
-    """Keeps what decides its order in values and containers of many classes."""
+    """Keeps what decides its order in values, containers and samplers of many classes."""
 
     def __init__(self) -> None:
         self.odd, self.scale, self.day = Odd.NO, np.float32(1), np.datetime64("2020-01-01")
@@ -224,6 +214,10 @@ class Keeping(Rotating):
             last=deque([1], 2), seen=Counter[Any](), of=defaultdict[int, list[int]](list)
         )
         self.held.all = {"held": Attributes(a=1), "of": self.held.of, "last": self.held.last}
+        self.inner = {"samplers": [CountsPasses()], "passes": 0}
+        self.orders: list[Any] = [[*range(ROWS)], np.arange(ROWS)]
+        self.batches = [[0, 1], [2, 3], [4, 5], [6, 7]]
+        self.made: list[int] | None = None
 
     def __iter__(self) -> Iterator[int]:
         self.odd = Odd.NO if self.odd is Odd.YES else Odd.YES
@@ -235,7 +229,24 @@ class Keeping(Rotating):
         of[len(of)].append(len(of))
         drawn = len(self.used) + len(seen) + len(of) + sum(last) + int(self.scale * 100)
         turn = (drawn + (self.odd is Odd.YES)) % ROWS
-        return iter([*range(turn, ROWS), *range(turn)])
+        for each in (*self.orders, self.batches):
+            random.Random(5).shuffle(each)
+        self.made = [*range(ROWS)] if self.made is None else [*self.made[5:], *self.made[:5]]
+        [inner], rows = self.inner["samplers"], [*range(turn, ROWS), *range(turn)]  # type: ignore[misc]
+        for order in (*self.orders, [*itertools.chain(*self.batches)], self.made, [*inner]):
+            rows = [rows[place] for place in order]
+        return iter(rows)
+
+
+class CountsPasses(Rotating):
+    """Shuffles by the number of its passes."""
+
+    def __init__(self) -> None:
+        self.epoch = 0
+
+    def __iter__(self) -> Iterator[int]:
+        self.epoch += 1
+        return iter(random.Random(self.epoch).sample(range(ROWS), ROWS))
 
 
 def load(**options: Any) -> DataLoader:
@@ -243,24 +254,24 @@ def load(**options: Any) -> DataLoader:
     return DataLoader(Augmented(), **settings, **options)
 
 
-def random_batches() -> BatchSampler:
-    # With replacement, the sampler draws from its generator during the whole pass.
-    sampler = RandomSampler(Augmented(), replacement=True, generator=seeded_generator())
-    return BatchSampler(sampler, BATCH_SIZE, drop_last=True)
+def own_order(**options: Any) -> RandomSampler:
+    return RandomSampler(Augmented(), generator=seeded_generator(), **options)
 
 
 LOADERS: dict[str, Callable[[], Any]] = {
     "shuffle by the process": lambda: load(shuffle=True),
-    "shuffle by its own generator": lambda: load(shuffle=True, generator=seeded_generator()),
     "sampler by epoch": lambda: load(
         sampler=DistributedSampler(Augmented(), num_replicas=1, rank=0, seed=7)
     ),
-    "batch sampler": lambda: load(batch_sampler=random_batches()),
+    # With replacement, the sampler draws from its generator during the whole pass.
+    "batch sampler": lambda: load(
+        batch_sampler=BatchSampler(own_order(replacement=True), BATCH_SIZE, drop_last=True)
+    ),
     "list": lambda: list(torch.arange(ROWS).split(BATCH_SIZE)),
     "iterable dataset": lambda: DataLoader(Streamed(), batch_size=BATCH_SIZE),
     "custom loader": PlainShuffle,
     "wrapped loader": lambda: Wrapping(load(shuffle=True, generator=seeded_generator())),
-    "sampler of samplers": lambda: load(sampler=Ordered(), collate_fn=collating()),
+    "sampler of samplers": lambda: load(sampler=Ordered(own_order()), collate_fn=collating()),
     "transforms of joined data": lambda: DataLoader(
         ConcatDataset([Transformed(), Transformed()]), 2 * BATCH_SIZE, drop_last=True
     ),
@@ -293,107 +304,84 @@ def assert_same(one: Any, other: Any) -> None:
     assert same_values(one, other)
 
 
-def seed(number: int) -> None:
-    random.seed(number)
-    np.random.seed(number)
-    torch.manual_seed(number)
+def feed_of(loader: Any, seed: int = 1) -> Feed:
+    """Return the feed of a new process."""
+    random.seed(seed)
+    np.random.seed(seed)
+    torch.manual_seed(seed)
+    return Feed(loader, "train_dataloader")
+
+
+def resumed(feed: Feed, make: Callable[[], Any]) -> Feed:
+    """Return the feed of another process that loads the state of a feed."""
+    state = put_together(*take_apart({"feed": feed.state_dict(), "rng": rng_state()}))
+    later = feed_of(make(), seed=2)
+    later.load_state_dict(state["feed"])
+    restore_rng_state(state["rng"])
+    return later
 
 
 def undisturbed(make: Callable[[], Any]) -> tuple[list[list[Tensor]], Any]:
-    seed(1)
-    loader = make()
-    feed = Feed(loader, "train_dataloader")
-    passes = [train(feed, epoch) for epoch in range(PASSES)]
-    return passes, state_of(loader)
+    feed = feed_of(make())
+    return [train(feed, epoch) for epoch in range(PASSES)], state_of(feed.loader)
 
 
-def check_rest(name: str, cuts: Iterable[tuple[int, int]]) -> None:
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(each, marks=[pytest.mark.sweep] * ("workers" in each)) for each in LOADERS],
+)
+def test_remaining_batches_match_undisturbed_run(name: str) -> None:
     make = LOADERS[name]
     passes, end = undisturbed(make)
-    for epoch, given in cuts:
-        seed(1)
-        feed = Feed(make(), "train_dataloader")
+    for epoch, given in itertools.product(range(PASSES), [0, 1, 2, BATCHES]):
+        feed = feed_of(make())
         for earlier in range(epoch):
             train(feed, earlier)
         assert_same(train(feed, epoch, given), passes[epoch][:given])
-        structure, tensors = take_apart({"feed": feed.state_dict(), "rng": rng_state()})
-
-        seed(2)  # simulates another process
-        state = put_together(structure, tensors)
-        loader = make()
-        feed = Feed(loader, "train_dataloader")
-        feed.load_state_dict(state["feed"])
-        restore_rng_state(state["rng"])
-        assert_same(train(feed, epoch), passes[epoch][given:])
-        for later in range(epoch + 1, PASSES):
-            assert_same(train(feed, later), passes[later])
-        assert_same(state_of(loader), end)
-
-
-@pytest.mark.parametrize("name", [name for name in LOADERS if name != "workers"])
-def test_remaining_batches_match_undisturbed_run(name: str) -> None:
-    cuts = [(0, 1), (0, BATCHES), (1, 0), (1, 2)]
-    check_rest(name, cuts[:1] if "workers" in name else cuts)
-
-
-@pytest.mark.sweep
-@pytest.mark.parametrize("name", LOADERS)
-def test_remaining_batches_match_after_any_batch(name: str) -> None:
-    check_rest(name, itertools.product(range(PASSES), [0, 1, 2, BATCHES]))
+        later = resumed(feed, make)
+        assert_same(train(later, epoch), passes[epoch][given:])
+        for each in range(epoch + 1, PASSES):
+            assert_same(train(later, each), passes[each])
+        assert_same(state_of(later.loader), end)
 
 
 @pytest.mark.parametrize("name", ["shuffle by the process", "saves its position"])
 def test_complete_pass_without_seen_end_continues_with_next_epoch(name: str) -> None:
-    make = LOADERS[name]
-    passes, _ = undisturbed(make)
-    seed(1)
-    feed = Feed(make(), "train_dataloader")
+    passes, _ = undisturbed(LOADERS[name])
+    feed = feed_of(LOADERS[name]())
     train(feed, 0, BATCHES)
-    position, numbers = feed.state_dict(), rng_state()
-    feed = Feed(make(), "train_dataloader")
-    feed.load_state_dict(position)
-    restore_rng_state(numbers)
-    assert_same(train(feed, 1), passes[1])
+    assert_same(train(resumed(feed, LOADERS[name]), 1), passes[1])
 
 
 def test_same_loader_resumes_with_running_persistent_workers() -> None:
-    make = LOADERS["persistent workers"]
-    passes, _ = undisturbed(make)
-    seed(1)
-    loader = make()
-    feed = Feed(loader, "train_dataloader")
+    passes, _ = undisturbed(LOADERS["persistent workers"])
+    feed = feed_of(LOADERS["persistent workers"]())
     train(feed, 0)
     train(feed, 1, 2)
-    position, numbers = feed.state_dict(), rng_state()
-    feed = Feed(loader, "train_dataloader")
-    feed.load_state_dict(position)
-    restore_rng_state(numbers)
-    assert_same(train(feed, 1), passes[1][2:])
+    assert_same(train(resumed(feed, lambda: feed.loader), 1), passes[1][2:])
 
 
 @pytest.mark.parametrize("now", [2, 6])
 def test_shorter_loader_is_refused_and_longer_one_warns(now: int) -> None:
-    feed = Feed([1, 2, 3, 4], "train_dataloader")
+    feed = feed_of([1, 2, 3, 4])
     train(feed, 0, 3)
-    later = Feed(list(range(1, now + 1)), "train_dataloader")
     message = rf"3 batches into the epoch: batches=4 \(here {now}\)"
     if now < 4:
         with pytest.raises(DataLoaderError, match=message):
-            later.load_state_dict(feed.state_dict())
+            resumed(feed, lambda: [1, 2])
         return
     with pytest.warns(CheckpointWarning, match=message):
-        later.load_state_dict(feed.state_dict())
+        later = resumed(feed, lambda: [1, 2, 3, 4, 5, 6])
     assert list(later.batches(0)) == [4, 5, 6]
 
 
 @pytest.mark.parametrize("epoch", [0, 1])
 def test_iterator_that_outlives_pass_is_named(epoch: int) -> None:
-    feed = Feed(load(sampler=Rotating()), "train_dataloader")
+    feed = feed_of(load(sampler=Rotating()))
     for earlier in range(epoch):
         train(feed, earlier)
     train(feed, epoch, 1)
-    later = Feed(load(sampler=Rotating()), "train_dataloader")
-    later.load_state_dict(feed.state_dict())
+    later = resumed(feed, lambda: load(sampler=Rotating()))
     if epoch == 0:  # the first pass starts at the first number anyway
         assert len(train(later, epoch)) == BATCHES - 1
         return
@@ -401,106 +389,86 @@ def test_iterator_that_outlives_pass_is_named(epoch: int) -> None:
         train(later, epoch)
 
 
-def loader_of(number: int = ROWS, **options: Any) -> DataLoader:
-    return DataLoader(TensorDataset(torch.arange(number)), **{"batch_size": BATCH_SIZE, **options})
+def shuffled(number: int = ROWS, **options: Any) -> DataLoader:
+    given: dict[str, Any] = {"batch_size": BATCH_SIZE, "shuffle": True, **options}
+    return DataLoader(TensorDataset(torch.arange(number)), **given)
 
 
-OTHER_ROWS: dict[str, tuple[Callable[[], Any], Callable[[], Any], str]] = {
-    "order": (
-        lambda: loader_of(shuffle=True),
-        loader_of,
-        r"sampler=RandomSampler \(here SequentialSampler\)",
-    ),
-    "batch size, same number of batches": (
-        lambda: loader_of(50, batch_size=16, shuffle=True),
-        lambda: loader_of(50, batch_size=13, shuffle=True),
-        r"batch_size=16 \(here 13\)",
-    ),
-    "data": (
-        lambda: loader_of(7, shuffle=True),
-        lambda: loader_of(8, shuffle=True),
-        r"rows=7 \(here 8\)",
-    ),
-    "generator": (
-        lambda: loader_of(shuffle=True, generator=seeded_generator()),
-        lambda: loader_of(shuffle=True),
-        r"has_generator=True \(here False\)",
-    ),
-    "workers of a stream": (
-        lambda: DataLoader(Streamed(), batch_size=BATCH_SIZE),
-        lambda: DataLoader(Streamed(), batch_size=BATCH_SIZE, num_workers=2),
-        r"num_workers=0 \(here 2\)",
-    ),
-}
+def streamed(num_workers: int) -> DataLoader:
+    return DataLoader(Streamed(), batch_size=BATCH_SIZE, num_workers=num_workers)
 
 
-@pytest.mark.parametrize("what", OTHER_ROWS)
-def test_changed_rows_warn_with_both_values(what: str) -> None:
-    make, make_other, message = OTHER_ROWS[what]
-    feed = Feed(make(), "train_dataloader")
+@pytest.mark.parametrize(
+    ("loader", "other", "message"),
+    [
+        (shuffled(), shuffled(shuffle=False), "sampler=RandomSampler (here SequentialSampler)"),
+        (shuffled(50, batch_size=16), shuffled(50, batch_size=13), "batch_size=16 (here 13)"),
+        (shuffled(7), shuffled(8), "rows=7 (here 8)"),
+        (shuffled(generator=seeded_generator()), shuffled(), "has_generator=True (here False)"),
+        (streamed(0), streamed(2), "num_workers=0 (here 2)"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_changed_rows_warn_with_both_values(loader: Any, other: Any, message: str) -> None:
+    feed = feed_of(loader)
     train(feed, 0, 1)
-    with pytest.warns(CheckpointWarning, match=f"1 batches into the epoch: {message}. Rows may be"):
-        Feed(make_other(), "train_dataloader").load_state_dict(feed.state_dict())
+    with pytest.warns(CheckpointWarning, match="1 batches into the epoch") as caught:
+        resumed(feed, lambda: other)
+    assert f"{message}. Rows may be" in str(caught[0].message)
     # Between two passes, these changes do not matter.
-    feed = Feed(make(), "train_dataloader")
+    feed = feed_of(loader)
     train(feed, 0)
-    Feed(make_other(), "train_dataloader").load_state_dict(feed.state_dict())
+    resumed(feed, lambda: other)
 
 
-class Endless:
+class Unsized:
+    """A loader of some numbers, without a length."""
+
+    def __init__(self, most: int) -> None:
+        self.most = most
+
     def __iter__(self) -> Iterator[int]:
-        number = 0
-        while True:
-            yield number
-            number += 1
-
-
-class Short(Endless):
-    def __iter__(self) -> Iterator[int]:
-        return iter([0, 1])
+        return iter(range(self.most))
 
 
 def test_loader_of_unknown_length_that_ends_early_is_refused() -> None:
-    feed = Feed(Endless(), "train_dataloader")
+    feed = feed_of(Unsized(9))
     train(feed, 0, 3)
-    later = Feed(Short(), "train_dataloader")
-    later.load_state_dict(feed.state_dict())
     with pytest.raises(DataLoaderError, match="ended after 2 batches, but 3 batches of this epoch"):
-        next(later.batches(0))
+        next(resumed(feed, lambda: Unsized(2)).batches(0))
 
 
 def test_exhausted_iterator_is_error() -> None:
     batches = iter([1, 2, 3])
-    feed = Feed(batches, "train_dataloader")
+    feed = feed_of(batches)
     train(feed, 0, 2)
-    position = feed.state_dict()
-    later = Feed(batches, "train_dataloader")
-    later.load_state_dict(position)
+    later = resumed(feed, lambda: batches)
     with (
         pytest.warns(CheckpointWarning, match="is an iterator"),
         pytest.raises(DataLoaderError, match="ended after 1 batches"),
     ):
         next(later.batches(0))
-    assert not list(Feed(batches, "train_dataloader").batches(0))
+    assert not list(feed_of(batches).batches(0))
 
 
-def test_different_kind_of_loader_is_refused() -> None:
-    feed = Feed(SavesPosition(), "train_dataloader")
+@pytest.mark.parametrize(
+    ("name", "other", "message"),
+    [
+        ("saves its position", "list", "but this list has no load_state_dict"),
+        ("workers", "persistent workers", "made with persistent_workers=False, without which"),
+    ],
+)
+def test_different_kind_of_loader_is_refused(name: str, other: str, message: str) -> None:
+    feed = feed_of(LOADERS[name]())
     train(feed, 0, 1)
-    with pytest.raises(DataLoaderError, match="but this list has no load_state_dict"):
-        Feed([1, 2], "train_dataloader").load_state_dict(feed.state_dict())
-
-    feed = Feed(LOADERS["workers"](), "train_dataloader")
-    train(feed, 0, 1)
-    with pytest.raises(DataLoaderError, match=r"made with persistent_workers=False, without which"):
-        Feed(LOADERS["persistent workers"](), "train_dataloader").load_state_dict(feed.state_dict())
+    with pytest.raises(DataLoaderError, match=message):
+        resumed(feed, LOADERS[other])
 
 
 def test_failed_resume_can_be_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
-    feed = Feed([1, 2, 3], "train_dataloader")
+    feed = feed_of([1, 2, 3])
     train(feed, 0, 2)
-    later = Feed([1, 2, 3], "train_dataloader")
-    later.load_state_dict(feed.state_dict())
+    later = resumed(feed, lambda: [1, 2, 3])
 
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt
@@ -524,18 +492,8 @@ def test_evaluation_with_persistent_workers_keeps_random_state(
         assert torch.equal(torch.get_rng_state(), before) is not moves
 
 
-@pytest.mark.parametrize("hold", [lambda rows: [{"x": rows}], lambda rows: PlainRows(rows)])
-def test_rows_in_a_loader_are_not_copied(hold: Callable[[Tensor], Any]) -> None:
-    standing = Standing(hold(rows := torch.zeros(2, 2**18)), "train_dataloader")
+@pytest.mark.parametrize("wrap", [lambda rows: [{"x": rows}], lambda rows: Wrapping([rows])])
+def test_rows_in_a_loader_are_not_copied(wrap: Callable[[Tensor], Any]) -> None:
+    standing = Standing(wrap(rows := torch.zeros(2, 2**18)), "train_dataloader")
     rows.add_(1)
     assert not standing.read()["attributes"]
-
-
-class PlainRows:
-    """A loader around all rows."""
-
-    def __init__(self, rows: Tensor) -> None:
-        self.rows = [rows]
-
-    def __iter__(self) -> Iterator[Tensor]:
-        return iter(self.rows)

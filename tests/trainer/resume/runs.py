@@ -12,8 +12,6 @@ from automicro.checkpoints.store import CheckpointConfig
 from automicro.checkpoints.writing import list_checkpoints
 from tests.trainer.runs import CLASSES, FEATURES, make_loader, make_trainer
 
-Make = Callable[..., Trainer]
-
 
 def linear() -> nn.Linear:
     torch.manual_seed(1)
@@ -32,6 +30,16 @@ class Wrapped(nn.Module):
         return outputs
 
 
+class HoldsGenerator:
+    """Adds noise from its own generator."""
+
+    def __init__(self) -> None:
+        self.generator = torch.Generator().manual_seed(3)
+
+    def __call__(self, values: Tensor) -> Tensor:
+        return values + 0.3 * torch.randn(values.shape, generator=self.generator)
+
+
 def trainer(model: nn.Module, folder: Path, **options: Any) -> Trainer:
     """Return a trainer with three batches of 16 rows per epoch that saves after each batch."""
     checkpoint = CheckpointConfig(
@@ -43,11 +51,7 @@ def trainer(model: nn.Module, folder: Path, **options: Any) -> Trainer:
 
 
 def check_resumes(
-    make: Callable[[], nn.Module],
-    folder: Path,
-    *,
-    options: Callable[[], dict[str, Any]] = dict,
-    read: Callable[[Trainer], Any] = lambda trainer: None,
+    make: Callable[[], nn.Module], folder: Path, *, options: Callable[[], dict[str, Any]] = dict
 ) -> None:
     """Resume from each checkpoint, and compare the end to the undisturbed run."""
     torch.manual_seed(7)
@@ -64,4 +68,4 @@ def check_resumes(
             assert torch.equal(one, other), checkpoint.name
         assert resumed.train_metrics == summary.train_metrics, checkpoint.name
         assert resumed.eval_metrics == summary.eval_metrics, checkpoint.name
-        assert read(again) == read(whole), checkpoint.name
+        assert resumed.samples == summary.samples, checkpoint.name

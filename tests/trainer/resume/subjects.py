@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
-from torchmetrics import Metric
 from torchmetrics.classification import MulticlassAccuracy
 
 from automicro import Halving, Trainer
@@ -27,22 +26,6 @@ FEATURES, CLASSES, WIDTH = 12, 3, 64
 BATCH_SIZE = 16
 # Activations of a row need about 3 KiB, and row-independent memory about 30 KiB.
 DEVICES = {"growing": "110KiB", "other": "72KiB"}
-
-
-class Confidence(Metric):
-    """The mean confidence, computed from a list that grows with each batch."""
-
-    values: list[Tensor]
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.add_state("values", [], dist_reduce_fx="cat")
-
-    def update(self, outputs: Tensor, targets: Tensor) -> None:
-        self.values.append(outputs.detach().softmax(1).amax(1))
-
-    def compute(self) -> Tensor:
-        return torch.cat(list(self.values)).mean()
 
 
 class Tally(Callback):
@@ -98,7 +81,6 @@ LOADERS: dict[str, Callable[[int], Any]] = {
     ),
     "growing": lambda _: growing(),
     "stream": lambda count: DataLoader(Stream(rows(count)), BATCH_SIZE),
-    "workers": lambda count: DataLoader(rows(count), BATCH_SIZE, shuffle=True, num_workers=2),
     "persistent workers": lambda count: DataLoader(
         rows(count), BATCH_SIZE, shuffle=True, num_workers=2, persistent_workers=True
     ),
@@ -184,7 +166,7 @@ class Job:
             features=[RememberSizes(False), *_features(subject, self.scheduler)],
             loss_fn=nn.CrossEntropyLoss(),
             optimizer=self.optimizer,
-            metrics={"accuracy": MulticlassAccuracy(CLASSES), "confidence": Confidence()},
+            metrics={"accuracy": MulticlassAccuracy(CLASSES)},
             max_duration=subject.max_duration,
             accumulate_batches=subject.accumulate_batches,
             # Refined sizes depend on measured memory, which varies slightly after a resume.
@@ -238,7 +220,7 @@ def draw(seed: int) -> Subject:
     choose = random.Random(seed)
     loader = choose.choice(["shuffled"] * 4 + ["own generator"] * 4 + ["growing"] * 6 + ["stream"])
     if seed % 20 == 0:
-        loader = "workers" if seed % 40 else "persistent workers"
+        loader = "persistent workers"
     evaluators = choose.choice([0, 1, 1, 2, 2])
     is_small = loader == "growing" or choose.random() < 0.2
     drawn = Subject(

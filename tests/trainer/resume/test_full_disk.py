@@ -25,17 +25,13 @@ pytestmark = pytest.mark.sweep
 SUBJECT = Subject(seed=7, num_rows=32, max_duration="2ep", interval="1ba", evaluators=0)
 
 
-@pytest.fixture
-def faults(monkeypatch: pytest.MonkeyPatch) -> Faults:
-    return Faults(monkeypatch)
-
-
-def train(folder: Path, **options: Any) -> tuple[Job, list[warnings.WarningMessage]]:
-    job = Subject(**{**vars(SUBJECT), **options}).make(folder)
+def train(folder: Path) -> tuple[Job, list[Any]]:
+    """Return a run, and the categories of its warnings."""
+    job = SUBJECT.make(folder)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         job.trainer.fit()
-    return job, caught
+    return job, [each.category for each in caught]
 
 
 def intact_steps(job: Job) -> list[int]:
@@ -47,9 +43,10 @@ def intact_steps(job: Job) -> list[int]:
     return sorted(int(path.name.rpartition("-")[2]) for path in paths)
 
 
-def test_full_disk_at_any_write_loses_at_most_one_checkpoint(
-    tmp_path: Path, faults: Faults
+def test_full_disk_loses_only_checkpoints_of_its_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    faults = Faults(monkeypatch)
     faults.disarm()
     undisturbed, _ = train(tmp_path / "undisturbed")
     expected = ending_of(undisturbed)
@@ -59,27 +56,20 @@ def test_full_disk_at_any_write_loses_at_most_one_checkpoint(
     for number, index in enumerate(writes):
         faults.arm(lambda at, n=index: at == n, fail)  # type: ignore[misc]
         job, caught = train(tmp_path / str(index))
-        assert [each.category for each in caught] == [CheckpointWarning]
-        assert "No space left on device" in str(caught[0].message)
+        assert caught == [CheckpointWarning]
         assert_same(ending_of(job), expected)
         lost = 1 + number // 5
         assert intact_steps(job) == [step for step in (1, 2, 3, 4) if step != lost][-2:]
 
-
-def test_disk_that_stays_full_keeps_older_checkpoint(tmp_path: Path, faults: Faults) -> None:
-    faults.disarm()
-    undisturbed, _ = train(tmp_path / "undisturbed")
-    second = [index for index, name in enumerate(faults.seen) if name == "write"][5]
-    faults.arm(lambda at: at >= second, fail)
+    faults.arm(lambda at: at >= writes[5], fail)  # the disk stays full
     job, caught = train(tmp_path / "full")
-    assert {each.category for each in caught} == {CheckpointWarning}
+    assert {*caught} == {CheckpointWarning}
     assert intact_steps(job) == [1]
-    assert_same(ending_of(job), ending_of(undisturbed))
-
+    assert_same(ending_of(job), expected)
     faults.disarm()
     again, caught = train(tmp_path / "full")
     assert caught == []
-    assert_same(ending_of(again), ending_of(undisturbed))
+    assert_same(ending_of(again), expected)
     assert intact_steps(again) == [3, 4]
 
 
@@ -105,13 +95,11 @@ def test_full_disk_in_logger_loses_only_log_lines(tmp_path: Path, mocker: Any, l
     for first in range(1, 8, 2):  # the run has seven writes
         mocker.patch.multiple(FullDisk, full=range(first, first + lasts), writes=0)
         job, caught = train(tmp_path / str(first))
-        assert {each.category for each in caught} == {LoggerWarning}
+        assert {*caught} == {LoggerWarning}
         assert_same(ending_of(job), ending_of(undisturbed))
         assert intact_steps(job) == [3, 4]
         # Lines must be complete and unique: the readers refuse anything else.
-        path = job.log
-        rows = read_json_lines(path) if path.exists() and path.stat().st_size else []
+        rows = read_json_lines(job.log) if job.log.exists() and job.log.stat().st_size else []
         assert len({row[:2] for row in rows}) == len(rows)
         more = len(rows) - len(read_json_lines(undisturbed.log))
-        assert more <= 0
-        assert more < 0 or lasts < 1000
+        assert more < 0 or (more == 0 and lasts < 1000)

@@ -3,7 +3,6 @@
 import itertools
 import random
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,7 @@ from automicro.checkpoints.writing import list_checkpoints
 from automicro.values import same_values
 from tests.loggers.logged import Rows, read_json_lines
 from tests.processes import KILLED
-from tests.trainer.resume.lives import Life, live
+from tests.trainer.resume.lives import live
 from tests.trainer.resume.points import DISK, EVENTS, LOG_WRITE, STEP
 from tests.trainer.resume.subjects import Subject, draw
 
@@ -25,115 +24,66 @@ MOST_LIVES = 4
 KINDS = (*DISK.values(), LOG_WRITE, STEP, *dict.fromkeys(EVENTS.values()))
 
 
-@dataclass(frozen=True, kw_only=True)
-class Kill:
-    """The cost of one kill."""
-
-    kind: str  # kind of the point
-    done: int  # batches begun before the kill
-    resumed_at: int  # the batch after which the next process resumed
-    is_damaged: bool  # whether the newest checkpoint was cut short before the resume
-
-    @property
-    def repeated(self) -> int:
-        """Return the number of batches that had to be repeated."""
-        return self.done - self.resumed_at
-
-
-def kill_and_resume(seed: int, folder: Path, *, first_kind: str | None = None) -> list[Kill]:
-    """Kill the run of a seed, resume it, and compare its end."""
+def kill_and_resume(seed: int, folder: Path, *, first_kind: str = "") -> list[str]:
+    """Kill the run of a seed up to three times, compare its end, and return the kinds of kills."""
     subject, choose = draw(seed), random.Random(seed + 1)
     undisturbed = live(subject, folder / "undisturbed", name="only")
-    disturbed = folder / "disturbed"
-    checkpoints = Checkpoints(disturbed / "checkpoints")
-    most = _longest(undisturbed)
-    kills: list[Kill] = []
-    point = _choose_point(choose, undisturbed.passed, first_kind)
-    life = live(subject, disturbed, name="life-0", at=point)
-    while life.exit_code != 0:
-        assert life.exit_code == KILLED, life
-        kind, before = point[0], life
-        checkpoints.check(before)
-        is_damaged = choose.random() < 0.2 and checkpoints.cut_newest_short(choose)
-        expected, num_damaged = checkpoints.newest_good()
-        is_last = len(kills) + 1 >= MOST_LIVES or choose.random() < 0.5
-        point = _choose_point(choose, undisturbed.passed, None)
+    steps = [0, *undisturbed.saved, undisturbed.begun[-1]]
+    most = max(after - before for before, after in itertools.pairwise(steps))
+    disturbed, damaged = folder / "disturbed", set[Path]()
+    kinds: list[str] = []
+    done = 0
+    for number in range(MOST_LIVES):
+        kind = first_kind if undisturbed.passed.get(first_kind) and number == 0 else ""
+        kind = kind or choose.choice(sorted(undisturbed.passed))
+        at = (kind, choose.randrange(undisturbed.passed[kind]))
+        is_last = number == MOST_LIVES - 1 or (number > 0 and choose.random() < 0.5)
+        name, good = f"life-{number}", [*_good(disturbed, damaged)]
+        begins = _step_of(good[0]) if good else 0
+        num_damaged = len(damaged & {*_newer(disturbed, begins)})
+        assert done - begins <= most or num_damaged, (kinds, done, begins)
         life = live(
-            subject,
-            disturbed,
-            name=f"life-{len(kills) + 1}",
-            at=None if is_last else point,
-            may_warn=num_damaged > 0,
+            subject, disturbed, name=name, at=None if is_last else at, may_warn=num_damaged > 0
         )
-        if life.resumed_at is None:  # killed before training resumed
-            life.resumed_at = expected
-        kill = Kill(
-            kind=kind,
-            done=max([before.resumed_at or 0, *before.begun]),
-            resumed_at=life.resumed_at,
-            is_damaged=is_damaged,
-        )
-        assert life.resumed_at == expected
-        assert life.begun == list(range(expected + 1, expected + 1 + len(life.begun)))
-        assert kill.repeated <= most or num_damaged, (kill, most)
+        assert life.resumed_at in (begins, None)  # None: killed before training resumed
+        assert life.begun == list(range(begins + 1, begins + 1 + len(life.begun)))
         if life.exit_code == 0:
             assert len(life.warned) == num_damaged, life.warned
             assert all("Resuming from" in warning for warning in life.warned)
-        kills.append(kill)
+            break
+        assert life.exit_code == KILLED, life
+        kinds.append(kind)
+        done = max([begins, *life.begun])
+        good = [*_good(disturbed, damaged)]
+        for path in good:
+            verify(path)
+        assert max([0, *map(_step_of, good)]) >= max([begins, *life.saved]), "a checkpoint is lost"
+        if choose.random() < 0.2 and len(good) > 1:
+            _cut_short(good[0], choose)
+            damaged.add(good[0])
     assert_same(life.ending, undisturbed.ending)
     check_logs(subject, disturbed, folder / "undisturbed")
-    return kills
+    return kinds
 
 
-class Checkpoints:
-    """The checkpoints of a run that is killed repeatedly."""
-
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-        self._damaged: set[Path] = set()
-
-    def check(self, life: Life) -> None:
-        """Check that the checkpoints of a killed process are intact and complete."""
-        for path in set(list_checkpoints(self._folder)) - self._damaged:
-            verify(path)
-        step, _ = self.newest_good()
-        assert step >= max([life.resumed_at or 0, *life.saved]), (
-            "a checkpoint that was complete is lost"
-        )
-
-    def newest_good(self) -> tuple[int, int]:
-        """Return the step of the newest intact checkpoint, and the number of newer damaged ones."""
-        found = list_checkpoints(self._folder)
-        for index, path in enumerate(found):
-            if path not in self._damaged:
-                return int(path.name.rpartition("-")[2]), index
-        assert not found
-        return 0, 0
-
-    def cut_newest_short(self, choose: random.Random) -> bool:
-        """Damage the newest checkpoint if another one is intact, like a disk without real fsync."""
-        good = [path for path in list_checkpoints(self._folder) if path not in self._damaged]
-        if len(good) < 2:
-            return False
-        victim = choose.choice(sorted(path for path in good[0].iterdir() if path.stat().st_size))
-        content = victim.read_bytes()
-        victim.write_bytes(content[: choose.randrange(len(content))])
-        self._damaged.add(good[0])
-        return True
+def _step_of(path: Path) -> int:
+    return int(path.name.rpartition("-")[2])
 
 
-def _longest(life: Life) -> int:
-    """Return the largest number of batches between two checkpoints."""
-    steps = [0, *life.saved, life.begun[-1]]
-    return max(after - before for before, after in itertools.pairwise(steps))
+def _newer(folder: Path, step: int) -> list[Path]:
+    return [path for path in list_checkpoints(folder / "checkpoints") if _step_of(path) > step]
 
 
-def _choose_point(
-    choose: random.Random, passed: Mapping[str, int], kind: str | None
-) -> tuple[str, int]:
-    if kind is None or not passed.get(kind):
-        kind = choose.choice(sorted(passed))
-    return kind, choose.randrange(passed[kind])
+def _good(folder: Path, damaged: set[Path]) -> list[Path]:
+    """Return the intact checkpoints, newest first."""
+    return [path for path in list_checkpoints(folder / "checkpoints") if path not in damaged]
+
+
+def _cut_short(checkpoint: Path, choose: random.Random) -> None:
+    """Damage a checkpoint like a disk without real fsync."""
+    victim = choose.choice(sorted(path for path in checkpoint.iterdir() if path.stat().st_size))
+    content = victim.read_bytes()
+    victim.write_bytes(content[: choose.randrange(len(content))])
 
 
 def check_logs(subject: Subject, disturbed: Path, undisturbed: Path) -> None:
