@@ -55,16 +55,6 @@ def rare_class(d: Draws) -> Any:
     return d.normal(256, 6), y
 
 
-def boxes(d: Draws) -> Any:
-    lists = [d.uniform(int(count), 3) for count in d.whole(1, 6, 16)]
-    return {"x": d.normal(16, 6), "boxes": lists}
-
-
-def over_boxes(model: Any, batch: Any) -> Any:
-    out = zip(model(batch["x"]), batch["boxes"], strict=True)
-    return sum((one - each).abs().sum() for one, each in out) / sum(map(len, batch["boxes"]))
-
-
 def graphs(d: Draws) -> Any:
     return {"nodes": [d.normal(int(n), 6) * n for n in d.whole(1, 9, 12)], "y": d.normal(12)}
 
@@ -86,16 +76,6 @@ def frames_per_target(model: Any, batch: Any) -> Any:
     )
     each = F.ctc_loss(odds, batch["y"], frames, batch["lengths"], reduction="none")
     return each.sum() / batch["lengths"].sum()
-
-
-def indexed(d: Draws) -> Any:
-    return *numbers(d), d.uniform(ROWS) < 0.5
-
-
-def by_share_of_positives(model: Any, batch: Any) -> Any:
-    y = (batch[1][:, None] == 1).to(batch[0].dtype)
-    weight = (len(y) - y.sum()) / y.sum().clamp(min=1)
-    return F.binary_cross_entropy_with_logits(model(batch[0])[:, :1], y, pos_weight=weight)
 
 
 def class_weighted(*weights: float) -> Callable[[Any, Any], Any]:
@@ -146,25 +126,16 @@ language = functools.partial(job, model=Words, batch=tokens)
 add("average", {
     **each_of([("a sum", of_rows(torch.sum)), ("a sum over 32", of_rows(lambda e: e.sum() / 32))]),
     "a mean over tokens": language(token_mean),
-    "a mean over tokens, smoothed": language(functools.partial(token_mean, label_smoothing=0.1)),
-    "a mean over tokens, declared samples": language(token_mean, loss_average="samples"),
     "a mean of means of rows, declared tokens": language(row_means_of_tokens, loss_average="tokens"),
     "tokens and rows by name": language(tokens_and_rows),
-    "tokens and rows in one": language(lambda m, b: sum(tokens_and_rows(m, b).values())),
     "a mask": job(masked_mean, model=net(6, 8, 5), batch=masked),
-    "a mask, and a little": job(functools.partial(masked_mean, add=1e-6), model=net(6, 8, 5), batch=masked),
     "a mask, times 1e-7": job(functools.partial(masked_mean, scale=1e-7), model=net(6, 8, 5), batch=masked),
-    "what an index keeps": job(
-        lambda m, b: F.l1_loss(m(b[0][b[2]]), b[1][b[2]]), model=net(6, 3), batch=indexed
-    ),
     "weights over their sum": job(
         lambda m, b: (entropies(m, b) * b[2]).sum() / b[2].sum(), batch=weighted
     ),
     "weights of classes": job(class_weighted(1, 4, 9)),
     "a weight of a rare class": job(class_weighted(1, 20, 1), model=net(6, 3), batch=rare_class, size=64),
-    "positives by their share": job(by_share_of_positives),
     "frames over targets": job(frames_per_target, model=net(6, 8, 7), batch=speech, size=4),
-    "over boxes": job(over_boxes, batch=boxes, size=4),
     "nodes of graphs": job(
         lambda m, b: torch.cat([m(each) for each in b["nodes"]]).square().mean(), batch=graphs, size=4
     ),
@@ -177,15 +148,9 @@ add("average", {
     "targets ignored, in an own function": job(
         loss_fn=lambda out, y: F.cross_entropy(out, y), batch=some_ignored
     ),
-    "decay beside a sum, declared a sum": job(
-        lambda m, b: squares(m, b).sum() + 0.1 * decay(m), batch=numbers, loss_average="none"
-    ),
     "a divergence of weights beside a sum": job(summed_bayesian, model=lambda: Bayesian(6, 3)),
     "a divergence of weights, declared a sum": job(
         summed_bayesian, model=lambda: Bayesian(6, 3), loss_average="none"
-    ),
-    "a divergence of weights beside a sum, by name": job(
-        functools.partial(bayesian, reduction="sum"), model=lambda: Bayesian(6, 3)
     ),
 })  # fmt: skip
 
@@ -223,9 +188,6 @@ OF_ROWS: dict[str, Callable[[Tensor], Any]] = {
     "the hardest 16": lambda e: e.topk(min(16, len(e))).values.mean(),
     "those above the 16th": lambda e: e[e >= e.detach().kthvalue(max(1, len(e) - 15)).values].mean(),
     "divided by itself": lambda e: e.mean() / e.mean().detach(),
-    "those above the mean": lambda e: e[e >= e.detach().mean()].mean(),
-    "clipped at a quantile": lambda e: e.clamp(max=e.detach().quantile(0.9)).mean(),
-    "without the top tenth": lambda e: e.sort().values[: -len(e) // 10].mean(),
     "over the largest": lambda e: (e / e.detach().max()).mean(),
     "weighted by a softmax": lambda e: (e * e.detach().softmax(0)).sum(),
     "a mean and its spread": lambda e: e.mean() + 0.1 * e.std(),
@@ -242,27 +204,13 @@ def robust(model: Any, batch: Any) -> Any:
     return torch.where(off.abs() < delta, off**2 / 2, delta * (off.abs() - delta / 2)).mean()
 
 
-def correlation(model: Any, batch: Any) -> Any:
-    one, other = (values[:, 0] - values[:, 0].mean() for values in (model(batch[0]), batch[1]))
-    return 1 - F.cosine_similarity(one, other, dim=0)
-
-
-def survival(model: Any, batch: Any) -> Any:
-    order = batch[2].argsort(descending=True)
-    risk, event = model(batch[0])[order, 0], (batch[1][order] > 0).to(batch[0].dtype)
-    return -((risk - risk.logcumsumexp(0)) * event).sum() / event.sum().clamp(min=1)
-
-
 add("value of the batch", {
     **each_of((name, of_rows(function)) for name, function in OF_ROWS.items()),
     "advantages, normalised": job(
         lambda m, b: (entropies(m, b) * normalised(b[2])).mean(), batch=weighted
     ),
     "targets, normalised": job(lambda m, b: F.mse_loss(m(b[0]), normalised(b[1])), batch=numbers),
-    "inputs over the largest": job(lambda m, b: entropies(m, (b[0] / b[0].abs().max(), b[1])).mean()),
     "a threshold at the median": job(robust, batch=numbers),
-    "a correlation": job(correlation, batch=numbers),
-    "survival, over those at risk": job(survival, batch=weighted),
     "a square that many rows agree on": job(loss_fn=lambda out, y: F.mse_loss(out, y) ** 2, batch=numbers),
 })  # fmt: skip
 # Rarely visible in a few batches, because three deviations are very rare.
@@ -281,32 +229,9 @@ WRONG["clamped at three deviations"] = Row(
 # Comparisons between rows
 
 
-def attracted(model: Any, batch: Any) -> Any:
-    z, eye = F.normalize(model(batch[0]), dim=1), torch.eye(len(batch[0]), dtype=batch[0].dtype)
-    same = (batch[1][:, None] == batch[1]).to(z.dtype) - eye
-    return -(((z @ z.T - 10 * eye).log_softmax(1) * same).sum(1) / same.sum(1).clamp(min=1)).mean()
-
-
 def halves(out: Tensor) -> Any:
     one, other = out[: len(out) // 2 * 2].chunk(2)
     return -F.logsigmoid(one - other).mean()
-
-
-def kernel(one: Tensor, other: Tensor) -> Tensor:
-    return (-(one[:, None] - other).square().sum(-1)).exp().mean()
-
-
-def matched(model: Any, batch: Any) -> Any:
-    z, noise = model(batch[0]), batch[1]
-    return kernel(z, z) + kernel(noise, noise) - 2 * kernel(z, noise)
-
-
-def assigned(out: Tensor) -> Any:
-    shares = out.detach().exp()
-    for _ in range(3):
-        shares = shares / shares.sum(0)
-        shares = shares / shares.sum(1, keepdim=True)
-    return -(shares * out.log_softmax(1)).sum(1).mean()
 
 
 class CentredBackward(torch.autograd.Function):
@@ -317,19 +242,6 @@ class CentredBackward(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
         return gradient - gradient.mean(0)
-
-
-class Normalised(torch.autograd.Function):
-    """A custom layer with the statistics of the batch."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        ctx.save_for_backward(scale := x.std(0, keepdim=True) + 1e-3)
-        return (x - x.mean(0, keepdim=True)) / scale
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Any:
-        return (gradient - gradient.mean(0, keepdim=True)) / ctx.saved_tensors[0]
 
 
 class Experts(nn.Module):
@@ -363,23 +275,15 @@ OVER_ROWS: dict[str, Callable[[Tensor], Any]] = {
     "centred": lambda h: h - h.mean(0),
     "centred a little": lambda h: h - 0.05 * h.mean(0),
     "normalised": lambda h: (h - h.mean(0)) / (h.var(0) + 1e-5).sqrt(),
-    "normalised by an autograd function": Normalised.apply,
     "a softmax over rows": lambda h: h * h.softmax(0) * 8,
     "scaled by the norm of all": lambda h: 8 * h / h.norm(),
-    "a cosine to the mean": lambda h: h * F.cosine_similarity(h, h.mean(0, keepdim=True))[:, None],
-    "whitened": lambda h: h - 0.5 * h @ (h.T @ h / len(h)),
     "a gradient centred by an autograd function": CentredBackward.apply,
     "sorted rows beside": lambda h: h + 0.3 * h.sort(0).values,
-    "a running sum over rows": lambda h: h + 0.1 * h.cumsum(0),
 }
 TERMS: dict[str, Callable[[Tensor], Any]] = {
     "a uniform mean prediction": lambda o: -(o.softmax(1).mean(0)).log().mean() * 0.1,
-    "a uniform mean prediction, 1e-2": lambda o: o.softmax(1).mean(0).square().sum() * 1e-2,
     "a small covariance": lambda o: covariance(o) * 1e-1,
     "a spread of one": lambda o: (1 - o.std(0)).relu().mean(),
-    "a cosine of predictions to their mean": lambda o: -F.cosine_similarity(o, o.mean(0, keepdim=True)).mean(),
-    "assignments that are balanced": assigned,
-    "pairs in order": lambda o: (0.1 - (o[:, None, 0] - o[None, :, 0])).relu().mean(),
     "neighbours alike": lambda o: 0.1 * (o[1:] - o[:-1]).square().mean(),
     "one half against the other": halves,
 }  # fmt: skip
@@ -418,9 +322,6 @@ add("rows compared", {
     "centred in training alone": job(
         model=lambda: Training(lambda _, h: h), loss_fn=nn.CrossEntropyLoss()
     ),
-    "classes attract": job(attracted),
-    "pairs of halves": job(lambda m, b: halves(m(b[0]))),
-    "a distribution matched": job(matched, batch=numbers),
     "experts with little room": job(routed, model=lambda: Experts(2, 0.4), batch=lambda d: (d.normal(ROWS, 6) + 1, d.whole(0, 3, ROWS))),
     "time comes first": job(
         lambda m, b: F.cross_entropy(m(b[0]).flatten(0, 1), b[1].flatten()),
@@ -483,13 +384,9 @@ def value_of_all_gradient_of(share: int) -> Callable[[Any, Any], Any]:
 
 add("gradient alone", {
     "a hidden gradient, clipped by its norm": hooked(lambda g: g * (0.01 / g.norm()).clamp(max=1)),
-    "a hidden gradient of norm one": hooked(lambda g: g / (g.norm() + 1e-12)),
     "a hidden gradient, centred": hooked(lambda g: g - g.mean(0)),
     "a module's gradient, scaled": job(model=scaled_by_a_module_hook, loss_fn=nn.CrossEntropyLoss()),
     "the value of all, the gradient of the hardest": job(value_of_all_gradient_of(4)),
-    "the value of all, the gradient of the hardest 16": job(
-        value_of_all_gradient_of(1), batch=lambda d: (d.normal(64, 6), d.whole(0, 3, 64)), size=16
-    ),
 })  # fmt: skip
 
 # State carried from call to call
@@ -505,12 +402,6 @@ def quantised(module: Any, h: Tensor) -> Any:
             torch.where(one.sum(0)[:, None] > 0, module.codes * 0.7 + means * 0.3, module.codes)
         )
     return h + (codes - h).detach()  # fmt: skip
-
-
-def queued(module: Any, h: Tensor) -> Any:
-    out = h + (h @ module.queue.to(h.dtype).T).softmax(1) @ module.queue.to(h.dtype)
-    module.queue = torch.cat([h.detach().to(module.queue.dtype), module.queue])[:ROWS]
-    return out
 
 
 def warmed(module: Any, h: Tensor) -> Any:
@@ -556,9 +447,6 @@ def spectral() -> nn.Module:
 add("state", {
     "a codebook of moving averages": job(
         model=between(quantised, codes=lambda: torch.randn(5, 8)), loss_fn=nn.CrossEntropyLoss()
-    ),
-    "a queue of rows": job(
-        model=between(queued, queue=lambda: torch.randn(ROWS, 8)), loss_fn=nn.CrossEntropyLoss()
     ),
     "a weight by the number of calls": job(
         model=between(warmed, calls=lambda: 0), loss_fn=nn.CrossEntropyLoss()

@@ -153,8 +153,10 @@ def changing_its_inputs(trainer: Any, model: nn.Module, inputs: Any) -> Any:
 
 
 def with_a_penalty(trainer: Any, model: nn.Module, inputs: Any) -> Any:
-    """Add a penalty on a gradient, which needs a graph even in evaluation."""
+    """Add a penalty on a gradient, which needs a graph."""
     outputs, weight = model(**inputs), model.get_parameter("head.weight")
+    if not torch.is_grad_enabled():
+        return outputs["loss"], outputs
     rows = len(inputs["labels"])
     found = torch.autograd.grad(outputs["loss"] * rows, weight, create_graph=True)
     return outputs["loss"] + 0.0 * found[0].sum(), outputs
@@ -391,7 +393,7 @@ class TestTransformers(HostTests):
         **{of.__name__: of_loss(of)
            for of in (changing_its_inputs, with_a_penalty, to_zero_at_first)},
         "batches with attributes": of_loss(by_attribute, encoded),
-        "pair batches": of_loss(by_place, pair),
+        "pair batches": {**of_loss(by_place, pair), "evaluates": False},
         "declared mean": {
             "kind": with_loss(mean_of_tokens), "declared": {"loss_average": count_targets},
         },
@@ -409,7 +411,7 @@ class TestTransformers(HostTests):
     CLOSE = 1e-10  # AdamW amplifies gradients near 0
     MIXED = (({"bf16": True}, 1e-3),)
     LIMITED: ClassVar = {"num_train_epochs": 1}
-    FP16: ClassVar = {"scales": True}
+    FP16: ClassVar = {"scales": Scales}
     MISSING = (
         (
             Trainer, "training_step", lambda self, model, inputs: None,
@@ -431,12 +433,14 @@ class TestTransformers(HostTests):
         (training(DirectBackward, **STEPS), LossError, OWN_BACKWARD),
     )
 
-    def run(self, folder: Path, options: Any, *, scales: bool = False, **case: Any) -> Ran:
+    def run(
+        self, folder: Path, options: Any, *, scales: Any = None, evaluates: bool = True, **case: Any
+    ) -> Ran:
         trainer = make(folder, options, **case)
-        if scales:
-            trainer.add_callback(scales := Scales())
-            trainer.accelerator.scaler = scales.scaler
-        return run(trainer)
+        if scales is not None:
+            trainer.add_callback(callback := scales())
+            trainer.accelerator.scaler = callback.scaler
+        return run(trainer, evaluates=evaluates)
 
     def resumed(self, folder: Path, first: bool, second: bool) -> Ran:
         saving: dict[str, Any] = {"save_strategy": "steps", "save_steps": 2, "dropout": 0.1}

@@ -153,12 +153,13 @@ def make(
     return trainer if options is None else enable(trainer, **(declared or {}), **options)
 
 
-def run(trainer: Any) -> Ran:
+def run(trainer: Any, *, evaluates: bool = True) -> Ran:
     """Train to the end, evaluate, and return the results."""
     events = Events()
     trainer.add_callback(events)
     trainer.train()
-    trainer.evaluate()
+    if evaluates:
+        trainer.evaluate()
     ours = getattr(trainer, "automicro", None)
     scaler = trainer.accelerator.scaler
     return Ran(
