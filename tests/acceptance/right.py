@@ -9,7 +9,6 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.utils import parametrizations
 
 from automicro import Halving
 from tests.acceptance.rows import (
@@ -28,14 +27,12 @@ from tests.acceptance.rows import (
     net,
     numbers,
     of_rows,
-    sequences,
     squares,
     token_mean,
     tokens,
     weighted,
 )
 from tests.acceptance.wrong import (
-    Autoencoder,
     Bayesian,
     Experts,
     Make,
@@ -46,10 +43,8 @@ from tests.acceptance.wrong import (
     evaluated,
     frames_per_target,
     giving,
-    graphs,
     hooked,
     routed,
-    some_ignored,
     speech,
     tokens_and_rows,
 )
@@ -120,12 +115,7 @@ add("losses of torch", {
     ),
 })  # fmt: skip
 add("losses of torch", {
-    "LinearCrossEntropyLoss": job(
-        model=net(6, 8), batch=classes, loss_fn=nn.LinearCrossEntropyLoss(8, 3)
-    ),
-    "LinearCrossEntropyLoss, some ignored": job(
-        model=net(6, 8), batch=some_ignored, loss_fn=nn.LinearCrossEntropyLoss(8, 3)
-    ),
+    "LinearCrossEntropyLoss": job(model=net(6, 8), batch=classes, loss_fn=nn.LinearCrossEntropyLoss(8, 3)),
 }, dtypes=WIDE)  # fmt: skip
 
 # Custom losses
@@ -156,9 +146,7 @@ add("losses of one's own", {
     **each_of([("a mean times 1e6", of_rows(lambda each: each.mean() * 1e6, lr=1e-9))]),
     "tokens, declared": language(loss_average="tokens"),
     "tokens, counted": language(loss_average=lambda batch: (batch["labels"] != -100).sum()),
-    "a mask, declared": job(
-        masked_mean, model=net(6, 8, 5), batch=masked, loss_average=lambda batch: batch["keep"].sum()
-    ),
+    "a mask, declared": job(masked_mean, model=net(6, 8, 5), batch=masked, loss_average=lambda batch: batch["keep"].sum()),
     "a mask and a little, declared": job(
         functools.partial(masked_mean, add=1e-3), model=net(6, 8, 5), batch=masked,
         loss_average=lambda batch: batch["keep"].sum() + 1e-3,
@@ -177,16 +165,10 @@ add("losses of one's own", {
         loss_average={"data": "none", "divergence": "samples"},
     ),
     "decay beside a mean": job(lambda m, b: squares(m, b).mean() + 0.01 * decay(m), batch=numbers),
-    "pairs in rows": job(
-        lambda m, b: -F.logsigmoid(m(b[0]) - m(b[1])).mean(),
-        batch=lambda d: (d.normal(24, 6), d.normal(24, 6)),
-    ),
     "advantages": job(lambda m, b: (entropies(m, b) * b[2] * 100).mean(), batch=weighted),
     "ratios whose value is zero": job(ratios, batch=weighted),
     "groups of four rows, cut at eight": job(groups_of_four, batch=weighted),
-    "groups of four rows, in multiples of four": job(
-        groups_of_four, batch=weighted, size=Halving(initial=8, multiple_of=4)
-    ),
+    "groups of four rows, in multiples of four": job(groups_of_four, batch=weighted, size=Halving(initial=8, multiple_of=4)),
 })  # fmt: skip
 
 # Random draws
@@ -202,28 +184,20 @@ def diffusion(model: Any, batch: Any) -> Any:
     return F.mse_loss(model((1 - at) * batch[0] + at * noise), noise)
 
 
-def variational(model: Any, batch: Any) -> Any:
-    mean, log = model.encode(batch[0]).chunk(2, -1)
-    back = model.decode(mean + torch.randn_like(mean) * (log / 2).exp())
-    divergence = (mean.square() + log.exp() - 1 - log).sum(1) / 2
-    return ((back - batch[0]).square().sum(1) + divergence).mean()
-
-
 class Last(nn.Module):
-    """The output of a sequence layer at the last position, or at every position."""
+    """The output of a sequence layer at the last position."""
 
-    def __init__(self, body: nn.Module, width: int = 6, *, each: bool = False) -> None:
+    def __init__(self, body: nn.Module) -> None:
         super().__init__()
-        self.body, self.head, self.each = body, nn.Linear(width, 3), each
+        self.body, self.head = body, nn.Linear(6, 3)
 
     def forward(self, x: Tensor) -> Any:
         out = self.body(x)
-        out = self.head(out[0] if isinstance(out, tuple) else out)
-        return out if self.each else out[:, -1]
+        return self.head(out[0] if isinstance(out, tuple) else out)[:, -1]
 
 
-def encoder(dropout: float) -> nn.Module:
-    return nn.TransformerEncoderLayer(6, 2, 12, dropout=dropout, batch_first=True)
+def encoder() -> nn.Module:
+    return nn.TransformerEncoderLayer(6, 2, 12, dropout=0.0, batch_first=True)
 
 
 def of_sequences(d: Draws) -> Any:
@@ -254,28 +228,10 @@ SPOILT: dict[str, Callable[[Tensor], Tensor]] = {
 add("draws", {
     **{name: drawing(spoil) for name, spoil in SPOILT.items()},
     "times of a diffusion": job(diffusion, model=net(6, 16, 6), batch=numbers, loss_average="samples"),
-    "variational, a mean": job(variational, model=Autoencoder, batch=numbers),
     "dropout": layers(nn.Tanh, lambda: nn.Dropout(0.3)),
-    "dropped channels": modelled(lambda: convolutional(nn.Dropout2d(0.3)), batch=images, size=5),
-    "a recurrent layer that drops": modelled(
-        lambda: Last(nn.LSTM(6, 6, 2, dropout=0.3, batch_first=True)), batch=of_sequences, size=5
-    ),
 }, is_measured=False)  # fmt: skip
 
 # Models
-
-
-class Adapted(nn.Module):
-    """A frozen layer with an adapter, one half of which is initially zero."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.frozen = nn.Linear(6, 3).requires_grad_(False)
-        self.down, self.up = nn.Linear(6, 2, bias=False), nn.Linear(2, 3, bias=False)
-        nn.init.zeros_(self.up.weight)
-
-    def forward(self, x: Tensor) -> Any:
-        return self.frozen(x) + self.up(self.down(x))
 
 
 class Spectrum(nn.Module):
@@ -292,15 +248,6 @@ class Spectrum(nn.Module):
     def forward(self, x: Tensor) -> Any:
         hidden = torch.fft.rfft(self.first(x).float()) * self.weight
         return self.last(torch.fft.irfft(hidden, 8).to(x.dtype))
-
-
-class Bag(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.bag, self.head = nn.EmbeddingBag(30, 8, sparse=True), nn.Linear(8, 3)
-
-    def forward(self, x: Tensor) -> Any:
-        return self.head(self.bag(x))
 
 
 def on_an_edge() -> nn.Module:
@@ -345,17 +292,6 @@ def counts(module: Any, h: Tensor) -> Any:
     return h
 
 
-def tabled(module: Any, h: Tensor) -> Any:
-    if module.table is None:
-        module.table = torch.arange(8).cos()
-    return h + module.table.to(h.dtype)
-
-
-def over_places(model: Any, batch: Any) -> Any:
-    out = model(batch["x"])
-    return F.cross_entropy(out.flatten(0, 1), batch["labels"].flatten())
-
-
 def frozen_batchnorm() -> nn.Module:
     model = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 3))
     model[1].eval()
@@ -373,7 +309,6 @@ def vision(*between: Callable[[], nn.Module], width: int = 8, **more: Any) -> Ma
 
 add("models", {
     "ReLUs on an edge": modelled(on_an_edge),
-    "an adapter of zeros": modelled(Adapted, lr=0.5),
     "deep and narrow": layers(*[nn.Tanh, lambda: nn.Linear(8, 8)] * 12),
     "RMSNorm": layers(lambda: nn.RMSNorm(8), nn.SiLU),
     "wide": layers(nn.ReLU, width=1024),
@@ -381,17 +316,8 @@ add("models", {
     "BatchNorm that is frozen": modelled(frozen_batchnorm),
     "convolutions": vision(nn.ReLU, lambda: nn.Conv2d(8, 8, 3), nn.ReLU),
     "GroupNorm": vision(lambda: nn.GroupNorm(4, 8), nn.ReLU),
-    "pooling": vision(nn.ReLU, lambda: nn.MaxPool2d(2), lambda: nn.Conv2d(8, 8, 2), nn.ReLU),
     "a recurrent layer": modelled(lambda: Last(nn.GRU(6, 6, batch_first=True)), batch=of_sequences, size=5),
-    "an encoder": modelled(lambda: Last(encoder(0.0)), batch=of_sequences, size=5),
-    "places of a recurrent layer, declared": job(
-        over_places, model=lambda: Last(nn.GRU(6, 6, 2, batch_first=True), each=True), batch=sequences,
-        size=5, loss_average="tokens",
-    ),
-    "lists of graphs": job(
-        lambda m, b: F.mse_loss(torch.stack([m(each).mean() for each in b["nodes"]]), b["y"]),
-        batch=graphs, size=4,
-    ),
+    "an encoder": modelled(lambda: Last(encoder()), batch=of_sequences, size=5),
     "targets of a million": job(
         lambda m, b: F.mse_loss(m(b[0] * 1e3), b[1] * 1e6), model=net(6, 8, 3, act=nn.ReLU),
         batch=numbers, lr=1e-9,
@@ -401,14 +327,7 @@ add("models", {
     "a hidden gradient, clamped": hooked(lambda g: g.clamp(-1e-3, 1e-3)),
     "a teacher in a closure": job(fresh=taught),
     "rows counted, and what came last": modelled(between(counts, seen=lambda: 0, last=lambda: None)),
-    "a table that the first call makes": modelled(between(tabled, table=lambda: None)),
 })  # fmt: skip
-add("models", {
-    "a sparse embedding": modelled(Bag, batch=lambda d: (d.whole(0, 30, 16, 5), d.whole(0, 3, 16)), size=5),
-    "orthogonal weights": modelled(
-        lambda: nn.Sequential(parametrizations.orthogonal(nn.Linear(6, 8)), nn.Tanh(), nn.Linear(8, 3))
-    ),
-}, dtypes=WIDE)  # fmt: skip
 add("models", {"complex weights": modelled(Spectrum)}, dtypes=("float32",))
 
 # Evaluation: losses and outputs
@@ -416,9 +335,7 @@ add("models", {"complex weights": modelled(Spectrum)}, dtypes=("float32",))
 add("evaluation", {
     "evaluated: a mean": evaluated(lambda m, b: squares(m, b).mean(), batch=numbers),
     "evaluated: tokens, declared": evaluated(token_mean, model=Words, batch=tokens, loss_average="tokens"),
-    "evaluated: noise": evaluated(
-        lambda m, b: squares(m, (b[0] + 0 * torch.randn_like(b[0]), b[1])).mean(), batch=numbers
-    ),
+    "evaluated: noise": evaluated(lambda m, b: squares(m, (b[0] + 0 * torch.randn_like(b[0]), b[1])).mean(), batch=numbers),
 }, dtypes=WIDE)  # fmt: skip
 add("outputs", {
     "outputs: plain": giving(lambda o: o),
@@ -443,7 +360,7 @@ add("numbers", {
 LOW = (
     "MSELoss", "CrossEntropyLoss, weights", "NLLLoss", "BCEWithLogitsLoss", "a mean, of numbers",
     "a mask, declared", "tokens, declared", "a mean times 1e6, of numbers", "decay beside a mean",
-    "deep and narrow", "RMSNorm", "convolutions", "GroupNorm", "pooling",
+    "deep and narrow", "RMSNorm", "convolutions", "GroupNorm",
     "an encoder", "a recurrent layer", "dropout", "noise", "times of a diffusion",
 )  # fmt: skip
 for name in LOW:

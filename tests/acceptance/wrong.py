@@ -130,28 +130,19 @@ add("average", {
     "tokens and rows by name": language(tokens_and_rows),
     "a mask": job(masked_mean, model=net(6, 8, 5), batch=masked),
     "a mask, times 1e-7": job(functools.partial(masked_mean, scale=1e-7), model=net(6, 8, 5), batch=masked),
-    "weights over their sum": job(
-        lambda m, b: (entropies(m, b) * b[2]).sum() / b[2].sum(), batch=weighted
-    ),
-    "weights of classes": job(class_weighted(1, 4, 9)),
+    "weights over their sum": job(lambda m, b: (entropies(m, b) * b[2]).sum() / b[2].sum(), batch=weighted),
     "a weight of a rare class": job(class_weighted(1, 20, 1), model=net(6, 3), batch=rare_class, size=64),
     "frames over targets": job(frames_per_target, model=net(6, 8, 7), batch=speech, size=4),
-    "nodes of graphs": job(
-        lambda m, b: torch.cat([m(each) for each in b["nodes"]]).square().mean(), batch=graphs, size=4
-    ),
+    "nodes of graphs": job(lambda m, b: torch.cat([m(each) for each in b["nodes"]]).square().mean(), batch=graphs, size=4),
     "pixels that count": job(
         lambda m, b: F.cross_entropy(m(b[0]), b[1], ignore_index=255),
         model=lambda: nn.Sequential(nn.Conv2d(3, 4, 3, padding=1), nn.Tanh(), nn.Conv2d(4, 3, 1)),
         batch=pixels,
         size=4,
     ),
-    "targets ignored, in an own function": job(
-        loss_fn=lambda out, y: F.cross_entropy(out, y), batch=some_ignored
-    ),
+    "targets ignored, in an own function": job(loss_fn=lambda out, y: F.cross_entropy(out, y), batch=some_ignored),
     "a divergence of weights beside a sum": job(summed_bayesian, model=lambda: Bayesian(6, 3)),
-    "a divergence of weights, declared a sum": job(
-        summed_bayesian, model=lambda: Bayesian(6, 3), loss_average="none"
-    ),
+    "a divergence of weights, declared a sum": job(summed_bayesian, model=lambda: Bayesian(6, 3), loss_average="none"),
 })  # fmt: skip
 
 
@@ -206,12 +197,9 @@ def robust(model: Any, batch: Any) -> Any:
 
 add("value of the batch", {
     **each_of((name, of_rows(function)) for name, function in OF_ROWS.items()),
-    "advantages, normalised": job(
-        lambda m, b: (entropies(m, b) * normalised(b[2])).mean(), batch=weighted
-    ),
+    "advantages, normalised": job(lambda m, b: (entropies(m, b) * normalised(b[2])).mean(), batch=weighted),
     "targets, normalised": job(lambda m, b: F.mse_loss(m(b[0]), normalised(b[1])), batch=numbers),
     "a threshold at the median": job(robust, batch=numbers),
-    "a square that many rows agree on": job(loss_fn=lambda out, y: F.mse_loss(out, y) ** 2, batch=numbers),
 })  # fmt: skip
 # Rarely visible in a few batches, because three deviations are very rare.
 WRONG["clamped at three deviations"] = Row(
@@ -281,7 +269,6 @@ OVER_ROWS: dict[str, Callable[[Tensor], Any]] = {
     "sorted rows beside": lambda h: h + 0.3 * h.sort(0).values,
 }
 TERMS: dict[str, Callable[[Tensor], Any]] = {
-    "a uniform mean prediction": lambda o: -(o.softmax(1).mean(0)).log().mean() * 0.1,
     "a small covariance": lambda o: covariance(o) * 1e-1,
     "a spread of one": lambda o: (1 - o.std(0)).relu().mean(),
     "neighbours alike": lambda o: 0.1 * (o[1:] - o[:-1]).square().mean(),
@@ -319,9 +306,7 @@ class TimeFirst(nn.Module):
 add("rows compared", {
     **{name: over_rows(function) for name, function in OVER_ROWS.items()},
     **{name: with_term(term) for name, term in TERMS.items()},
-    "centred in training alone": job(
-        model=lambda: Training(lambda _, h: h), loss_fn=nn.CrossEntropyLoss()
-    ),
+    "centred in training alone": job(model=lambda: Training(lambda _, h: h), loss_fn=nn.CrossEntropyLoss()),
     "experts with little room": job(routed, model=lambda: Experts(2, 0.4), batch=lambda d: (d.normal(ROWS, 6) + 1, d.whole(0, 3, ROWS))),
     "time comes first": job(
         lambda m, b: F.cross_entropy(m(b[0]).flatten(0, 1), b[1].flatten()),
@@ -365,14 +350,6 @@ def hooked(hook: Callable[[Tensor], Any]) -> Make:
     return job(model=lambda: Hooked(lambda _, g: hook(g)), loss_fn=nn.CrossEntropyLoss())
 
 
-def scaled_by_a_module_hook() -> nn.Module:
-    model = net(6, 8, 8, 3)()
-    model[2].register_full_backward_hook(  # type: ignore[index]
-        lambda _, given, __: (given[0] / given[0].abs().max(),)
-    )
-    return model
-
-
 def value_of_all_gradient_of(share: int) -> Callable[[Any, Any], Any]:
     def forward(model: Any, batch: Any) -> Any:
         each = entropies(model, batch)
@@ -385,23 +362,10 @@ def value_of_all_gradient_of(share: int) -> Callable[[Any, Any], Any]:
 add("gradient alone", {
     "a hidden gradient, clipped by its norm": hooked(lambda g: g * (0.01 / g.norm()).clamp(max=1)),
     "a hidden gradient, centred": hooked(lambda g: g - g.mean(0)),
-    "a module's gradient, scaled": job(model=scaled_by_a_module_hook, loss_fn=nn.CrossEntropyLoss()),
     "the value of all, the gradient of the hardest": job(value_of_all_gradient_of(4)),
 })  # fmt: skip
 
 # State carried from call to call
-
-
-def quantised(module: Any, h: Tensor) -> Any:
-    near = torch.cdist(h.detach().to(module.codes.dtype), module.codes).argmin(1)
-    codes = module.codes[near]
-    if module.training:
-        one = F.one_hot(near, 5).to(module.codes.dtype)
-        means = one.T @ h.detach().to(one.dtype) / one.sum(0).clamp(min=1)[:, None]
-        module.codes.copy_(
-            torch.where(one.sum(0)[:, None] > 0, module.codes * 0.7 + means * 0.3, module.codes)
-        )
-    return h + (codes - h).detach()  # fmt: skip
 
 
 def warmed(module: Any, h: Tensor) -> Any:
@@ -420,17 +384,6 @@ def by_rows_seen(start: int) -> Callable[[Any, Tensor], Any]:
     return grown
 
 
-def counted_by_a_closure() -> Callable[[Any, Any], Any]:
-    calls = [0]
-
-    def forward(model: Any, batch: Any) -> Any:
-        calls[0] += 1
-        out = model(batch[0])
-        return F.cross_entropy(out, batch[1]) + min(1.0, calls[0] / 20) * out.square().mean()
-
-    return forward
-
-
 def counted_on_a_parameter(model: Any, batch: Any) -> Any:
     weight = model[0].weight
     weight.rows = getattr(weight, "rows", 0) + len(batch[0])
@@ -445,17 +398,11 @@ def spectral() -> nn.Module:
 
 
 add("state", {
-    "a codebook of moving averages": job(
-        model=between(quantised, codes=lambda: torch.randn(5, 8)), loss_fn=nn.CrossEntropyLoss()
-    ),
-    "a weight by the number of calls": job(
-        model=between(warmed, calls=lambda: 0), loss_fn=nn.CrossEntropyLoss()
-    ),
+    "a weight by the number of calls": job(model=between(warmed, calls=lambda: 0), loss_fn=nn.CrossEntropyLoss()),
     "spectral norms": job(model=spectral, loss_fn=nn.CrossEntropyLoss()),
     "a weight by the number of rows seen": job(
         model=between(by_rows_seen(0), seen=lambda: 0), loss_fn=nn.CrossEntropyLoss()
     ),
-    "calls, counted by a closure": job(fresh=counted_by_a_closure),
     "rows, counted on a parameter": job(counted_on_a_parameter, loss_average="samples"),
 })  # fmt: skip
 
@@ -580,9 +527,7 @@ def held_pairs(model: Any, batch: Any) -> Any:
 
 
 add("average", {
-    "a config whose attributes are KeyErrors": job(
-        fresh=configured, model=net(6, 8, 5), batch=masked
-    ),
+    "a config whose attributes are KeyErrors": job(fresh=configured, model=net(6, 8, 5), batch=masked),
 })  # fmt: skip
 add("rows compared", {"a loss that holds the model": job(held_pairs, model=Holding)})
 add("late", {
@@ -593,17 +538,11 @@ for at in (3, 25):
     add("late", {
         f"padding begins at batch {at}": job(token_mean, model=Words, batch=late_padding(at), steps=27),
         f"a heavy class comes at batch {at}": job(class_weighted(1, 1, 9), batch=late_class(at), steps=27),
-        f"a term over rows begins at batch {at}": job(
-            fresh=late_term(at), batch=numbered, steps=27
-        ),
+        f"a term over rows begins at batch {at}": job(fresh=late_term(at), batch=numbered, steps=27),
     }, dtypes=WIDE)  # fmt: skip
 add("late", {
-    "a mean over tokens behind a head of zeros": job(
-        token_mean, model=zero_words, batch=tokens, lr=0.5, steps=6
-    ),
-    "rows compared behind a head of zeros": job(
-        model=zero_between, loss_fn=nn.CrossEntropyLoss(), lr=0.5, steps=6
-    ),
+    "a mean over tokens behind a head of zeros": job(token_mean, model=zero_words, batch=tokens, lr=0.5, steps=6),
+    "rows compared behind a head of zeros": job(model=zero_between, loss_fn=nn.CrossEntropyLoss(), lr=0.5, steps=6),
     "rows seen that count late": job(
         model=between(by_rows_seen(400), seen=lambda: 0), loss_fn=nn.CrossEntropyLoss(), steps=20
     ),
@@ -616,9 +555,7 @@ add("evaluation", {
     "evaluated: a mean over tokens": evaluated(token_mean, model=Words, batch=tokens),
     "evaluated: a sum": evaluated(lambda m, b: squares(m, b).sum(), batch=numbers),
     "evaluated: the root of the mean": evaluated(lambda m, b: squares(m, b).mean().sqrt(), batch=numbers),
-    "evaluated: the hardest 16": evaluated(
-        lambda m, b: OF_ROWS["the hardest 16"](squares(m, b)), batch=numbers
-    ),
+    "evaluated: the hardest 16": evaluated(lambda m, b: OF_ROWS["the hardest 16"](squares(m, b)), batch=numbers),
 }, dtypes=WIDE)  # fmt: skip
 
 
@@ -635,9 +572,7 @@ add("outputs", {
     "outputs: rows behind": giving(lambda o: o.T),
     "outputs: of the whole batch": giving(lambda o: o.mean(0)),
     "outputs: sorted over rows": giving(lambda o: o.sort(0).values),
-    "outputs: places in the batch": giving(
-        lambda o: {"place": (o > 0).nonzero(), "score": o[o > 0]}
-    ),
+    "outputs: places in the batch": giving(lambda o: {"place": (o > 0).nonzero(), "score": o[o > 0]}),
     "outputs: a table beside them": giving(lambda o: {"out": o, "table": torch.ones(7, 3, dtype=o.dtype)}),
 }, dtypes=WIDE)  # fmt: skip
 

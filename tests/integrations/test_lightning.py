@@ -304,19 +304,24 @@ class Recorder(pl.Callback):
 
     def __init__(self, module: Any = None) -> None:
         self.events: list[tuple[str, list[Tensor]]] = []
-        for name in sorted(events_of(pl.Callback)) if module else ():
-            setattr(self, name, functools.partial(self._note, name))
         more = "transfer_batch_to_device", "optimizer_step", "lr_scheduler_step", *WITH_GRADIENTS
+        for name in sorted(events_of(pl.Callback)) if module else ():
+            setattr(self, name, self._noting(name))
         for name in sorted(events_of(pl.LightningModule, *more)) if module else ():
-            setattr(module, name, functools.partial(self._call, name, getattr(module, name)))
-        self.module = weakref.proxy(module) if module else None
+            setattr(module, name, self._calling(name, module, getattr(module, name)))
 
-    def _call(self, name: str, own: Any, *given: Any, **named: Any) -> Any:
-        if not is_extra_pass():  # checks of a few rows are not part of the run
-            self._note(name, None, self.module, *given, place="module.")
-        return own(*given, **named)
+    def _noting(self, name: str) -> Callable[..., None]:
+        return lambda trainer, module, *given, **_: self._note(name, module, given)
 
-    def _note(self, name: str, trainer: Any, module: Any, *given: Any, place: str = "") -> None:
+    def _calling(self, name: str, module: Any, own: Any) -> Callable[..., Any]:
+        def call(*given: Any, **named: Any) -> Any:
+            if not is_extra_pass():  # checks of a few rows are not part of the run
+                self._note(name, module, given, "module.")
+            return own(*given, **named)
+
+        return call
+
+    def _note(self, name: str, module: Any, given: Sequence[Any], place: str = "") -> None:
         told: list[Any] = []
         if name == "on_before_backward":
             told = [given[0].detach().clone()]
