@@ -1,7 +1,6 @@
 """The Lightning Trainer with one callback: identical without a limit, and correct within one."""
 
 import csv
-import functools
 import gc
 import logging
 import os
@@ -11,7 +10,6 @@ import sys
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -28,7 +26,6 @@ pytest.importorskip("lightning")
 import lightning.pytorch as pl
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
-from lightning.pytorch.utilities import CombinedLoader
 from torchmetrics import MeanMetric, MetricCollection, SumMetric
 from torchmetrics.classification import (
     BinaryAccuracy,
@@ -38,7 +35,6 @@ from torchmetrics.classification import (
 )
 
 from automicro import (
-    BatchError,
     LossAverageError,
     LossError,
     MemoryBudget,
@@ -181,23 +177,6 @@ def loader(dtype: torch.dtype = torch.float32, *, rows: int = ROWS, batch: int =
     drawn = torch.Generator().manual_seed(1)
     x = torch.randn(rows, 6, generator=drawn, dtype=dtype)
     return DataLoader(TensorDataset(x, torch.randint(3, (rows,), generator=drawn)), batch)
-
-
-@dataclass
-class Pair:
-    x: Tensor
-    y: Tensor
-    name: str = "a batch"
-
-
-def pairs() -> Any:
-    batches: Any = [Pair(*each) for each in loader(torch.float64)]
-    return DataLoader(batches, batch_size=None)
-
-
-class DataclassBatches(Small):
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        return super().training_step((batch.x, batch.y), batch_idx)
 
 
 class Overriding(Small):
@@ -396,11 +375,6 @@ class Lbfgs(Small):
         return torch.optim.LBFGS(self.parameters())
 
 
-class TwoOptimizers(Small):
-    def configure_optimizers(self) -> Any:
-        return [torch.optim.SGD(each.parameters(), lr=0.1) for each in (self.net[0], self.net[2])]
-
-
 class Iterating(Small):
     def training_step(self, dataloader_iter: Any) -> Any:  # type: ignore[override]
         return None
@@ -412,17 +386,6 @@ class WritesParameters(Small):
     def on_before_zero_grad(self, optimizer: Any) -> None:
         with torch.no_grad():
             next(self.parameters()).mul_(0.9)
-
-
-class Combined(Small):
-    """Train on several loaders, whose last batches have different numbers of rows."""
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        return sum(F.cross_entropy(self.net(x), y) for x, y in batch.values())
-
-
-def combined() -> Any:
-    return CombinedLoader({"one": loader(), "other": loader(rows=90)}, "max_size_cycle")
 
 
 def fitting(make: Any = Small, size: Any = 5, *more: Any, **case: Any) -> Callable[[], Any]:
@@ -457,7 +420,6 @@ class TestLightning(HostTests):
         "default": {"records": True, "gradient_clip_val": 0.1},
         "accumulation": {"records": True, "accumulate_grad_batches": 4},
         "bf16": {"precision": "bf16-mixed"},
-        "dataclass batches": {"make": DataclassBatches, "train": pairs, "dtype": torch.float64},
         "custom clipping, schedule and step": {
             "make": Overriding, "more": lambda: [pl.callbacks.LearningRateMonitor("step")],
         },
@@ -495,7 +457,6 @@ class TestLightning(HostTests):
     REFUSED = (
         (fitting(Manual), ValueError, "backward=self.manual_backward"),
         (fitting(Lbfgs), ValueError, "LBFGS runs a batch several times"),
-        (fitting(TwoOptimizers), RuntimeError, "multiple optimizers"),  # rejected by the host
         (fitting(Iterating), ValueError, r"Change it to training_step\(batch, batch_idx\)"),
         (with_strategy("DeepSpeedStrategy"), ValueError, "DeepSpeedS.* its own gradients"),
         (with_strategy("FSDPStrategy"), ValueError, "FSDPStrategy is FSDP1"),
@@ -503,7 +464,6 @@ class TestLightning(HostTests):
         (fitting(Small, 5, AutoMicrobatch()), (ValueError, RuntimeError), "twice|more than one"),
         (fitting(WritesParameters), RollbackError, "on_before_zero_grad or .* writes to param"),
         (fitting(Skipping, 8, num_sanity_val_steps=0), LossError, "None for 8 of 32 rows"),
-        (fitting(Combined, train=combined), BatchError, "rows of the batch do not agree"),
         (fitting(TokenMeans, train=tokens), LossAverageError, "splitting changes"),
         (lambda: AutoMicrobatch(optimizer=None), TypeError, "is set by the trainer"),
         (lambda: AutoMicrobatch(microbatchsize=3), TypeError, "is not known.*microbatch_size"),

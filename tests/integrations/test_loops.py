@@ -158,9 +158,6 @@ class InAccelerate:
         self.scheduler.step()
         self.optimizer.zero_grad()
 
-    def gather(self, pair: tuple[Tensor, Tensor]) -> Any:
-        return self.accelerator.gather_for_metrics(pair)
-
     def save(self, folder: Path, step: Any) -> None:
         self.accelerator.save_state(str(folder))
 
@@ -221,9 +218,6 @@ class InFabric:
         self.optimizer.step()
         self.scheduler.step()
         self.optimizer.zero_grad()
-
-    def gather(self, pair: tuple[Tensor, Tensor]) -> Any:
-        return pair
 
     def _state(self, step: Any) -> dict[str, Any]:
         optimizers = {"optimizer": self.optimizer, "scheduler": self.scheduler}
@@ -305,16 +299,13 @@ def train(
             logged.append({"loss": loss.item(), "rate": made.optimizer.param_groups[0]["lr"]})
             del batch, loss
         model.eval()
-        seen = []
         for batch in from_host(eval_loader):
             if options is not None:
                 outputs = step.evaluate(batch, return_outputs=True).outputs
             else:
                 with torch.no_grad():
                     outputs = model(batch[0])
-            seen.append(torch.stack(made.gather((outputs.argmax(dim=-1), batch[1]))))
-        found = torch.cat(seen, dim=1)
-        logged.append({"rows": found.shape[1], "hits": int((found[0] == found[1]).sum())})
+            logged.append({"hits": int((outputs.argmax(dim=-1) == batch[1]).sum())})
     if saves is not None:
         made.save(saves, step)
     return Ran(
@@ -488,13 +479,11 @@ def compare(rank: int, host: Any, share: float | None, *, uneven: bool = False, 
     return {"ooms": ours.host.ooms, "gap": gap, "logged": (ours.logged, plain.logged)}
 
 
-def check_ranks(world: World, share: float | None, host: Any, **case: Any) -> list[Any]:
-    found: list[Any] = world.run(on_ranks, compare, host, share, **case)
-    for each in found:
-        assert (each["ooms"] > 0) == (share is not None)
-        assert each["gap"] < 1e-6
-        check_rows(*each["logged"])
-    return found
+def check_ranks(world: World, share: float | None, host: Any, **case: Any) -> None:
+    for found in world.run(on_ranks, compare, host, share, **case):
+        assert (found["ooms"] > 0) == (share is not None)
+        assert found["gap"] < 1e-6
+        check_rows(*found["logged"])
 
 
 @pytest.mark.sweep
@@ -503,9 +492,7 @@ def test_two_ranks_match_ddp_when_one_runs_out_of_memory(
     world: World, name: str, steps: int
 ) -> None:
     for share in (None, 0.5):
-        for found in check_ranks(world, share, InAccelerate, name=name, steps=steps):
-            [rows, *_] = [each["rows"] for each in found["logged"][0] if "rows" in each]
-            assert rows == {"cv": 90, "tags": 30}[name]  # no row twice
+        check_ranks(world, share, InAccelerate, name=name, steps=steps)
 
 
 @pytest.mark.slow
@@ -523,7 +510,7 @@ def test_two_fabric_ranks_match_plain_loop(
 @pytest.mark.sweep
 @pytest.mark.parametrize(
     "config",
-    [{"split_batches": True}, {"dispatch_batches": True}, {"use_seedable_sampler": True}],
+    [{"split_batches": True}, {"dispatch_batches": True}],
     ids=lambda config: "".join(config),
 )
 def test_ranks_with_unequal_token_counts_match_ddp(world: World, config: dict[str, Any]) -> None:

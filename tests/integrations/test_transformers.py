@@ -86,22 +86,6 @@ class TwoLosses(runs.Own):
         return {**found, "loss": total + 0.01 * found["logits"].square().mean()}
 
 
-class TwoTargets(runs.Own):
-    def forward(  # type: ignore[override]
-        self, input_ids: Tensor, kind: Tensor, height: Tensor
-    ) -> dict[str, Tensor]:
-        logits = super().forward(input_ids)["logits"]
-        loss = F.cross_entropy(logits, kind) + F.mse_loss(logits[:, 0], height.to(logits.dtype))
-        return {"loss": loss, "logits": logits}
-
-
-def two_targets(rows: int = runs.ROWS) -> Rows:
-    return [
-        {"input_ids": (ids := row["input_ids"]), "kind": ids[0] % 3, "height": ids[1] / 50}
-        for row in tokens(rows)
-    ]
-
-
 class TimeFirst(nn.Module):
     """A model whose rows are in dimension 1, next to a table that all rows share."""
 
@@ -402,9 +386,6 @@ class TestTransformers(HostTests):
             "eval_strategy": "epoch",
         },
         "loss with parameters": {"model": runs.Own, "data": classes, "kind": Scaled},
-        "label_names": {
-            "model": TwoTargets, "data": two_targets, "label_names": ["kind", "height"],
-        },
         "noise": {"neftune_noise_alpha": 5.0, "optim": "sgd", "learning_rate": 0.05},
     }  # fmt: skip
     TOLERANCES: ClassVar = {"smoothing, accumulation": 1e-12 if COUNTS_SMOOTHED else 1e-6}
@@ -536,22 +517,6 @@ def test_outputs_that_microbatches_cannot_reproduce_warn(gives: str, said: str) 
         trainer.predict(classes(8))
 
 
-def by_items_in_training(trainer: Any, model: nn.Module, inputs: Any) -> Any:
-    """A sum divided by the items of a step, or a mean in evaluation."""
-    loss, outputs = mean_of_tokens(trainer, model, inputs)
-    if trainer.items is not None:
-        loss = sum_over_items(outputs, inputs["labels"], trainer.items)
-    return loss, outputs
-
-
-class ByItems(with_loss(by_items_in_training)):  # type: ignore[misc]
-    items = None
-
-    def compute_loss(self, *args: Any, num_items_in_batch: Any = None, **kwargs: Any) -> Any:
-        self.items = num_items_in_batch if self.model.training else None
-        return super().compute_loss(*args, **kwargs)
-
-
 # Sizes, the end of a run, and memory
 
 
@@ -661,14 +626,6 @@ def test_partly_divided_loss_is_rejected_with_working_remedy() -> None:
             ours.train()
         assert ours.state.global_step == steps
     check(run(make(UNUSED, EVERY_BATCH_WHOLE, **case)), run(make(UNUSED, **case)), close=0.0)
-
-
-def test_evaluation_mean_must_be_declared() -> None:
-    case: dict[str, Any] = {**PARTS, "kind": ByItems}
-    with pytest.raises(LossAverageError, match="splitting changes this batch"):
-        make(UNUSED, {}, **case).evaluate()
-    ours = make(UNUSED, {"loss_average": "tokens"}, **case)
-    check(run(ours), run(make(UNUSED, **case)), close=0.0)
 
 
 class Images(nn.Module):
