@@ -156,7 +156,7 @@ def train(
     y: Any = LABELS,
     declared: Any = None,
     policy: str = "float32",
-    epochs: int = 3,
+    epochs: int = 2,
     **told: Any,
 ) -> Ran:
     """Fit, evaluate and predict in a policy of Keras."""
@@ -295,7 +295,7 @@ class TestKeras(HostTests):
         "mean by tokens": {**BY_TOKENS, "declared": {"loss_average": count_tokens}},
     }  # fmt: skip
     WHOLE = ("dropout",)
-    SIZES: ClassVar = {"microbatch_size": 10, "eval_microbatch_size": 30}
+    SIZES: ClassVar = {"microbatch_size": 24, "eval_microbatch_size": 40}
     DROPOUT: ClassVar = {}
     EXACT: ClassVar = {}
     CLOSE = 2e-6

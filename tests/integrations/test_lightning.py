@@ -352,7 +352,7 @@ def fit(
             rows = [{k: float(v) for k, v in row.items() if v} for row in csv.DictReader(file)]
     lines = [each for each in callbacks if isinstance(each, AutoMicrobatch)]
     return Ran(
-        [*tensors, torch.tensor(kept["hits"])],
+        [*tensors, torch.tensor([0, *kept["hits"]])],
         rows,
         recorder.events,
         trainer,
