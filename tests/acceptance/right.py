@@ -34,18 +34,13 @@ from tests.acceptance.rows import (
 )
 from tests.acceptance.wrong import (
     Bayesian,
-    Experts,
     Make,
     bayesian,
     beside,
     decay,
     each_of,
     evaluated,
-    frames_per_target,
     giving,
-    hooked,
-    routed,
-    speech,
     tokens_and_rows,
 )
 
@@ -109,10 +104,6 @@ add("losses of torch", {
     "KLDivLoss, a sum": told(nn.KLDivLoss(reduction="sum"), of_shares, LOG),
     "BCEWithLogitsLoss": told(nn.BCEWithLogitsLoss(), of_bits),
     "BCEWithLogitsLoss, a sum": told(nn.BCEWithLogitsLoss(reduction="sum"), of_bits),
-    "frames over targets, declared": job(
-        frames_per_target, model=net(6, 8, 7), batch=speech, size=4,
-        loss_average=lambda batch: batch["lengths"].sum(),
-    ),
 })  # fmt: skip
 add("losses of torch", {
     "LinearCrossEntropyLoss": job(model=net(6, 8), batch=classes, loss_fn=nn.LinearCrossEntropyLoss(8, 3)),
@@ -220,9 +211,7 @@ def modelled(model: Callable[[], nn.Module], **more: Any) -> Make:
 SPOILT: dict[str, Callable[[Tensor], Tensor]] = {
     "noise": lambda x: x + torch.randn_like(x),
     "noise of a distribution": lambda x: x + torch.distributions.Normal(x * 0, 1.0).rsample(),
-    "one scale for all": lambda x: x * torch.rand(()).to(x.dtype),
     "rows dropped": lambda x: x * torch.bernoulli(torch.full((len(x), 1), 0.8, dtype=x.dtype)),
-    "features shuffled": lambda x: x[:, torch.randperm(x.shape[1])],
     "NumPy's noise": lambda x: x + torch.from_numpy(np.random.standard_normal(tuple(x.shape))).to(x.dtype),
 }  # fmt: skip
 add("draws", {
@@ -309,22 +298,14 @@ def vision(*between: Callable[[], nn.Module], width: int = 8, **more: Any) -> Ma
 
 add("models", {
     "ReLUs on an edge": modelled(on_an_edge),
-    "deep and narrow": layers(*[nn.Tanh, lambda: nn.Linear(8, 8)] * 12),
     "RMSNorm": layers(lambda: nn.RMSNorm(8), nn.SiLU),
-    "wide": layers(nn.ReLU, width=1024),
-    "experts that nothing balances": job(routed, model=lambda: Experts(4)),
     "BatchNorm that is frozen": modelled(frozen_batchnorm),
     "convolutions": vision(nn.ReLU, lambda: nn.Conv2d(8, 8, 3), nn.ReLU),
     "GroupNorm": vision(lambda: nn.GroupNorm(4, 8), nn.ReLU),
     "a recurrent layer": modelled(lambda: Last(nn.GRU(6, 6, batch_first=True)), batch=of_sequences, size=5),
     "an encoder": modelled(lambda: Last(encoder()), batch=of_sequences, size=5),
-    "targets of a million": job(
-        lambda m, b: F.mse_loss(m(b[0] * 1e3), b[1] * 1e6), model=net(6, 8, 3, act=nn.ReLU),
-        batch=numbers, lr=1e-9,
-    ),
     "a hook that clamps": modelled(hooked_parameter),
     "a hook that clips": modelled(hooked_after),
-    "a hidden gradient, clamped": hooked(lambda g: g.clamp(-1e-3, 1e-3)),
     "a teacher in a closure": job(fresh=taught),
     "rows counted, and what came last": modelled(between(counts, seen=lambda: 0, last=lambda: None)),
 })  # fmt: skip
@@ -360,7 +341,7 @@ add("numbers", {
 LOW = (
     "MSELoss", "CrossEntropyLoss, weights", "NLLLoss", "BCEWithLogitsLoss", "a mean, of numbers",
     "a mask, declared", "tokens, declared", "a mean times 1e6, of numbers", "decay beside a mean",
-    "deep and narrow", "RMSNorm", "convolutions", "GroupNorm",
+    "RMSNorm", "convolutions", "GroupNorm",
     "an encoder", "a recurrent layer", "dropout", "noise", "times of a diffusion",
 )  # fmt: skip
 for name in LOW:

@@ -55,27 +55,9 @@ def rare_class(d: Draws) -> Any:
     return d.normal(256, 6), y
 
 
-def graphs(d: Draws) -> Any:
-    return {"nodes": [d.normal(int(n), 6) * n for n in d.whole(1, 9, 12)], "y": d.normal(12)}
-
-
 def pixels(d: Draws) -> Any:
     y = d.whole(0, 3, 12, 6, 6).where(d.uniform(12, 6, 6) > d.uniform(12, 1, 1), 255)
     return d.normal(12, 3, 6, 6), y
-
-
-def speech(d: Draws) -> Any:
-    lengths = d.whole(1, 5, 16)
-    return {"x": d.normal(16, 12, 6), "y": d.whole(1, 7, 16, 4), "lengths": lengths}
-
-
-def frames_per_target(model: Any, batch: Any) -> Any:
-    odds, frames = (
-        model(batch["x"]).log_softmax(-1).transpose(0, 1),
-        torch.full((len(batch["x"]),), 12),
-    )
-    each = F.ctc_loss(odds, batch["y"], frames, batch["lengths"], reduction="none")
-    return each.sum() / batch["lengths"].sum()
 
 
 def class_weighted(*weights: float) -> Callable[[Any, Any], Any]:
@@ -132,8 +114,6 @@ add("average", {
     "a mask, times 1e-7": job(functools.partial(masked_mean, scale=1e-7), model=net(6, 8, 5), batch=masked),
     "weights over their sum": job(lambda m, b: (entropies(m, b) * b[2]).sum() / b[2].sum(), batch=weighted),
     "a weight of a rare class": job(class_weighted(1, 20, 1), model=net(6, 3), batch=rare_class, size=64),
-    "frames over targets": job(frames_per_target, model=net(6, 8, 7), batch=speech, size=4),
-    "nodes of graphs": job(lambda m, b: torch.cat([m(each) for each in b["nodes"]]).square().mean(), batch=graphs, size=4),
     "pixels that count": job(
         lambda m, b: F.cross_entropy(m(b[0]), b[1], ignore_index=255),
         model=lambda: nn.Sequential(nn.Conv2d(3, 4, 3, padding=1), nn.Tanh(), nn.Conv2d(4, 3, 1)),
@@ -157,19 +137,17 @@ class Autoencoder(nn.Module):
         return self.decode(mean + torch.randn_like(mean) * (log / 2).exp()), divergence
 
 
-def variational(model: Any, batch: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
+def variational(model: Any, batch: Any) -> Any:
     back, divergence = model(batch[0])
-    return F.mse_loss(back, batch[0], reduction=reduction) + scale * divergence
+    return F.mse_loss(back, batch[0], reduction="sum") + divergence
 
 
 def dropped(model: Any, batch: Any) -> Any:
     return F.mse_loss(model(F.dropout(batch[0], 0.4)), batch[1], reduction="sum")
 
 
-variational_mean = functools.partial(variational, reduction="mean", scale=1e-2)
 add("average", {
     "variational, a sum": job(variational, model=Autoencoder),
-    "variational, a mean beside a sum": job(variational_mean, model=Autoencoder),
     "dropped inputs in a sum": job(dropped, batch=numbers),
 }, is_measured=False)  # fmt: skip
 
@@ -312,10 +290,6 @@ add("rows compared", {
         lambda m, b: F.cross_entropy(m(b[0]).flatten(0, 1), b[1].flatten()),
         model=TimeFirst, batch=lambda d: (d.whole(0, 11, 20, 4), d.whole(0, 11, 20, 4)),
         size=5, loss_average="samples",
-    ),
-    "a scale as long as there are rows": job(
-        lambda m, b: F.cross_entropy(m(b["x"] * b["scale"].repeat(6 // len(b["scale"]))), b["y"]),
-        batch=lambda d: {"x": d.normal(6, 6), "scale": d.uniform(6) * 3, "y": d.whole(0, 3, 6)}, size=3,
     ),
     "batch normalisation": job(
         model=lambda: nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 3)),
@@ -500,16 +474,6 @@ def configured() -> Callable[[Any, Any], Any]:
     return lambda model, batch: masked_mean(model, batch, scale=config.scale)
 
 
-def tasks(d: Draws) -> Any:
-    return {**masked(d), "task": "rows" if d.step < 4 else "masked"}
-
-
-def of_a_task(model: Any, batch: Any) -> Any:
-    is_masked = batch["task"] == "masked"
-    whole = (model(batch["x"]) - batch["y"]).square().mean()
-    return masked_mean(model, batch) if is_masked else whole
-
-
 class Holding(nn.Module):
     """A loss that holds the model and compares rows."""
 
@@ -530,9 +494,6 @@ add("average", {
     "a config whose attributes are KeyErrors": job(fresh=configured, model=net(6, 8, 5), batch=masked),
 })  # fmt: skip
 add("rows compared", {"a loss that holds the model": job(held_pairs, model=Holding)})
-add("late", {
-    "another task at batch 5": job(of_a_task, model=net(6, 8, 5), batch=tasks, steps=6),
-}, dtypes=WIDE)  # fmt: skip
 
 for at in (3, 25):
     add("late", {
