@@ -183,9 +183,9 @@ def train(
         tensors = [torch.tensor(np.asarray(e, dtype="float64")) for e in [*variables, *predicted]]
     each_epoch = zip(*history.values(), strict=True)
     logged = [*(dict(zip(history, each, strict=True)) for each in each_epoch), values]
-    scale = getattr(model.optimizer, "dynamic_scale", None)
+    scales = [float(v.numpy()) for v in model.optimizer.variables if v.name == "dynamic_scale"]
     found = 0 if options is None else model.automicro.last.num_microbatches
-    return Ran(tensors, logged, (), model, found, scale and float(scale.numpy()))
+    return Ran(tensors, logged, (), model, found, *scales)
 
 
 @contextlib.contextmanager

@@ -341,7 +341,12 @@ def fit(
     if scales:
         scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=3)
         options["plugins"] = [pl.plugins.MixedPrecision("16-mixed", "cpu", scaler=scaler)]
-    trainer = trainer_of(folder, [*callbacks, recorder], **options)
+    lines: list[Any] = [each for each in callbacks if isinstance(each, AutoMicrobatch)]
+    counts: list[int] = []
+    count = pl.callbacks.LambdaCallback(
+        on_train_batch_end=lambda *_: counts.extend(e.result.num_microbatches for e in lines)
+    )
+    trainer = trainer_of(folder, [*callbacks, recorder, count], **options)
     own = None if train else loader(dtype, rows=40, batch=24)
     trainer.fit(module, train() if train else loader(dtype), own, ckpt_path=ckpt_path)
     kept = getattr(module, "kept", {"losses": [], "outputs": [], "hits": []})
@@ -350,13 +355,12 @@ def fit(
     if path.exists():
         with path.open() as file:
             rows = [{k: float(v) for k, v in row.items() if v} for row in csv.DictReader(file)]
-    lines = [each for each in callbacks if isinstance(each, AutoMicrobatch)]
     return Ran(
         [*tensors, torch.tensor([0, *kept["hits"]])],
         rows,
         recorder.events,
         trainer,
-        sum(each.result.num_microbatches for each in lines),  # type: ignore[union-attr]
+        max(counts, default=0),
         trainer.precision_plugin.scaler.get_scale() if scales else None,
     )
 
