@@ -295,17 +295,6 @@ def metrics_of_inputs(prediction: Any) -> dict[str, float]:
 # Runs
 
 
-class Stop(TrainerCallback):
-    """Evaluate at a step, and stop the training there."""
-
-    def __init__(self, at: int) -> None:
-        self.at = at
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        control.should_training_stop = state.global_step >= self.at
-        control.should_evaluate = state.global_step == self.at
-
-
 class Scales(TrainerCallback):
     """Log the fp16 loss scale after each step, on a device without fp16."""
 
@@ -424,12 +413,7 @@ class TestTransformers(HostTests):
         return run(trainer, evaluates=evaluates)
 
     def resumed(self, folder: Path, first: bool, second: bool) -> Ran:
-        saving: dict[str, Any] = {"save_strategy": "steps", "save_steps": 2, "dropout": 0.1}
-        stopped = make(folder, {} if first else None, callbacks=[Stop(2)], **saving)
-        stopped.train()
-        resumed = make(folder, {} if second else None, **saving)
-        resumed.train(resume_from_checkpoint=True)
-        return Ran(runs.parameters(resumed), runs.logged(resumed))
+        return runs.resumed(make, folder, first, second)
 
 
 # Evaluation
@@ -525,7 +509,7 @@ def test_sizes_are_saved_in_trainer_state(tmp_path: Path) -> None:
     with MemoryBudget("4GiB") as budget:
         make(tmp_path).train()
     with MemoryBudget(budget.peak_bytes // 2):
-        first = make(tmp_path, {}, callbacks=[Stop(4)], **saving)
+        first = make(tmp_path, {}, callbacks=[runs.Stop(4)], **saving)
         first.train()
     kept = json.loads((tmp_path / "checkpoint-4" / "trainer_state.json").read_text())
     assert "train" in kept["stateful_callbacks"]["Sizes"]["attributes"]["found"]
@@ -739,7 +723,9 @@ def test_token_sorted_rows_match_trainer(size: int | str) -> None:
 
 def test_language_model_tail_uses_own_size() -> None:
     options = {"microbatch_size": 4, "nested": {"tail": 2}}
-    plain, ours = (run(make(UNUSED, each, dtype=torch.float64)) for each in (None, options))
+    plain, ours = (
+        run(make(UNUSED, each, dtype=torch.float64), evaluates=False) for each in (None, options)
+    )
     check(ours, plain, close=1e-6)  # the loss of transformers is float32
     assert max(vars(ours.host.model)["forward"].split.sizes) == 2
 

@@ -28,7 +28,7 @@ from automicro import BatchError, LossAverageError
 from automicro.batch.layout import BatchLayout
 from automicro.integrations.transformers import Pairs, enable
 from tests.integrations.hosts import HostTests, Ran, check, check_rows, on_ranks, with_and_without
-from tests.integrations.transformers_runs import compare_on_ranks, run
+from tests.integrations.transformers_runs import compare_on_ranks, resumed, run
 from tests.ranks.world import world_of
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # warnings of TRL, which change with each version
@@ -168,7 +168,9 @@ class TestTrl(HostTests):
         "GRPO, sequences": {
             **GRPO, "epsilon": 0.001, "importance_sampling_level": "sequence", "loss_type": "grpo",
         },
-        "GRPO, truncated completions masked": {**GRPO, "mask_truncated_completions": True},
+        "GRPO, truncated completions masked": {  # its evaluation cannot be split
+            **GRPO, "mask_truncated_completions": True, "evaluates": False,
+        },
         "RLOO": {**GRPO, "kind": "RLOO"},
         "GRPO, means over tokens of a batch": {
             **GRPO, "loss_type": "bnpo",
@@ -195,8 +197,11 @@ class TestTrl(HostTests):
         ),  # a mean over tokens next to a sum over items
     )
 
-    def run(self, folder: Path, options: Any, **case: Any) -> Ran:
-        return run(make(folder, options, **case))
+    def run(self, folder: Path, options: Any, *, evaluates: bool = True, **case: Any) -> Ran:
+        return run(make(folder, options, **case), evaluates=evaluates)
+
+    def resumed(self, folder: Path, first: bool, second: bool) -> Ran:
+        return resumed(make, folder, first, second)
 
 
 def test_pairs_are_split_together() -> None:

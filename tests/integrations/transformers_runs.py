@@ -172,6 +172,29 @@ def run(trainer: Any, *, evaluates: bool = True) -> Ran:
     )
 
 
+class Stop(TrainerCallback):
+    """Evaluate at a step, and stop the training there."""
+
+    def __init__(self, at: int) -> None:
+        self.at = at
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        control.should_training_stop = state.global_step >= self.at
+        control.should_evaluate = state.global_step == self.at
+
+
+def resumed(make: Callable[..., Any], folder: Path, first: bool, second: bool) -> Ran:
+    """Stop a run at its second step, and resume it, each with automicro or without."""
+    saving: dict[str, Any] = {"save_strategy": "steps", "save_steps": 2, "dropout": 0.1}
+    stopped = make(folder, {} if first else None, **saving)
+    stopped.add_callback(Stop(2))
+    stopped.train()
+    trainer = make(folder, {} if second else None, **saving)
+    trainer.train(resume_from_checkpoint=True)
+    assert stopped.state.global_step == 2 < trainer.state.global_step
+    return Ran(parameters(trainer), logged(trainer))
+
+
 def parameters(trainer: Any) -> list[Tensor]:
     """Return all parameters of a trainer's model, gathered from shards."""
     found = (each.detach() for each in trainer.model.parameters())
