@@ -108,7 +108,7 @@ class Small(pl.LightningModule):
 
 
 def metrics(name: str) -> nn.ModuleDict:
-    several = {"mean": MeanMetric(), "sum": SumMetric()}
+    several: dict[str, Any] = {"mean": MeanMetric(), "sum": SumMetric()}
     of_values = MetricCollection(several, compute_groups=False, prefix=f"{name}/")
     made = {"accuracy": MulticlassAccuracy(3, average="micro"), "several": of_values}
     return nn.ModuleDict({**made, "matrix": MulticlassConfusionMatrix(3)})

@@ -183,10 +183,7 @@ class InFabric:
             mixed = MixedPrecision("16-mixed", "cpu", scaler=scaler_of(scale))
             how |= {"plugins": [mixed], "precision": None}
         if sharded:
-            how["strategy"] = ModelParallelStrategy(
-                lambda model, mesh: fully_shard(model, mesh=mesh["data_parallel"]),
-                process_group_backend="gloo",
-            )
+            how["strategy"] = ModelParallelStrategy(shard, process_group_backend="gloo")
         elif devices > 1:
             how["strategy"] = DDPStrategy(process_group_backend="gloo")
         self.fabric, self.steps = Fabric(accelerator="cpu", **how), steps
@@ -230,6 +227,11 @@ class InFabric:
     def load(self, folder: Path, step: Any) -> None:
         self.fabric.load(folder / "state", self._state(step))
         torch.set_rng_state(torch.load(folder / "rng"))
+
+
+def shard(model: Any, mesh: Any) -> Any:
+    """Shard a model for the FSDP2 strategy of Fabric."""
+    return fully_shard(model, mesh=mesh["data_parallel"])
 
 
 def scaler_of(scale: float) -> torch.amp.GradScaler:
@@ -279,7 +281,7 @@ def train(
         assert all(hasattr(parameter, "full_tensor") for parameter in model.parameters())
     given = {"loss_fn": example.loss_fn, "loss_average": example.average, **(options or {})}
     given |= {"probe": False} if how.get("sharded") else {}
-    step = made.step(**given) if options is not None or saves or loads else None
+    step: Any = made.step(**given) if options is not None or saves or loads else None
     if loads is not None:
         made.load(loads, step)
     logged: list[dict[str, Any]] = []

@@ -331,7 +331,7 @@ def training(kind: Any, **case: Any) -> Callable[[], Any]:
     return lambda: make(UNUSED, {}, kind=kind, **case).train()
 
 
-STEPS = {"model": runs.bert, "data": classes}
+STEPS: dict[str, Any] = {"model": runs.bert, "data": classes}
 PARTS = {"gradient_accumulation_steps": 4}
 OWN_BACKWARD = r"training_step computes its loss itself, .* Let it call"
 
@@ -709,7 +709,7 @@ def test_token_sorted_rows_match_trainer(size: int | str) -> None:
         "model": lambda dropout: runs.bert(dropout, BertForTokenClassification), "data": ragged,
         "data_collator": padded, "optim": "sgd", "learning_rate": 0.5, "dtype": torch.float64,
     }  # fmt: skip
-    options = {"microbatch_unit": "tokens", "loss_average": "tokens"}
+    options: dict[str, Any] = {"microbatch_unit": "tokens", "loss_average": "tokens"}
     options |= {"microbatch_size": size, "eval_microbatch_size": size}
     plain, ours = run(make(UNUSED, **case)), run(make(UNUSED, options, **case))
     check(ours, plain, close=1e-9)

@@ -140,7 +140,8 @@ class Module(pl.LightningModule):
             if name != "loss":
                 self.seen.setdefault(name, []).append(value)
 
-    on_validation_batch_end = on_train_batch_end
+    def on_validation_batch_end(self, outputs: Any, *_: Any) -> None:
+        self.on_train_batch_end(outputs)
 
     def configure_optimizers(self) -> Any:
         return torch.optim.SGD(self.parameters(), lr=0.1)

@@ -75,7 +75,7 @@ def t5(dropout: float) -> nn.Module:
 
 
 def bert(dropout: float, kind: Any = BertForSequenceClassification) -> nn.Module:
-    config = BertConfig(
+    config = BertConfig(  # type: ignore[call-arg]
         vocab_size=VOCABULARY, hidden_size=32, num_hidden_layers=1, num_attention_heads=2,
         intermediate_size=32, num_labels=3,
         hidden_dropout_prob=dropout, attention_probs_dropout_prob=dropout,
