@@ -166,7 +166,7 @@ class HostTests:
         assert ours.scale == plain.scale
         check_rows(losses(ours), losses(plain), mixed[1])
 
-    @pytest.mark.timeout(300)
+    @pytest.mark.timeout(600)
     def test_run_at_any_limit_matches_or_raises_sample_too_large(self, tmp_path: Path) -> None:
         at_any_limit(self.running(tmp_path, **{**self.EXACT, **self.LIMITED}), close=self.CLOSE)
 

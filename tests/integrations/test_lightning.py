@@ -662,12 +662,13 @@ def test_metric_mistaking_logits_for_probabilities_warns_once() -> None:
 @pytest.mark.parametrize("size", ["auto", 8])
 def test_sizes_are_restored_from_checkpoints_of_the_same_policy(size: Any, tmp_path: Path) -> None:
     gc.disable()  # the collector changes which sizes fit
-    first = AutoMicrobatch(microbatch_size=size, memory_limit="360KiB")
+    limit = "360KiB"
+    first = AutoMicrobatch(microbatch_size=size, memory_limit=limit if size == "auto" else None)
     fit(callbacks=[first], max_epochs=1).host.save_checkpoint(tmp_path / "ours.ckpt")
     told: list[Any] = []
     features = [Observing(lambda event, subject: told.append(event))]
-    again = AutoMicrobatch(memory_limit="360KiB", features=features)
-    case: dict[str, Any] = {"max_epochs": 2, "num_sanity_val_steps": 0}
+    again = AutoMicrobatch(memory_limit=limit, features=features)
+    case: dict[str, Any] = {"max_epochs": 2, "num_sanity_val_steps": 0, "train": loader}
     fit(callbacks=[again], ckpt_path=tmp_path / "ours.ckpt", **case)
     gc.enable()
     assert told.count("attempt_start") > 0

@@ -215,7 +215,7 @@ def test_pairs_are_split_together() -> None:
         layout.num_rows(Pairs.read({**batch, "odd": torch.arange(3)}))
 
 
-class Own(trl.SFTTrainer):  # type: ignore[name-defined, misc]
+class Own(trl.SFTTrainer):  # type: ignore[name-defined]
     """A subclass whose loss is declared; its evaluation averages over shifted targets."""
 
     def compute_loss(self, *args: Any, **kwargs: Any) -> Any:

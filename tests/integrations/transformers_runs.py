@@ -244,7 +244,7 @@ def compare_on_ranks(
         if torch.is_grad_enabled() and len(kwargs["input_ids"]) > most:
             raise torch.OutOfMemoryError("CUDA out of memory.")
 
-    alone, trainer = make(**case), make(**case)
+    alone, trainer = (make(**copy.deepcopy(case)) for _ in range(2))
     if is_sharded:
         alone, trainer = shard(alone), shard(trainer)
     plain = run(alone)
