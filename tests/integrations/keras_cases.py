@@ -299,6 +299,7 @@ class TestKeras(HostTests):
     DROPOUT: ClassVar = {}
     EXACT: ClassVar = {}
     CLOSE = 2e-6
+    TOLERANCES: ClassVar = {"any limit": 1e-6}
     # In a narrower model, optimizer and metrics could exceed half of the peak.
     MIXED = tuple(
         ({"make": lambda: classifier(width=512), "policy": f"mixed_{kind}"}, 1e-3)
@@ -538,7 +539,8 @@ def compare_on_ranks() -> tuple[int, float]:
         train(options, make=make, x=INPUTS[rows], y=LABELS[rows])
         for options in (None, {"features": [Observing(observe)]})
     )
-    return told.count("oom"), max_diff(ours.tensors, plain.tensors)
+    count = len(plain.host.variables)
+    return told.count("oom"), max_diff(ours.tensors[:count], plain.tensors[:count])
 
 
 @pytest.mark.slow
@@ -547,7 +549,7 @@ def test_averaging_ranks_match_keras_when_one_runs_out(monkeypatch: pytest.Monke
     with world_of(2) as world:
         (alone, gap), (short, its_gap) = world.run(compare_on_ranks)
     assert alone == 0 < short
-    assert max(gap, its_gap) < 1e-5
+    assert max(gap, its_gap) < 1e-6
 
 
 def enable_distributed() -> list[str]:

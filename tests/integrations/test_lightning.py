@@ -790,7 +790,8 @@ def compare_on_ranks(kind: str, parts: int, folder: str) -> dict[str, Any]:
     observing = Observing(lambda event, subject: told.append(event))
     plain, ours = run(module), run(Short, AutoMicrobatch(features=[observing]))
     check_rows(ours.logged, plain.logged, 1e-5)
-    gap = max_diff(*(map(local, each.tensors) for each in (ours, plain)))
+    both = [each.host.lightning_module.parameters() for each in (ours, plain)]
+    gap = max_diff(*([local(p.detach()) for p in parameters] for parameters in both))
     return {"ooms": told.count("oom"), "gap": gap}
 
 
@@ -802,7 +803,7 @@ def test_two_ranks_match_host_when_one_runs_out_of_memory(
     with world_of(2) as world:
         for found in world.run(compare_on_ranks, kind, parts, str(tmp_path)):
             assert found["ooms"] > 0
-            assert found["gap"] < 1e-5
+            assert found["gap"] < 1e-6
 
 
 # The other package

@@ -377,8 +377,14 @@ class TestTransformers(HostTests):
         "loss with parameters": {"model": runs.Own, "data": classes, "kind": Scaled},
         "noise": {"neftune_noise_alpha": 5.0, "optim": "sgd", "learning_rate": 0.05},
     }  # fmt: skip
-    TOLERANCES: ClassVar = {"smoothing, accumulation": 1e-12 if COUNTS_SMOOTHED else 1e-6}
-    CLOSE = 1e-10  # AdamW amplifies gradients near 0
+    TOLERANCES: ClassVar = {
+        "smoothing, accumulation": 1e-12 if COUNTS_SMOOTHED else 1e-6,
+        # AdamW amplifies gradients near 0.
+        **dict.fromkeys(("Clipping", "Again", "Generating", "a layout", "noise"), 1e-10),
+        **dict.fromkeys(("changing_its_inputs", "with_a_penalty", "to_zero_at_first"), 1e-10),
+        **dict.fromkeys(("batches with attributes", "pair batches", "declared mean"), 1e-10),
+        **dict.fromkeys(("schedule-free optimizer", "loss with parameters"), 1e-10),
+    }
     MIXED = (({"bf16": True}, 1e-3),)
     LIMITED: ClassVar = {"num_train_epochs": 1}
     FP16: ClassVar = {"scales": Scales}

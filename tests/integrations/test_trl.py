@@ -178,9 +178,10 @@ class TestTrl(HostTests):
         },
     }  # fmt: skip
     # TRL accumulates head gradients and computes log probabilities in fp32.
-    CLOSE = 1e-6
+    CLOSE = 1e-7
     TOLERANCES: ClassVar = {
-        "Reward": 1e-12, "GRPO, means over tokens of a batch": 1e-5, "RLOO": 1e-12,
+        "any limit": 1e-6, "GRPO, means over tokens of a batch": 1e-5, "GRPO, sequences": 1e-12,
+        "GRPO, truncated completions masked": 1e-12, "RLOO": 1e-12, "Reward": 1e-12,
     }  # fmt: skip
     LIMITED: ClassVar = {
         "padding_free": True, "max_length": None, "words": (60, 100), "rows": 12,
@@ -249,7 +250,7 @@ def test_changed_trainers_match_plain_ones(case: dict[str, Any], change: Any) ->
         change(trainer)
         return run(trainer if options is None else enable(trainer, **declared, **options))
 
-    with_and_without(train, HostTests.SIZES, close=1e-6)
+    with_and_without(train, HostTests.SIZES, close=1e-7 if "kind" in case else 1e-6)
 
 
 def test_completions_are_drawn_once_despite_retries() -> None:
@@ -265,7 +266,7 @@ def test_completions_are_drawn_once_despite_retries() -> None:
     ours = run(enable(trainer))
     assert trainer.automicro.microbatch_size <= 3
     assert trainer.automicro.last.ooms == 0, "the size was found in the first batch"
-    check(ours, plain, close=1e-6)
+    check(ours, plain, close=1e-12)
 
 
 @pytest.mark.sweep
