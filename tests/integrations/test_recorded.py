@@ -1,4 +1,4 @@
-"""Random steps in other trainers; ``told.main`` runs five hundred of them."""
+"""Values that microbatches emit, combined into those of the batch."""
 
 import warnings
 from types import SimpleNamespace
@@ -10,31 +10,11 @@ import torch
 from automicro.errors import MetricWarning
 from automicro.integrations.host import RETURNS, Recorded
 from automicro.loss.passes import extra_pass
-from tests.integrations.told import Program, host_of, judge, quietly
-
-pytest.importorskip("transformers")
-pytest.importorskip("lightning")
 
 
-@pytest.mark.timeout(300)
-@pytest.mark.parametrize("seed", range(6))
-@pytest.mark.parametrize("name", ["lightning", "transformers"])
-def test_reported_values_match_host_or_warn(name: str, seed: int) -> None:
-    host = host_of(name)
-    with quietly():
-        verdict = judge(host, Program.drawn(host, seed))
-    assert verdict.kind != "silent", verdict.about
-
-
-@pytest.mark.timeout(300)
-@pytest.mark.parametrize("cut", ["size", "oom"])
-@pytest.mark.parametrize("name", ["lightning", "transformers"])
-def test_each_way_of_reporting_matches_host_or_warns(name: str, cut: str) -> None:
-    host = host_of(name)
-    for program in Program.of_every_way(host, cut):
-        with quietly():
-            verdict = judge(host, program)
-        assert verdict.kind != "silent", verdict.about
+def recording(**kept: Any) -> tuple[Any, Recorded]:
+    owner = SimpleNamespace(**kept)
+    return owner, Recorded(lambda: {"kept": owner})
 
 
 def test_checks_do_not_share_recorded_parts() -> None:
@@ -79,8 +59,7 @@ def test_range_that_looked_like_a_maximum_warns() -> None:
 
 def test_list_with_row_count_tensors_is_joined_per_tensor() -> None:
     """Each list has as many entries as a microbatch has rows, and each tensor has those rows."""
-    kept = SimpleNamespace(both=[])
-    recorded = Recorded(lambda: {"kept": kept})
+    kept, recorded = recording(both=[])
     outputs = torch.arange(12.0).reshape(6, 2)
     recorded.begin()
     for rows in outputs.split(2):
@@ -95,8 +74,7 @@ def test_list_with_row_count_tensors_is_joined_per_tensor() -> None:
 
 
 def test_replaced_list_warns() -> None:
-    kept = SimpleNamespace(last=[0.0])
-    recorded = Recorded(lambda: {"kept": kept})
+    kept, recorded = recording(last=[0.0])
     recorded.begin()
     for number in (1.0, 2.0):
         with recorded.step(2):
@@ -105,13 +83,6 @@ def test_replaced_list_warns() -> None:
     with pytest.warns(MetricWarning, match=r"kept\.last changed"):
         recorded.prepare()
     assert kept.last == [2.0]
-
-
-class Counter:
-    """Values that a step counts next to its model, starting unset or from 0."""
-
-    def __init__(self) -> None:
-        self.added, self.here, self.table = 0, torch.zeros(()), {"added": 0.0}
 
 
 def count(kept: Any, way: str, number: int) -> None:
@@ -143,8 +114,7 @@ def test_single_check_distinguishes_set_and_accumulated_counts(
     way: str, hits: tuple[int, ...]
 ) -> None:
     """A value set from 0 also equals the sum of its parts, like a count."""
-    kept = Counter()
-    recorded = Recorded(lambda: {"kept": kept})
+    kept, recorded = recording(added=0, here=torch.zeros(()), table={"added": 0.0})
 
     def step(rows: int, number: int) -> None:
         with recorded.step(rows):
@@ -165,8 +135,8 @@ def test_single_check_distinguishes_set_and_accumulated_counts(
 
 
 def test_filler_step_for_other_ranks_leaves_no_trace() -> None:
-    kept, told = SimpleNamespace(total=0.0), list[float]()
-    recorded = Recorded(lambda: {"kept": kept})
+    kept, recorded = recording(total=0.0)
+    told: list[float] = []
     recorded.begin()
     for is_filler in (False, True):
         recorded.is_filler = is_filler
@@ -180,8 +150,7 @@ def test_filler_step_for_other_ranks_leaves_no_trace() -> None:
 
 
 def test_change_after_many_batches_warns() -> None:
-    kept = SimpleNamespace(early=0, late=0.0)
-    recorded = Recorded(lambda: {"kept": kept})
+    kept, recorded = recording(early=0, late=0.0)
 
     def batch(number: int) -> None:
         recorded.begin()
