@@ -15,104 +15,95 @@ from automicro import LossError, Microbatcher
 from automicro.features import with_features
 from tests.models import CLASSES, ROWS, ComposerStyle, Mlp, x, y
 
+KINDS: dict[str, Any] = {
+    "output": SequenceClassifierOutput,
+    "dict": dict,
+    "namespace": SimpleNamespace,
+}
+
 
 class Keyword(nn.Module):
-    """A model with Hugging Face's convention and an output of the requested kind."""
+    loss = nn.CrossEntropyLoss()  # a mere attribute, which is not Composer's interface
 
-    def __init__(self, kind: str = "output") -> None:
+    def __init__(self, kind="output"):
         super().__init__()
-        self.net = Mlp()
-        self.kind = kind
+        self.net, self.kind = Mlp(), KINDS[kind]
 
-    def forward(self, inputs: Tensor, labels: Tensor | None = None) -> Any:
+    def forward(self, inputs, labels=None):
         logits = self.net(inputs)
-        loss = None if labels is None else F.cross_entropy(logits, labels)
-        if self.kind == "dict":
-            return {"loss": loss, "logits": logits}
-        if self.kind == "namespace":
-            return SimpleNamespace(loss=loss, logits=logits)
-        return SequenceClassifierOutput(loss=loss, logits=logits)
+        return self.kind(loss=None if labels is None else self.loss(logits, labels), logits=logits)
 
 
-class MereAttribute(Keyword):
-    """A model with an attribute called ``loss``, which is not Composer's interface."""
-
-    loss = nn.CrossEntropyLoss()
+def keywords() -> dict[str, Tensor]:
+    return {"inputs": x(), "labels": y()}
 
 
-def train(model: nn.Module, batch: Any, **options: Any) -> float:
-    microbatcher = Microbatcher(model, microbatch_size=3, **with_features(options))
-    loss = float(microbatcher.backward(batch).loss)
+def train(model: nn.Module, batch: Any, **options: Any) -> Any:
+    result = Microbatcher(model, microbatch_size=3, **options).backward(batch)
     assert all(p.grad is not None for p in model.parameters())
-    return loss
+    return pytest.approx(float(result.loss))
 
 
-@pytest.mark.parametrize("kind", ["output", "dict", "namespace"])
-@pytest.mark.parametrize("model_class", [Keyword, MereAttribute])
-def test_mapping_batch_is_passed_as_keywords(model_class: type, kind: str) -> None:
-    model = model_class(kind)
+@pytest.mark.parametrize("kind", KINDS)
+def test_mapping_batch_is_passed_as_keywords(kind):
+    model = Keyword(kind)
     expected = float(F.cross_entropy(model.net(x()), y()).detach())
-    assert train(model, {"inputs": x(), "labels": y()}) == pytest.approx(expected)
+    assert expected == train(model, keywords())
 
 
-def test_loss_function_may_return_named_losses() -> None:
-    def loss_fn(outputs: Tensor, targets: Tensor) -> dict[str, Tensor]:
+def test_loss_function_may_return_named_losses():
+    def loss_fn(outputs, targets):
         return {"fit": F.cross_entropy(outputs, targets), "size": outputs.square().mean()}
 
     model = Mlp()
     expected = sum(float(loss.detach()) for loss in loss_fn(model(x()), y()).values())
-    assert train(model, (x(), y()), loss_fn=loss_fn) == pytest.approx(expected)
+    assert expected == train(model, (x(), y()), loss_fn=loss_fn)
+
+
+def test_detached_scalar_next_to_loss_is_an_output():
+    def forward(model, batch):
+        logits = model(batch[0])
+        return F.cross_entropy(logits, batch[1]), logits.detach().mean()
+
+    train(Mlp(), (x(), y()), forward=forward)
+
+
+def two_losses(outputs, targets):
+    return F.cross_entropy(outputs, targets), outputs.square().mean()
+
+
+def returning(result: Any) -> dict[str, Any]:
+    return {"forward": lambda model, batch: result(F.cross_entropy(model(batch[0]), batch[1]))}
 
 
 @pytest.mark.parametrize("size", [None, 3])
 @pytest.mark.parametrize(
-    ("result", "message"),
-    [
-        (lambda loss: None, "forward returned a NoneType"),
-        (lambda loss: [loss, loss], "forward returned a list of length 2"),
-        (lambda loss: {}, r"mapping with the keys \[\]"),
-        (lambda loss: {"loss": loss.item()}, "the loss is of type float, not a tensor"),
-        (lambda loss: loss.detach(), "does not depend on any parameter"),
-    ],
-)
-def test_forward_without_usable_loss_raises_error_at_every_size(
-    result: Any, message: str, size: int | None
-) -> None:
-    def forward(model: nn.Module, batch: Any) -> Any:
-        return result(F.cross_entropy(model(batch[0]), batch[1]))
-
-    model = Mlp()
-    microbatcher = Microbatcher(model, forward=forward, microbatch_size=size)
-    with pytest.raises(LossError, match=message):
-        microbatcher.backward((x(), y()))
-    assert all(parameter.grad is None for parameter in model.parameters())
-
-
-def two_losses(outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-    return F.cross_entropy(outputs, targets), outputs.square().mean()
-
-
-@pytest.mark.parametrize("size", ["auto", None, 3])
-@pytest.mark.parametrize(
     ("options", "message"),
     [
+        (returning(lambda loss: None), "forward returned a NoneType"),
+        (returning(lambda loss: [loss, loss]), "forward returned a list of length 2"),
+        (returning(lambda loss: {}), r"mapping with the keys \[\]"),
+        (returning(lambda loss: {"loss": loss.item()}), "the loss is of type float, not a tensor"),
+        (returning(lambda loss: loss.detach()), "does not depend on any parameter"),
         ({"loss_fn": two_losses}, "a tuple of length 2 instead of a tensor to differentiate"),
         ({"forward": lambda m, b: two_losses(m(b[0]), b[1])}, "For two losses, return a mapping"),
     ],
 )
-def test_tuple_of_several_losses_is_rejected(options: Any, message: str, size: Any) -> None:
+def test_forward_without_usable_loss_raises_error_at_every_size(options, message, size):
+    model = Mlp()
     with pytest.raises(LossError, match=message):
-        Microbatcher(Mlp(), **options, microbatch_size=size).backward((x(), y()))
+        Microbatcher(model, **options, microbatch_size=size).backward((x(), y()))
+    assert all(parameter.grad is None for parameter in model.parameters())
 
 
 @pytest.mark.parametrize("work", ["backward", "evaluate"])
-def test_error_shows_how_to_return_loss_first(work: str) -> None:
-    class ComputesItsLoss(nn.Sequential):
-        def forward(self, inputs: Tensor, targets: Tensor) -> Any:  # type: ignore[override]
+def test_error_shows_how_to_return_loss_first(work):
+    class ComputesItsLoss(Mlp):
+        def forward(self, inputs, targets):  # type: ignore[override]
             logits = super().forward(inputs)
             return logits, F.cross_entropy(logits, targets)
 
-    model = ComputesItsLoss(Mlp())
+    model = ComputesItsLoss()
     asked = Microbatcher(model, forward=lambda model, batch: model(*batch))
     with pytest.raises(LossError, match=r"the loss comes first.*model\(\*batch\)\[::-1\]"):
         getattr(asked, work)((x(), y()))
@@ -120,60 +111,50 @@ def test_error_shows_how_to_return_loss_first(work: str) -> None:
     torch.testing.assert_close(getattr(told, work)((x(), y())).loss, model(x(), y())[1])
 
 
-def test_detached_scalar_next_to_loss_is_an_output() -> None:
-    def forward(model: nn.Module, batch: Any) -> Any:
-        logits = model(batch[0])
-        return F.cross_entropy(logits, batch[1]), logits.detach().mean()
-
-    train(Mlp(), (x(), y()), forward=forward)
-
-
-class LossesByKeyword(nn.Module):
+class LossesByKeyword(Keyword):
     """A model with a detector's convention: only losses by name."""
 
-    def __init__(self, *, others: bool = False) -> None:
+    def __init__(self, **others: Any):
         super().__init__()
-        self.net = Mlp()
         self.others = others
 
-    def forward(self, inputs: Tensor, labels: Tensor) -> Any:
+    def forward(self, inputs, labels=None):
         logits = self.net(inputs)
         losses = {"cls": F.cross_entropy(logits, labels), "reg": logits.square().mean()}
-        return {**losses, "logits": logits} if self.others else losses
+        return losses | self.others
 
 
-def test_named_losses_are_summed() -> None:
-    model = LossesByKeyword()
-    batch = {"inputs": x(), "labels": y()}
+def test_named_losses_are_summed():
+    model, batch = LossesByKeyword(), keywords()
     expected = {name: float(loss.detach()) for name, loss in model(**batch).items()}
-    result = Microbatcher(model, microbatch_size=3).backward(batch)
-    assert float(result.loss) == pytest.approx(sum(expected.values()))
-    assert {n: float(v) for n, v in result.losses.items()} == pytest.approx(expected)
-    averages = {"cls": "tokens", "reg": "samples"}
-    named = Microbatcher(model, loss_average=averages, microbatch_size=3).backward(batch)
-    assert float(named.loss) == pytest.approx(sum(expected.values()))
+    averages: Any
+    for averages in ("auto", {"cls": "tokens", "reg": "samples"}):
+        microbatcher = Microbatcher(model, loss_average=averages, microbatch_size=3)
+        result = microbatcher.backward(batch)
+        assert float(result.loss) == pytest.approx(sum(expected.values()))
+        assert {n: float(v) for n, v in result.losses.items()} == pytest.approx(expected)
 
 
-def test_losses_among_other_outputs_are_not_guessed() -> None:
-    microbatcher = Microbatcher(LossesByKeyword(others=True), microbatch_size=3)
-    with pytest.raises(LossError, match="without a loss"):
-        microbatcher.backward({"inputs": x(), "labels": y()})
-
-
-def test_missing_loss_error_lists_options() -> None:
-    with pytest.raises(LossError, match=r"a batch of type tuple; pass loss_fn=…"):
-        Microbatcher(Mlp()).backward((x(), y()))
-    with pytest.raises(LossError, match=r"without a loss; the batch may lack 'labels'"):
-        Microbatcher(Keyword()).backward({"inputs": x()})
+@pytest.mark.parametrize(
+    ("model", "batch", "message"),
+    [
+        (LossesByKeyword(logits=torch.ones(3)), keywords(), "without a loss"),
+        (Mlp(), (x(), y()), r"a batch of type tuple; pass loss_fn=…"),
+        (Keyword(), {"inputs": x()}, r"without a loss; the batch may lack 'labels'"),
+    ],
+)
+def test_missing_loss_error_lists_options(model, batch, message):
+    with pytest.raises(LossError, match=message):
+        Microbatcher(model, microbatch_size=3).backward(batch)
 
 
 @pytest.mark.parametrize("count", [None, lambda batch: float((batch["labels"] > 0).sum())])
-def test_forward_receives_num_items_in_batch(count: Any) -> None:
-    def forward(model: nn.Module, batch: Any, num_items_in_batch: Any) -> Tensor:
+def test_forward_receives_num_items_in_batch(count):
+    def forward(model, batch, num_items_in_batch):
         losses = F.cross_entropy(model(batch["inputs"]), batch["labels"], reduction="none")
         return torch.where(batch["labels"] > 0, losses, 0).sum() / max(float(num_items_in_batch), 1)
 
-    batch, model = {"inputs": x(), "labels": y()}, Mlp()
+    batch, model = keywords(), Mlp()
     batch["labels"][:4] = -100 if count is None else 0  # a microbatch without items
     items = (batch["labels"] != -100).sum() if count is None else (batch["labels"] > 0).sum()
     (wanted,) = torch.autograd.grad(forward(model, batch, items), [next(model.parameters())])
@@ -193,59 +174,52 @@ def evaluate(model: nn.Module, batch: Any, metric: Any = None, **options: Any) -
 
 
 @pytest.mark.parametrize("kind", ["output", "dict"])
-def test_evaluation_joins_outputs_without_loss(kind: str) -> None:
+def test_evaluation_joins_outputs_without_loss(kind):
     model = Keyword(kind)
-    result = evaluate(model, {"inputs": x(), "labels": y()})
-    with torch.no_grad():
-        assert torch.allclose(result.outputs["logits"], model.net(x()), rtol=0, atol=1e-12)
-    assert list(result.outputs) == ["logits"]
-    assert type(result.outputs) is type(model(x(), y()))
+    for batch in (keywords(), {"inputs": x()}):
+        result = evaluate(model, batch)
+        assert (result.loss is None) is ("labels" not in batch)
+        with torch.no_grad():
+            assert torch.allclose(result.outputs["logits"], model.net(x()), rtol=0, atol=1e-12)
+        assert list(result.outputs) == (["logits"] if "labels" in batch else [*model(**batch)])
+        assert type(result.outputs) is type(model(x(), y()))
 
 
-def test_batch_without_labels_is_evaluated_without_loss() -> None:
-    result = evaluate(Keyword(), {"inputs": x()})
-    assert result.loss is None
-    assert result.outputs.logits.shape == (ROWS, CLASSES)
+def both(kind: Any) -> Any:
+    return lambda m, b: kind((logits := m(b[0])).mean(), logits)
 
 
-def test_metrics_get_outputs_and_targets_in_every_convention() -> None:
-    cases: list[Any] = [
-        (Mlp, (x(), y()), {"loss_fn": nn.CrossEntropyLoss()}),
-        (Keyword, {"inputs": x(), "labels": y()}, {}),
-        (ComposerStyle, (x(), y()), {}),
-        (Mlp, (x(), y()), {"forward": lambda m, b: ((logits := m(b[0])).mean(), logits)}),
-        (
-            Mlp,
-            (x(), y()),
-            {"forward": lambda m, b: {"loss": (logits := m(b[0])).mean(), "logits": logits}},
-        ),
-    ]
-    for model, batch, options in cases:
-        module = model()
-        metric = torchmetrics.classification.MulticlassAccuracy(CLASSES, average="micro")
-        evaluate(module, batch, metric, **options)
-        net = getattr(module, "net", module)
-        expected = float((net(x()).argmax(1) == y()).double().mean())
-        assert float(metric.compute()) == pytest.approx(expected)
-        states: Any = metric
-        assert int(states.tp + states.fn) == ROWS
+@pytest.mark.parametrize(
+    ("model", "options"),
+    [
+        (Mlp, {"loss_fn": nn.CrossEntropyLoss()}),
+        (Keyword, {}),
+        (ComposerStyle, {}),
+        (Mlp, {"forward": both(lambda loss, logits: (loss, logits))}),
+        (Mlp, {"forward": both(lambda loss, logits: {"loss": loss, "logits": logits})}),
+    ],
+)
+def test_metrics_get_outputs_and_targets_in_every_convention(model, options):
+    module = model()
+    metric: Any = torchmetrics.classification.MulticlassAccuracy(CLASSES, average="micro")
+    evaluate(module, keywords() if model is Keyword else (x(), y()), metric, **options)
+    net = getattr(module, "net", module)
+    expected = float((net(x()).argmax(1) == y()).double().mean())
+    assert float(metric.compute()) == pytest.approx(expected)
+    assert int(metric.tp + metric.fn) == ROWS
 
 
-def test_missing_targets_raise_error_with_remedy() -> None:
-    @dataclasses.dataclass
-    class Batch:
-        x: Tensor
-        y: Tensor
+@dataclasses.dataclass
+class Batch:
+    x: Tensor
+    y: Tensor
 
-    forward = lambda model, batch: (model(batch.x).mean(), batch.y)  # noqa: E731
+
+def test_missing_targets_raise_error_with_remedy():
+    batch, seen = Batch(x(), y()), list[int]()
+    metric, forward = torchmetrics.MeanMetric(), lambda m, b: (m(b.x).mean(), b.y)
     with pytest.raises(LossError, match=r"targets cannot be found in a Batch; .*update_metric"):
-        evaluate(Mlp(), Batch(x(), y()), torchmetrics.MeanMetric(), forward=forward)
-    seen: list[int] = []
-
-    def update(metric: Any, outputs: Any, microbatch: Batch) -> None:
-        seen.extend(microbatch.y.tolist())
-
-    evaluate(
-        Mlp(), Batch(x(), y()), torchmetrics.MeanMetric(), forward=forward, update_metric=update
-    )
+        evaluate(Mlp(), batch, metric, forward=forward)
+    update = lambda metric, outputs, each: seen.extend(each.y.tolist())  # noqa: E731
+    evaluate(Mlp(), batch, metric, forward=forward, update_metric=update)
     assert seen == y().tolist()

@@ -1,12 +1,11 @@
 """Small models of other libraries, with random weights and dropout, and a batch for each."""
 
-import importlib.util
+import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 ROWS, WORDS = 4, 90
@@ -53,8 +52,6 @@ SMALL: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class Family:
-    """A model and its training batch."""
-
     make: Callable[[], nn.Module]
     batch: Callable[[], Any]
     forward: Callable[[nn.Module, Any], Any] | None = None
@@ -67,51 +64,51 @@ def drawn(*shape: int) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(3))
 
 
-def words(length: int = 24) -> Tensor:
+def words(length=24):
     return torch.randint(3, WORDS, (ROWS, length), generator=torch.Generator().manual_seed(3))
 
 
-def mask(length: int = 24) -> Tensor:
+def mask(length=24):
     kept = torch.ones(ROWS, length, dtype=torch.long)
     kept[1, 16:] = 0
     kept[3, 10:] = 0
     return kept
 
 
-def classes() -> Tensor:
+def classes():
     return torch.tensor([0, 1, 1, 0])
 
 
-def text() -> dict[str, Tensor]:
+def text():
     labels = words().masked_fill(mask() == 0, -100)
     return {"input_ids": words(), "attention_mask": mask(), "labels": labels}
 
 
-def whole_text() -> dict[str, Tensor]:
+def whole_text():
     return {"input_ids": words(), "labels": words()}
 
 
-def classified_text() -> dict[str, Tensor]:
-    return {"input_ids": words(), "attention_mask": mask(), "labels": classes()}
+def classified_text():
+    return {**text(), "labels": classes()}
 
 
-def translated() -> dict[str, Tensor]:
+def translated():
     return {**text(), "labels": text()["labels"][:, :10].contiguous()}
 
 
-def images(size: int = 32) -> Callable[[], dict[str, Tensor]]:
+def images(size=32):
     return lambda: {"pixel_values": drawn(ROWS, 3, size, size), "labels": classes()}
 
 
-def waves() -> dict[str, Tensor]:
+def waves():
     return {"input_values": drawn(ROWS, 1600), "labels": words(6).remainder(20) + 1}
 
 
-def spectra() -> dict[str, Tensor]:
+def spectra():
     return {"input_features": drawn(ROWS, 16, 128), "labels": words(12)}
 
 
-def captions() -> dict[str, Tensor]:
+def captions():
     return {"input_ids": words(), "attention_mask": mask(), "pixel_values": drawn(ROWS, 3, 32, 32)}
 
 
@@ -186,109 +183,54 @@ LANGUAGE = {
     "recurrent_gemma": _language("recurrent_gemma", whole_text, refusal=_CAPPED),
 }
 
-_TEXTS = ("bert", "big_bird", "convbert", "deberta-v2", "funnel", "longformer", "modernbert")
 _STAGES: dict[str, Any] = {"depths": [2, 2, 2, 2], "hidden_sizes": [16, 16, 32, 32]}
-_HEADS = {"num_attention_heads": [1, 2, 2, 4]}
-_WINDOWS = {"patch_size": 4, "num_heads": [2, 4]}
-
+_HEADS = {**_STAGES, "num_attention_heads": [1, 2, 2, 4]}
+_DROPS = {"encoder_layerdrop": 0.1, "decoder_layerdrop": 0.1}
+_START = {"decoder_start_token_id": 0}
+_PATCHES = {"patch_size": 4, "num_heads": [2, 4]}
+# The suffix of `AutoModel`, the batch, the options of configs, and names of families.
+# fmt: off
+_KINDS: list[tuple[str, Any, dict[str, Any], str]] = [
+    ("ForSequenceClassification", classified_text, {}, "bert big_bird convbert deberta-v2 funnel longformer modernbert"),  # noqa: E501
+    ("ForSeq2SeqLM", translated, {}, "bart led m2m_100"),
+    ("ForSeq2SeqLM", translated, _START, "switch_transformers t5"),
+    ("ForImageClassification", images(32), {}, "beit vit"),
+    ("ForImageClassification", images(64), _STAGES, "convnext"),
+    ("ForImageClassification", images(64), {**_HEADS, "image_size": 64}, "pvt"),
+    ("ForImageClassification", images(32), {"embedding_size": 16}, "regnet"),
+    ("ForImageClassification", images(64), {**_STAGES, "embedding_size": 16}, "resnet"),
+    ("ForImageClassification", images(64), _HEADS, "segformer"),
+    ("ForImageClassification", images(32), _PATCHES, "swin"),
+    ("ForCTC", waves, {"layerdrop": 0.1}, "wav2vec2 wav2vec2-conformer wavlm"),
+    ("ForCTC", waves, {}, "sew"),
+    ("ForSpeechSeq2Seq", spectra, _DROPS, "whisper"),
+]
+# fmt: on
 OTHERS = {
-    **{
-        name: Family(of_transformers(name, "ForSequenceClassification"), classified_text)
-        for name in _TEXTS
-    },
-    **{
-        name: Family(of_transformers(name, "ForSeq2SeqLM"), translated)
-        for name in ("bart", "led", "m2m_100")
-    },
-    **{
-        name: Family(of_transformers(name, "ForSeq2SeqLM", decoder_start_token_id=0), translated)
-        for name in ("switch_transformers", "t5")
-    },
-    **{
-        name: Family(of_transformers(name, "ForImageClassification", **given), images(size))
-        for name, size, given in (
-            ("beit", 32, {}),
-            ("convnext", 64, _STAGES),
-            ("pvt", 64, {**_STAGES, **_HEADS, "image_size": 64}),
-            ("regnet", 32, {"embedding_size": 16}),
-            ("resnet", 64, {**_STAGES, "embedding_size": 16}),
-            ("segformer", 64, {**_STAGES, **_HEADS}),
-            ("swin", 32, _WINDOWS),
-            ("vit", 32, {}),
-        )
-    },
-    **{
-        name: Family(of_transformers(name, "ForCTC", layerdrop=0.1), waves)
-        for name in ("wav2vec2", "wav2vec2-conformer", "wavlm")
-    },
-    "sew": Family(of_transformers("sew", "ForCTC"), waves),
-    "whisper": Family(
-        of_transformers(
-            "whisper", "ForSpeechSeq2Seq", encoder_layerdrop=0.1, decoder_layerdrop=0.1
-        ),
-        spectra,
-    ),
-    **{name: Family(of_transformers(name, ""), captions, _contrasted) for name in ("blip", "clip")},
+    name: Family(of_transformers(name, kind, **given), batch)
+    for kind, batch, given, names in _KINDS
+    for name in names.split()
 }
+for _name in ("blip", "clip"):
+    OTHERS[_name] = Family(of_transformers(_name, ""), captions, _contrasted)
 
 
 class Translator(nn.Module):
-    """torch's transformer, with masks."""
-
     def __init__(self, **options: Any) -> None:
         super().__init__()
         torch.manual_seed(0)
         self.inner = nn.Transformer(32, 4, 2, 2, 64, dropout=0.1, batch_first=True, **options)
 
-    def forward(self, sources: Tensor, targets: Tensor, ignored: Tensor) -> Tensor:
+    def forward(self, sources, targets, ignored):
         causal = nn.Transformer.generate_square_subsequent_mask(targets.shape[1])
-        found = self.inner(
-            sources,
-            targets,
-            tgt_mask=causal,
-            tgt_is_causal=True,
-            src_key_padding_mask=ignored,
-            memory_key_padding_mask=ignored,
-        )
-        loss: Tensor = found.square().mean()
-        return loss
+        masks = {"src_key_padding_mask": ignored, "memory_key_padding_mask": ignored}
+        found = self.inner(sources, targets, tgt_mask=causal, tgt_is_causal=True, **masks)
+        return found.square().mean()
 
 
-def _translator(**options: Any) -> Family:
-    return Family(
-        lambda: Translator(**options),
+for _name, _options in (("", {}), (", norm first", {"norm_first": True, "activation": "gelu"})):
+    OTHERS[f"torch.nn.Transformer{_name}"] = Family(
+        functools.partial(Translator, **_options),
         lambda: (drawn(ROWS, 24, 32), drawn(ROWS, 12, 32), mask() == 0),
         lambda model, batch: model(*batch),
     )
-
-
-OTHERS["torch.nn.Transformer"] = _translator()
-OTHERS["torch.nn.Transformer, norm first"] = _translator(norm_first=True, activation="gelu")
-
-
-def of_torchvision(name: str, **given: Any) -> Family:
-    def make() -> nn.Module:
-        models = importlib.import_module("torchvision.models")
-        torch.manual_seed(0)
-        model: nn.Module = getattr(models, name)(weights=None, num_classes=5, **given)
-        return model.train()
-
-    def forward(model: nn.Module, batch: Any) -> Tensor:
-        return F.cross_entropy(model(batch["pixel_values"]), batch["labels"])
-
-    return Family(make, images(64), forward)
-
-
-# Not dependencies of the tests; they are tested if installed.
-OF_TORCHVISION = (
-    {
-        **{
-            name: of_torchvision(name)
-            for name in ("convnext_tiny", "efficientnet_b0", "resnet50", "shufflenet_v2_x0_5")
-        },
-        "densenet121": of_torchvision("densenet121", memory_efficient=True, drop_rate=0.1),
-        "swin_v2_t": of_torchvision("swin_v2_t"),
-    }
-    if importlib.util.find_spec("torchvision")
-    else {}
-)

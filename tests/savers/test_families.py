@@ -3,23 +3,19 @@
 import contextlib
 import dataclasses
 import importlib
-import random
-from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
-import numpy as np
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from automicro import Microbatcher
 from automicro.errors import UnsplittableModelError
 from automicro.features import WhenTooLarge
 from automicro.memory.budget import MemoryBudget
 from automicro.savers import offload
-from automicro.savers.levels import Level
-from automicro.savers.recompute import Recompute
-from tests.savers.families import LANGUAGE, OF_TORCHVISION, OTHERS, Family
+from tests.savers.families import LANGUAGE, OTHERS, Family
+from tests.savers.steps import StepResults, results_of, seed_all
 from tests.sweeps import mostly_in_sweeps
 from tests.torture.engine.subject import begin_at_level
 
@@ -27,100 +23,58 @@ pytest.importorskip("transformers")
 
 FEW = ("mistral",)
 LEVELS = {"recompute": 1, "offload": 1, "recompute + offload": 2}
-EVERY = LANGUAGE | OTHERS | OF_TORCHVISION
-
-
-class StepResults(NamedTuple):
-    """The results of two steps."""
-
-    losses: list[Any]
-    gradients: dict[str, Tensor | None]
-    buffers: dict[str, Tensor]
-    generators: list[Any]
-    peak_bytes: int  # without parameters and gradients
-    microbatcher: Microbatcher
+EVERY = LANGUAGE | OTHERS
 
 
 @pytest.fixture(autouse=True)
-def small_tensors_are_offloaded(monkeypatch: pytest.MonkeyPatch) -> None:
+def small_tensors_are_offloaded(monkeypatch):
     """Lower the size limit, because small models would offload nothing otherwise."""
     monkeypatch.setattr(offload, "SMALL_BYTES", 1 << 10)
 
 
-def trained(family: Family, when: Any, level: int, *, is_measured: bool = True) -> StepResults:
+def trained(
+    family: Family, when: Any, level: int, *, is_measured=True
+) -> tuple[StepResults, Microbatcher]:
     """Train on two optimization batches of two microbatches each at a level."""
     model = family.make()
     options = {"microbatch_size": 2, "probe": False, "forward": family.forward, **family.options}
     microbatcher = Microbatcher(model, features=[WhenTooLarge(when)], **options)
     if level:
         begin_at_level(microbatcher, level)
-    torch.manual_seed(1)
-    random.seed(1)
-    np.random.seed(1)
-    losses, peaks = [], [0]
+    seed_all()
+    losses, peak = [], 0
     for _ in range(2):
         with MemoryBudget(None).track(model) if is_measured else contextlib.nullcontext() as budget:
-            result = microbatcher.backward(family.batch())
-        losses.append(result.loss)
-        if budget is not None:
-            peaks.append(budget.peak_bytes)
-    # In the second batch, gradients exist from the start.
-    kept = 2 * sum(each.nbytes for each in model.parameters())
-    return StepResults(
-        losses,
-        {name: each.grad for name, each in model.named_parameters()},
-        dict(model.named_buffers()),
-        [torch.get_rng_state(), random.getstate(), np.random.random()],
-        peaks[-1] - kept,
-        microbatcher,
-    )
+            losses.append(microbatcher.backward(family.batch()).loss)
+        # Without parameters and gradients, which exist from the start in the second batch.
+        kept = 2 * sum(each.nbytes for each in model.parameters())
+        peak = budget.peak_bytes - kept if budget else 0
+    return results_of(model, losses, peak), microbatcher
 
 
-def differing(one: StepResults, other: StepResults) -> list[str]:
-    """Return the names of results that are not bit-identical."""
-    found = [
-        name
-        for name, gradient in one.gradients.items()
-        if not same(gradient, other.gradients[name])
-    ]
-    found += [name for name, each in one.buffers.items() if not same(each, other.buffers[name])]
-    found += ["loss"] * (not all(map(same, one.losses, other.losses)))
-    found += ["torch's generator"] * (not same(one.generators[0], other.generators[0]))
-    return found + ["other generators"] * (one.generators[1:] != other.generators[1:])
+def plain_of(family: Family, **options: Any) -> StepResults:
+    return trained(family, "error", 0, **options)[0]
 
 
-def same(one: Any, other: Any) -> bool:
-    if one is None or other is None:
-        return one is other
-    return torch.equal(torch.as_tensor(one), torch.as_tensor(other))
-
-
-def asked(level: str) -> Any:
-    return level.split(" + ")
-
-
-def assert_bit_identical(family: Family, least: float | None = 0.96, **options: Any) -> None:
-    """Check bit identity, and that the peak at each level is below a share of the plain peak."""
-    plain = trained(family, "error", 0, **options)
+def assert_bit_identical(family: Family, *, is_measured=True):
+    """Check bit identity, and that each level saves memory."""
+    plain = plain_of(family, is_measured=is_measured)
     assert any(each is not None and each.any() for each in plain.gradients.values())
     for level, index in LEVELS.items():
-        found = trained(family, asked(level), index, **options)
-        assert differing(plain, found) == [], level
-        share = found.peak_bytes / plain.peak_bytes
-        assert least is None or share < least, (level, share)
+        found, _ = trained(family, level.split(" + "), index, is_measured=is_measured)
+        assert plain.differences(found) == [], level
+        assert not is_measured or found.peak_bytes < 0.96 * plain.peak_bytes, level
 
 
-def assert_tail_runs_in_slices(family: Family) -> None:
+def assert_tail_runs_in_slices(family: Family):
     if family.refusal:
         with pytest.raises(UnsplittableModelError, match=family.refusal):
             trained(family, "nested", 1)
         return
-    plain, found = trained(family, "error", 0), trained(family, "nested", 1)
-    for one, other in zip(plain.losses, found.losses, strict=True):
-        torch.testing.assert_close(other, one, rtol=1e-5, atol=0)
+    plain, (found, _) = plain_of(family), trained(family, "nested", 1)
+    torch.testing.assert_close(found.losses, plain.losses, rtol=1e-5, atol=0)
     largest = max(float(each.abs().max()) for each in plain.gradients.values() if each is not None)
-    for name, gradient in plain.gradients.items():
-        torch.testing.assert_close(found.gradients[name], gradient, rtol=1e-4, atol=1e-6 * largest)
+    torch.testing.assert_close(found.gradients, plain.gradients, rtol=1e-4, atol=1e-6 * largest)
 
 
 @pytest.mark.filterwarnings("ignore")  # from transformers' models, and BatchNorm on two rows
@@ -130,162 +84,122 @@ def assert_tail_runs_in_slices(family: Family) -> None:
         name
         if name in FEW
         else pytest.param(name, marks=pytest.mark.slow if number % 8 else pytest.mark.sweep)
-        for number, name in enumerate(LANGUAGE | OTHERS)
-    ]
-    + [pytest.param(name, marks=pytest.mark.slow) for name in OF_TORCHVISION],
+        for number, name in enumerate(EVERY)
+    ],
 )
-def test_levels_save_memory_and_change_no_bit(name: str) -> None:
-    # Most memory of torchvision's models is parameters, which have their full size.
-    assert_bit_identical(EVERY[name], least=1.0 if name in OF_TORCHVISION else 0.96)
+def test_levels_save_memory_and_change_no_bit(name):
+    assert_bit_identical(EVERY[name])
     if EVERY[name].has_tail:
         assert_tail_runs_in_slices(EVERY[name])
 
 
-def changed_family(name: str, change: Callable[[Any], Any], **options: Any) -> Family:
+def changed(name: str, change: Any = None, **options: Any) -> Family:
+    """Return a family whose model is changed, in place or by its replacement."""
     family = EVERY[name]
-    return dataclasses.replace(family, make=lambda: change(family.make()), options=options)
+
+    def make():
+        model = family.make()
+        return (change(model) if change else None) or model
+
+    return dataclasses.replace(family, make=make, options=options)
 
 
-def with_adapters(model: Any) -> Any:
-    peft = importlib.import_module("peft")
-    torch.manual_seed(4)
-    config = peft.LoraConfig(
-        r=4, lora_dropout=0.1, target_modules="all-linear", init_lora_weights=False
-    )
-    return peft.get_peft_model(model, config).train()
+def with_peft(config: str, **options: Any) -> Any:
+    def change(model):
+        peft = importlib.import_module("peft")
+        torch.manual_seed(4)
+        return peft.get_peft_model(model, getattr(peft, config)(**options)).train()
+
+    return change
 
 
-def with_prefix(model: Any) -> Any:
-    peft = importlib.import_module("peft")
-    torch.manual_seed(4)
-    config = peft.PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4)
-    return peft.get_peft_model(model, config).train()
+ADAPTERS = with_peft(
+    "LoraConfig", r=4, lora_dropout=0.1, target_modules="all-linear", init_lora_weights=False
+)
+PREFIX = with_peft("PrefixTuningConfig", task_type="CAUSAL_LM", num_virtual_tokens=4)
 
 
-def with_frozen_ends(model: Any) -> Any:
-    model.get_input_embeddings().requires_grad_(False)
-    model.model.layers[0].requires_grad_(False)
-    model.model.layers[-1].requires_grad_(False)
-    return model
+def with_frozen_ends(model):
+    for each in (model.get_input_embeddings(), model.model.layers[0], model.model.layers[-1]):
+        each.requires_grad_(False)
 
 
-def with_cache(model: Any) -> Any:
-    model.config.use_cache = True
-    return model
-
-
-def with_tied_head(model: Any) -> Any:
+def with_tied_head(model):
     model.config.tie_word_embeddings = True
     model.tie_weights()
-    return model
 
 
-def unchanged(model: Any) -> Any:
-    return model
+def first_output(model, batch):
+    return model(**batch, output_hidden_states=True, return_dict=False)[0]
 
 
-VARIANTS: dict[str, Callable[[], Family]] = {
-    "frozen ends": lambda: changed_family("mistral", with_frozen_ends),
-    "a cache": lambda: changed_family("mistral", with_cache),
-    "a tied head": lambda: changed_family("llama", with_tied_head),
-    "adapters, t5": lambda: changed_family("t5", with_adapters),
-    "adapters, vit, bf16": lambda: changed_family("vit", with_adapters, precision="bf16"),
-    "mixtral, bf16": lambda: changed_family("mixtral", unchanged, precision="bf16"),
-    "resnet, bf16": lambda: changed_family("resnet", unchanged, precision="bf16"),
-    "outputs in tuples": lambda: changed_family(
-        "gpt2",
-        unchanged,
-        forward=lambda model, batch: model(**batch, output_hidden_states=True, return_dict=False)[
-            0
-        ],
-    ),
-    "a loss of the second layer": lambda: changed_family(
-        "llama",
-        unchanged,
-        forward=lambda model, batch: (
-            model(**batch, output_hidden_states=True).hidden_states[1].square().mean()
-        ),
-    ),
+def loss_of_second_layer(model, batch):
+    return model(**batch, output_hidden_states=True).hidden_states[1].square().mean()
+
+
+VARIANTS: dict[str, Family] = {
+    "frozen ends": changed("mistral", with_frozen_ends),
+    "a cache": changed("mistral", lambda model: setattr(model.config, "use_cache", True)),
+    "a tied head": changed("llama", with_tied_head),
+    "adapters, vit, bf16": changed("vit", ADAPTERS, precision="bf16"),
+    "mixtral, bf16": changed("mixtral", precision="bf16"),
+    "outputs in tuples": changed("gpt2", forward=first_output),
+    "a loss of the second layer": changed("llama", forward=loss_of_second_layer),
 }
 
 
 @pytest.mark.sweep
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", VARIANTS)
-def test_customized_models_train_bit_identically(name: str) -> None:
-    assert_bit_identical(VARIANTS[name]())
+def test_customized_models_train_bit_identically(name):
+    assert_bit_identical(VARIANTS[name])
 
 
-@contextlib.contextmanager
-def uncompiled_afterwards() -> Iterator[None]:
-    torch._dynamo.reset()
-    try:
-        yield
-    finally:
-        torch._dynamo.reset()
-
-
-def compiled_blocks(model: Any) -> Any:
+def compiled_blocks(model):
     for block in model.model.layers:
         block.compile(backend="aot_eager")
-    return model
 
 
-def compiled_in_place(model: Any) -> Any:
+def compiled_in_place(model):
     blocks: Any = [torch.compile(each, backend="aot_eager") for each in model.model.layers]
     model.model.layers = nn.ModuleList(blocks)
-    return model
 
 
 @pytest.mark.sweep
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("change", [compiled_blocks, compiled_in_place])
-def test_compiled_blocks_train_bit_identically(change: Callable[[Any], Any]) -> None:
-    with uncompiled_afterwards():
+def test_compiled_blocks_train_bit_identically(change):
+    torch._dynamo.reset()
+    try:
         # Even a budget without a limit disables the compiler.
-        assert_bit_identical(changed_family("mistral", change), least=None, is_measured=False)
-
-
-def checkpointed(model: Any) -> Any:
-    """Enable checkpointing in a way that older versions of transformers support, too."""
-    model.gradient_checkpointing_enable()
-    return model
+        assert_bit_identical(changed("mistral", change), is_measured=False)
+    finally:
+        torch._dynamo.reset()
 
 
 @pytest.mark.filterwarnings("ignore:.*gradient_checkpointing_enable")
 @pytest.mark.parametrize("name", mostly_in_sweeps(["bart", "gpt2", "mistral"], quick=["gpt2"]))
-def test_enabled_gradient_checkpointing_is_rejected_by_recompute(name: str) -> None:
-    family = changed_family(name, checkpointed)
+def test_enabled_gradient_checkpointing_is_rejected_by_recompute(name):
+    family = changed(name, lambda model: model.gradient_checkpointing_enable())
     with pytest.raises(
         ValueError, match=r"\(gradient checkpointing is on\).*turn gradient checkpointing off"
     ):
         trained(family, "recompute", 1)
-    plain, found = trained(family, "error", 0), trained(family, "offload", 1)
-    assert differing(plain, found) == []
+    assert plain_of(family).differences(trained(family, "offload", 1)[0]) == []
 
 
 @pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing")
-@pytest.mark.sweep
-def test_blocks_with_cached_prefix_are_recomputed() -> None:
-    pytest.importorskip("peft")
-    family = changed_family("mistral", with_prefix)
-    plain, found = trained(family, "error", 0), trained(family, "recompute", 1)
-    assert differing(plain, found) == []
-    level = found.microbatcher._levels[1]
-    assert isinstance(level, Level)
-    (saver,) = level.savers
-    assert isinstance(saver, Recompute)
-    assert [block.turn > 0 for block in saver.blocks] == [True] * 3
-
-
-@pytest.mark.parametrize("which", ["[02]", "[12]"])
-def test_recomputing_some_layers_keeps_shared_cache_correct(which: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "layers"),
+    [("llama", "[02]"), ("llama", "[12]"), pytest.param("prefix", "*", marks=pytest.mark.sweep)],
+)
+def test_recomputing_some_layers_keeps_shared_cache_correct(name, layers):
     family = EVERY["llama"]
-    plain = trained(family, "error", 0)
-    found = trained(family, {"recompute": [f"model.layers.{which}"]}, 1)
-    assert differing(plain, found) == []
-    level = found.microbatcher._levels[1]
-    assert isinstance(level, Level)
-    (saver,) = level.savers
-    assert isinstance(saver, Recompute)
-    assert [block.turn > 0 for block in saver.blocks] == [True, True]
+    when: Any = {"recompute": [f"model.layers.{layers}"]}
+    if name == "prefix":
+        pytest.importorskip("peft")
+        family, when = changed("mistral", PREFIX), "recompute"
+    found, microbatcher = trained(family, when, 1)
+    assert plain_of(family).differences(found) == []
+    level: Any = microbatcher._levels[1]
+    assert [block.turn > 0 for block in level.savers[0].blocks] == [True] * (2 + (layers == "*"))

@@ -3,7 +3,6 @@
 import contextvars
 import enum
 import functools
-import itertools
 import random
 import threading
 import weakref
@@ -36,14 +35,11 @@ def nested(depth):
 STRANGE: dict[str, Any] = {
     "thread": lambda: threading.Thread(target=numbers),
     "generator": numbers,
-    "iterator": lambda: iter([1]),
     "enum": lambda: Colour.RED,
     "library": lambda: torch,
     "class": lambda: Box,
-    "torch's class": lambda: nn.Linear,
     "error": lambda: ValueError(1),
     "weak reference": lambda: weakref.ref(Box),
-    "function of C": lambda: torch.relu,
     "meta tensor": lambda: torch.ones(2, device="meta"),
     "uninitialized": lambda: nn.parameter.UninitializedBuffer(),
     "unfinished module": lambda: nn.Linear.__new__(nn.Linear),
@@ -78,14 +74,8 @@ def test_objects_in_array_are_restored():
     assert kept[0].n == 0
 
 
-def left_out(captured):
-    return [value for value, why in captured.left_out if why]
-
-
 NAMED = {
     "iterator": lambda: iter([1, 2]),
-    "generator": numbers,
-    "count": itertools.count,
     "large array": lambda: np.zeros(3_000_000),
     "list of 2,000,000": lambda: [0] * 2_000_000,
     "list of 20,000 tensors": lambda: [torch.ones(1)] * 20_000,
@@ -97,8 +87,8 @@ def test_unrestorable_state_is_reported(kind):
     model: Any = nn.Linear(1, 1)
     model.kept = kept = NAMED[kind]()
     captured = capture({"model": model})
-    assert any(each is kept for each in left_out(captured))
-    assert any(each is kept for each in left_out(captured.again()))
+    for each in (captured, captured.again()):
+        assert any(value is kept for value, why in each.left_out if why)
 
 
 def test_uncaptured_state_keeps_its_changes():
@@ -117,9 +107,8 @@ class Table(dict):
         self[len(self)] = value
 
 
-@pytest.mark.parametrize("kind", [list, Table])
-@pytest.mark.parametrize("make", [lambda: 0.5, lambda: torch.ones(1), lambda: {"loss": 1.0}])
-def test_long_list_or_dict_is_restored(make, kind):
+@pytest.mark.parametrize(("kind", "make"), [(list, lambda: torch.ones(1)), (Table, dict)])
+def test_long_list_or_dict_is_restored(kind, make):
     model: Any = nn.Linear(1, 1)
     model.history = kind((n, make()) for n in range(20_000))
     captured = capture({"model": model})

@@ -31,15 +31,11 @@ def uncoalesced():
 # By name: a buffer, and a change to it.
 # fmt: off
 BUFFERS = {
-    "scalar": (lambda: torch.tensor(0), lambda b: b.add_(1)),
     "empty": (lambda: dense(0), lambda b: b.resize_(len(b) + 1).fill_(len(b))),
     "column": (lambda: dense(5, 3)[:, 1], lambda b: b.add_(1)),
-    "complex column": (lambda: dense(5, 3).to(torch.cdouble)[:, 1], lambda b: b.add_(1j)),
-    "transposed": (lambda: dense(5, 3).T, lambda b: b.add_(1)),
     "expanded": (lambda: dense(1).expand(4), lambda b: b[:1].add_(1)),
     "overlapping": (lambda: dense(6).as_strided((4, 3), (1, 1)), lambda b: b[0].add_(1)),
     "conjugated": (lambda: dense(3).to(torch.cdouble).conj(), lambda b: b.add_(1j)),
-    "negated": (lambda: dense(3).to(torch.cdouble).conj().imag, lambda b: b.add_(1)),
     "channels last": (lambda: dense(2, 3, 2, 2).to(memory_format=torch.channels_last), lambda b: b.add_(1)),
     "given other memory": (lambda: dense(3), lambda b: setattr(b, "data", b.data + 1)),
     "given another type": (lambda: dense(3), lambda b: setattr(b, "data", b.data.float() if b.dtype == torch.half else b.data.half())),
@@ -48,7 +44,6 @@ BUFFERS = {
     "coo that grows": (eye(torch.sparse_coo), lambda b: b.add_(torch.ones(4, 4).to_sparse())),
     "uncoalesced": (uncoalesced, lambda b: b.mul_(2)),
     "csr": (eye(torch.sparse_csr), lambda b: b.values().add_(1)),
-    "csc": (eye(torch.sparse_csc), lambda b: b.values().add_(1)),
 }
 # fmt: on
 
@@ -156,12 +151,11 @@ def test_tensor_change_is_detected_by_version_or_content():
     assert seen(plain) == [True, False]
 
 
-@pytest.mark.parametrize("settled", [0, 2])
-def test_changed_frozen_parameter_is_restored_or_reported(settled):
+def test_changed_frozen_parameter_is_restored_or_reported():
     model = nn.Linear(300, 300).requires_grad_(False)
     before = model.bias.clone()
     captured = capture({"model": model})
-    for _ in range(settled):
+    for _ in range(2):
         model.weight.add_(1)
         captured = captured.again()
         captured.put_back()
@@ -193,8 +187,6 @@ def test_parameter_values_and_gradients_are_not_restored():
 GRAPHS = {
     "attribute": lambda h: h,
     "list": lambda h: [h, 1],
-    "dict": lambda h: {"h": h, "n": 1},
-    "tuple": lambda h: (h, 1),
     "nested": lambda h: {"all": [(h, 1)]},
     "object": lambda h: Box(h=h),
 }
@@ -216,13 +208,12 @@ def tensor_in(value):
     return value
 
 
-@pytest.mark.parametrize("settled", [0, 2])
-@pytest.mark.parametrize("box", [None, list, collections.deque])
-def test_capture_keeps_no_autograd_graph_alive(box, settled):
+@pytest.mark.parametrize("box", [None, collections.deque])
+def test_capture_keeps_no_autograd_graph_alive(box):
     held = box and box()
     model = Keeping(lambda h: h if box is None else (held.clear(), held.append(h), held)[-1])
     captured = capture({"model": model})
-    for _ in range(settled + 1):
+    for _ in range(3):
         model(torch.ones(1, 4))
         captured = captured.again()
     old, content = weakref.ref(tensor_in(model.kept)), tensor_in(model.kept).detach().clone()
@@ -265,13 +256,10 @@ def test_captured_objects_are_freed_with_capture():
     assert [each() for each in gone] == [None] * 4  # without garbage collection: no cycle
 
 
-@pytest.mark.parametrize("settled", [0, 2])
-def test_nothing_is_held_between_attempts(settled):
+def test_nothing_is_held_between_attempts():
     model: Any = nn.Linear(4, 4)
     model.mean, model.seen, model.later, model.array = torch.ones(3), [], 1, np.zeros(99_999)
-    captured = capture({"model": model})
-    for _ in range(settled):
-        captured = captured.again()
+    captured = capture({"model": model}).again().again()
     model.seen.append(torch.ones(2))
     model.later = torch.ones(2)
     tracemalloc.start()

@@ -40,7 +40,7 @@ CLOCK = Outside(batch=0, ticks={}, failures=[], made=[], has_failed=False, seed=
 
 
 class UserError(Exception):
-    """An error raised by the program itself."""
+    pass
 
 
 def tick(where):
@@ -163,16 +163,6 @@ def leave(held):
     held.pop().__exit__(None, None, None)
 
 
-@contextlib.contextmanager
-def default_dtype(dtype):
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
-        yield
-    finally:  # even if nothing refers to it any more
-        torch.set_default_dtype(before)
-
-
 def autocast():
     return torch.autocast("cpu", torch.bfloat16)
 
@@ -206,16 +196,9 @@ def empty(at):
 # fmt: off
 KINDS: dict[str, tuple[Any, ...]] = {
     **{"its_" + re.sub(r"\W", "_", name): of_value(*row) for name, row in VALUES.items()},
-    "number_counts": (lambda a: 0, up, down),
     "attribute_comes": (lambda a: a, lambda a: count(a.owner, a.name), lambda a: vars(a.owner).pop(a.name, 0)),
     "attribute_goes": (lambda a: 1, lambda a: delattr(a.owner, a.name), lambda a: put(a, 1), None, ("around", "turn", "through")),
-    "list_is_replaced": (lambda a: [], lambda a: put(a, [*a.v, 1]), lambda a: put(a, a.v[1:])),
     "list_of_20000_counts": (lambda a: [0] * 20_000, lambda a: add(a.v, 9000), lambda a: add(a.v, 9000, -1), lambda a: a.v[9000]),
-    "list_of_20000_grows": (lambda a: [0] * 20_000, lambda a: a.v.append(1), lambda a: a.v.pop(), lambda a: len(a.v)),
-    "array_is_replaced": (lambda a: np.zeros(3), up, down),
-    "numpy_number_counts": (lambda a: np.int64(0), up, down),
-    "class_counts": (lambda a: a.of(type("Registry", (), {})) and 0, up, down),
-    "class_list_grows": (lambda a: a.of(type("Registry", (), {})) and [], lambda a: a.v.append(1), lambda a: a.v.pop()),
     **{name: row for place in PLACES for name, row in of_place(place)},
     "closure_is_filled": (filled, lambda a: put(a, 1), empty, lambda a: bool(CELL.read(a.owner))),
     "global_comes": (lambda a: a.of(sys.modules[__name__], "LATE", lambda: LATE), lambda a: put(a, 1), lambda a: globals().pop("LATE", 0)),  # noqa: F821
@@ -223,9 +206,7 @@ KINDS: dict[str, tuple[Any, ...]] = {
     "function_of_a_library": (lambda a: a.of(F, "scaled_dot_product_attention", lambda: F.scaled_dot_product_attention), lambda a: put(a, len), lambda a: put(a, SDPA), lambda a: a.v is SDPA, AROUND),
     "class_of_a_library": (lambda a: a.of(nn.Linear, "forward", lambda: nn.Linear.forward), lambda a: put(a, len), lambda a: put(a, LINEAR), lambda a: a.v is LINEAR, PULSE),
     # Tensors and modules.
-    "tensor_is_replaced": (lambda a: torch.zeros(2), up, down),
     "tensor_of_20_megabytes": (lambda a: torch.zeros(5 * 2**20), lambda a: a.v[:1].add_(1), lambda a: a.v[:1].sub_(1), lambda a: a.v[0].item()),
-    "tensors_with_a_graph": (lambda a: [], lambda a: a.v.append(made(weight(a).sum())), lambda a: a.v.clear(), lambda a: len(a.v)),
     "tensor_with_a_graph": (lambda a: None, lambda a: put(a, made(weight(a).sum() + (a.v is None))), lambda a: put(a, None), lambda a: str(a.v)[:12]),
     "buffer_in_place": (lambda a: a.buffer(torch.zeros(2)), lambda a: a.v.add_(1), lambda a: a.v.sub_(1)),
     "buffer_is_replaced": (lambda a: a.buffer(torch.zeros(2)), up, down),
@@ -233,7 +214,6 @@ KINDS: dict[str, tuple[Any, ...]] = {
     "buffer_of_other_memory": (lambda a: a.buffer(torch.zeros(2)), lambda a: setattr(a.v, "data", a.v + 1), lambda a: setattr(a.v, "data", a.v - 1)),
     "buffer_is_registered": (lambda a: a, lambda a: a.module.register_buffer("late", torch.ones(1)), lambda a: a.module._buffers.pop("late", 0), lambda a: sorted(a.module.state_dict())),
     "attribute_of_a_parameter": (lambda a: a.of(weight(a)) and 0, up, down),
-    "attribute_of_a_buffer": (lambda a: a.of(a.buffer(torch.zeros(2))) and 0, up, down),
     "training_flag": (lambda a: a.of(a.owner, "training"), lambda a: a.module.eval(), lambda a: a.module.train(), lambda a: a.module.training, AROUND),
     "requires_grad_flag": (lambda a: nn.Parameter(torch.ones(1)), lambda a: a.v.requires_grad_(False), lambda a: a.v.requires_grad_(True)),
     "hook_is_registered": (lambda a: [], lambda a: a.v.append(a.module.register_forward_hook(lambda m, i, o: o * 2)), lambda a: a.v.pop().remove(), lambda a: len(a.module._forward_hooks)),
@@ -246,11 +226,8 @@ KINDS: dict[str, tuple[Any, ...]] = {
     "grad_mode": (lambda a: a, lambda a: torch.set_grad_enabled(False), lambda a: torch.set_grad_enabled(True), modes, PULSE),
     "autocast": (lambda a: autocast(), lambda a: a.v.__enter__(), lambda a: a.v.__exit__(None, None, None), modes, PULSE),
     "autocast_in_a_list": (lambda a: [], lambda a: enter(a.v, autocast()), lambda a: leave(a.v), modes, PULSE),
-    "stack_of_contexts": (lambda a: contextlib.ExitStack(), lambda a: a.v.enter_context(autocast()), lambda a: a.v.close(), modes, PULSE),
-    "default_dtype_in_a_context": (lambda a: [], lambda a: enter(a.v, default_dtype(torch.bfloat16)), lambda a: leave(a.v), modes, PULSE),
     "generator_in_a_context": (lambda a: [], lambda a: (enter(a.v, torch.random.fork_rng()), torch.rand(1)), lambda a: leave(a.v), lambda a: picture(torch.get_rng_state()), PULSE),
     "autocast_to_another_dtype": (lambda a: a, lambda a: torch.set_autocast_dtype("cpu", torch.float16), lambda a: torch.set_autocast_dtype("cpu", torch.bfloat16), modes, ("turn",)),
-    "cache_of_autocast": (lambda a: a, lambda a: torch.set_autocast_cache_enabled(False), lambda a: torch.set_autocast_cache_enabled(True), modes, ("turn",)),
     "nesting_of_autocast": (lambda a: a, lambda a: torch.autocast_increment_nesting(), lambda a: torch.autocast_decrement_nesting(), modes, PULSE),
     "context_variable": (lambda a: VARIABLE.set(0), lambda a: VARIABLE.set(VARIABLE.get() + 1), lambda a: VARIABLE.set(VARIABLE.get() - 1), lambda a: VARIABLE.get()),
     "context_variable_with_a_default": (lambda a: a, lambda a: put(a, DEFAULTED.set(1)), lambda a: DEFAULTED.reset(a.v), lambda a: DEFAULTED.get(), PULSE),
@@ -332,7 +309,7 @@ class Mutation:
     def graphs(self):
         """Return the tensors with a graph that a forward keeps until it ends."""
         held = self.at.v if "graph" in self.kind and self.phase == "around" else None
-        return held if isinstance(held, list) else [] if held is None else [held]
+        return [] if held is None else [held]
 
     def end(self, undone, done):
         """End the forward or the backward."""
@@ -434,8 +411,6 @@ def everything_global():
 
 @dataclasses.dataclass
 class Trace:
-    """The state that a run leaves after each batch."""
-
     sizes: list[int] = dataclasses.field(default_factory=list)
     numbers: list[Any] = dataclasses.field(default_factory=list)
     places: list[dict[str, Any]] = dataclasses.field(default_factory=list)

@@ -117,11 +117,6 @@ def count(owner, name="n", number=1):
     setattr(owner, name, getattr(owner, name, 0) + number)
 
 
-def put(owner, **values):
-    for name, value in values.items():
-        setattr(owner, name, value)
-
-
 def quantized():
     return torch.quantize_per_tensor(torch.zeros(2), 1.0, 0, torch.qint8)
 

@@ -57,11 +57,8 @@ def texts(
     padded = max(lengths) if padded is None else padded
     drawn = torch.Generator().manual_seed(sum(lengths))
     ids = torch.randint(WORDS, (len(lengths), padded), generator=drawn)
-    mask = torch.zeros_like(ids)
-    for row, length in enumerate(lengths):
-        mask[row, padded - length :] = 1 if left else 0
-        if not left:
-            mask[row, :length] = 1
+    places = torch.arange(padded).flip(0) if left else torch.arange(padded)
+    mask = (places < torch.tensor(lengths)[:, None]).long()
     labels = torch.where(mask == 1, ids.roll(-1, 1), IGNORED)
     batch = {"input_ids": ids, "attention_mask": mask, "labels": labels}
     if left:
@@ -96,7 +93,6 @@ def sounds(lengths: list[int]) -> dict[str, Tensor]:
 
 
 def transcribe(model: nn.Module, batch: dict[str, Tensor]) -> Any:
-    """Return the CTC loss, averaged over rows, and the logits."""
     logits = model(batch["audio"], batch["audio_lengths"])
     loss = F.ctc_loss(
         logits.log_softmax(-1).transpose(0, 1),

@@ -2,7 +2,6 @@
 
 import functools
 import types
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -17,30 +16,28 @@ from automicro.transaction.transaction import Transaction
 
 
 def two_parts(**fails: BaseException) -> tuple[Transaction, list[str]]:
-    """Make a transaction of two parts that record their calls; each named call fails once."""
     log: list[str] = []
 
-    def act(called: str) -> None:
+    def act(called):
         log.append(called.replace("_", " ", 1))
         if called in fails:
             raise fails.pop(called)
 
-    def part(name: str) -> Any:
-        return types.SimpleNamespace(
-            **{each: functools.partial(act, f"{name}_{each}") for each in PART}
-        )
+    def part(name) -> Any:
+        calls = {each: functools.partial(act, f"{name}_{each}") for each in PART}
+        return types.SimpleNamespace(**calls)
 
     return Transaction([part("a"), part("b")]), log
 
 
-def test_all_parts_prepare_before_any_commits() -> None:
+def test_all_parts_prepare_before_any_commits():
     transaction, log = two_parts()
     transaction.begin()
     transaction.commit()
     assert log == ["a begin", "b begin", "a prepare", "b prepare", "a commit", "b commit"]
 
 
-def test_failed_prepare_rolls_back_all_parts() -> None:
+def test_failed_prepare_rolls_back_all_parts():
     transaction, log = two_parts(b_prepare=MemoryError())
     transaction.begin()
     with pytest.raises(MemoryError):
@@ -50,7 +47,7 @@ def test_failed_prepare_rolls_back_all_parts() -> None:
     assert log[-2:] == ["b roll_back", "a roll_back"]
 
 
-def test_part_that_fails_to_begin_is_rolled_back() -> None:
+def test_part_that_fails_to_begin_is_rolled_back():
     transaction, log = two_parts(a_begin=MemoryError())
     with pytest.raises(MemoryError):
         transaction.begin()
@@ -58,7 +55,7 @@ def test_part_that_fails_to_begin_is_rolled_back() -> None:
     assert log == ["a begin", "a roll_back"]
 
 
-def test_interrupt_during_commit_is_raised_after_commit() -> None:
+def test_interrupt_during_commit_is_raised_after_commit():
     interrupt = KeyboardInterrupt()
     transaction, log = two_parts(a_commit=interrupt)
     transaction.begin()
@@ -71,7 +68,7 @@ def test_interrupt_during_commit_is_raised_after_commit() -> None:
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), MemoryError(), ValueError()])
-def test_rollback_continues_after_one_part_fails(error: BaseException) -> None:
+def test_rollback_continues_after_one_part_fails(error):
     transaction, log = two_parts(b_roll_back=error)
     transaction.begin()
     with pytest.raises(type(error)) as caught:
@@ -83,55 +80,25 @@ def test_rollback_continues_after_one_part_fails(error: BaseException) -> None:
     assert log.count("a roll_back") == 1
 
 
-class Buffered(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("in_place", torch.zeros(3))
-        self.register_buffer("large", torch.zeros(5 * 2**20))
-        self.register_buffer("nothing", None)
-
-
-def write(module: nn.Module) -> None:
-    module.get_buffer("in_place").data.fill_(4)
-
-
-@pytest.mark.parametrize("change", [None, write])
-def test_restoring_buffer_does_not_count_as_change(
-    change: Callable[[nn.Module], None] | None,
-) -> None:
+@pytest.mark.parametrize("writes", [False, True])
+def test_restoring_buffer_does_not_count_as_change(writes):
     """Part of an attempt may be rolled back separately before the attempt looks for changes."""
-    module = Buffered()
+    module = nn.Module()
+    module.register_buffer("mean", mean := torch.zeros(3))
     index = ModuleIndex([module])
     attempt, part = State(lambda: {"": module}), State(lambda: {"": module})
     moved = functools.partial(attempt.changed_tensors, by_content=False)
     attempt.begin()
     part.begin()
-    if change is not None:
-        change(module)
+    if writes:
+        mean.data.fill_(4)
     part.roll_back()
     assert index.changed_buffers(moved()) == []
-    module.get_buffer("in_place").add_(1)
-    assert index.changed_buffers(moved()) == ["in_place"]
+    mean.add_(1)
+    assert index.changed_buffers(moved()) == ["mean"]
 
 
-def committed(module: nn.Module) -> State:
-    state = State(lambda: {"": module})
-    state.begin()
-    state.prepare()
-    state.commit()
-    return state
-
-
-def test_large_buffer_changed_without_new_version_is_reported() -> None:
-    module = Buffered()
-    state = committed(module)
-    state.begin()
-    module.get_buffer("large").data.add_(1)
-    with pytest.raises(RollbackError, match=r"large.*without a new version"):
-        state.roll_back()
-
-
-def test_changed_parameters_raise_rollback_error() -> None:
+def test_changed_parameters_raise_rollback_error():
     weight = nn.Parameter(torch.ones(2))
     parameters = Parameters([weight])
     parameters.begin()
