@@ -15,11 +15,10 @@ import numpy as np
 import torch
 from tensordict import LazyStackedTensorDict, TensorDict, TensorDictBase
 from torch.nn.utils.rnn import PackedSequence, pack_sequence, unpack_sequence
-from transformers import BatchEncoding, BatchFeature
+from transformers import BatchEncoding
 from transformers.modeling_outputs import SequenceClassifierOutput
 
 ROWS = 8
-SIZES = [1, 2, 3, 5, 7, 8, 20]
 
 
 class Pair(NamedTuple):
@@ -199,14 +198,12 @@ STRUCTURES: dict[str, Callable[[], Any]] = {
     "list": lambda: [x(), y()],
     "dict": lambda: {"x": x(), "y": y(), "names": list("abcdefgh")},
     "collated texts": lambda: [x(), tuple("abcdefgh")],
-    "ordered": lambda: collections.OrderedDict(x=x(), y=y()),
     "defaultdict": lambda: collections.defaultdict(list, x=x(), y=y()),
     "dict subclass": tagged,
     "user dict": lambda: collections.UserDict({"x": x(), "y": y()}),
     "proxy": lambda: types.MappingProxyType({"x": x(), "y": y()}),
     "own mapping": lambda: Store({"x": x(), "y": y()}),
     "own read-only mapping": lambda: Unwritable({"x": x(), "y": y()}),
-    "batch feature": lambda: BatchFeature({"x": x(), "y": y().numpy()}),
     "batch encoding": lambda: BatchEncoding({"input_ids": x(), "labels": y()}),
     "model output": lambda: SequenceClassifierOutput(logits=x(), hidden_states=(x(), x(ROWS, 2))),
     "named tuple": lambda: Pair(x(), {"a": y(), "b": None}),
@@ -230,7 +227,6 @@ STRUCTURES: dict[str, Callable[[], Any]] = {
     },
     "size in a tuple": lambda: {"x": x(), "image_size": (224, 224)},
     "samples as dicts": lambda: [{"x": x(3) + i, "y": i} for i in range(ROWS)],
-    "samples as named tuples": lambda: [Pair(x(3) + i, i) for i in range(ROWS)],
     "images of own sizes": lambda: [x(1 + i % 3, 2) for i in range(ROWS)],
     "detection": lambda: (
         tuple(x(3, 2 + i) for i in range(ROWS)),
@@ -246,14 +242,11 @@ STRUCTURES: dict[str, Callable[[], Any]] = {
     "packed sorted": lambda: pack_sequence(sequences(range(ROWS + 1, 1, -1))),
     "jagged": lambda: (jagged(), y()),
     "own tuple": lambda: Both(x(), y()),
-    "texts and labels": lambda: {"text": list("abcdefgh"), "label": list(range(ROWS))},
     "texts and a tensor": lambda: (list("abcdefgh"), y()),
-    "samples as dicts of texts": lambda: [{"text": t, "label": 1} for t in "abcdefgh"],
     "samples as objects": lambda: [Text(letter) for letter in "abcdefgh"],
     "samples as images": lambda: [Picture(n / 7) for n in range(ROWS)],
     "samples as pairs": lambda: list(zip("abcdefgh", range(ROWS), strict=True)),
     "lists of numbers": lambda: {"x": [[n / 7, 1.0] for n in range(ROWS)], "y": list(range(ROWS))},
-    "arrays alone": lambda: {"x": x().numpy(), "y": y().numpy()},
     "records": lambda: {"records": records(), "x": x()},
     "array of objects": lambda: {"x": x(), "o": np.array(list("abcdefgh"), dtype=object)},
     "read-only array": lambda: (np.broadcast_to(np.arange(3.0), (ROWS, 3)), y()),

@@ -11,23 +11,13 @@ import pytest
 import tensordict
 import torch
 import torch.nn.functional as F
-from tensordict import LazyStackedTensorDict, TensorDict
-from tokenizers import Tokenizer
-from tokenizers.models import WordLevel
-from tokenizers.pre_tokenizers import Whitespace
+from tensordict import LazyStackedTensorDict, TensorDict, TensorDictBase
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset, TensorDataset
-from transformers import (
-    DataCollatorForLanguageModeling,
-    GPT2Config,
-    GPT2LMHeadModel,
-    PreTrainedTokenizerFast,
-)
+from torch.utils.data import DataLoader, TensorDataset
 
 from automicro import BatchError, Microbatcher, num_rows, register_batch_type
 from automicro.batch.layout import split_batch
 from tests.batch.structures import Image
-from tests.batch.training import Waves
 from tests.cases import difference, gradients
 from tests.outside import Outside
 
@@ -70,80 +60,21 @@ def compare(
             assert difference(gradients(model), gradients(whole)) < 1e-9
 
 
-# transformers
+def linear(inputs: int, outputs: int) -> Callable[[], nn.Module]:
+    return lambda: nn.Linear(inputs, outputs).double()
 
 
-@pytest.fixture
-def tokenizer() -> Any:
-    words = {word: index for index, word in enumerate(["[PAD]", "[MASK]", "[UNK]", *"abcdef"])}
-    made = Tokenizer(WordLevel(words, unk_token="[UNK]"))
-    made.pre_tokenizer = Whitespace()
-    return PreTrainedTokenizerFast(
-        tokenizer_object=made, pad_token="[PAD]", mask_token="[MASK]", unk_token="[UNK]"
-    )
-
-
-TEXTS = ["a b c a", "b a", "c c c", "a", "b c b c b", "a a", "d", "e f b"]
-
-
-def language_model() -> nn.Module:
-    config = GPT2Config(  # type: ignore[call-arg]
-        vocab_size=12, n_embd=8, n_layer=1, n_head=2, n_positions=16,
-        resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, bos_token_id=0, eos_token_id=0,
-        loss_type="ForCausalLM",
-    )  # fmt: skip
-    return GPT2LMHeadModel(config).double()
-
-
-def test_language_model_collator_batch_is_exact_with_popped_labels(
-    tokenizer: Any,
-) -> None:
-    collate = DataCollatorForLanguageModeling(tokenizer, mlm=False)
+def test_default_collate_batches_are_exact() -> None:
+    rows: Any = [
+        {"x": (torch.ones(4) * i, [torch.ones(4)]), "name": str(i), "boxes": [float(i), 1.0]}
+        for i in range(8)
+    ]
 
     def loss(model: Any, batch: Any) -> Any:
-        labels = batch.pop("labels")[:, 1:]
-        logits = model(**batch).logits[:, :-1]
-        return F.cross_entropy(logits.transpose(1, 2), labels, reduction="sum") / 10
+        boxes = torch.stack(batch.pop("boxes"), 1).double()
+        return (model(batch["x"][0].double() + batch["x"][1][0]) * boxes).pow(2).mean()
 
-    batch = collate([tokenizer(t) for t in TEXTS])
-    compare(language_model, lambda: batch, loss, loss_average="none")
-    assert "labels" in batch
-
-
-# default_collate of torch on unusual datasets
-
-
-class MadeDataset(Dataset):
-    def __init__(self, make: Callable[[int], Any]) -> None:
-        self.make = make
-
-    def __len__(self) -> int:
-        return 8
-
-    def __getitem__(self, index: int) -> Any:
-        return self.make(index)
-
-
-COLLATED: dict[str, tuple[Callable[[int], Any], Loss]] = {
-    "nested pairs": (
-        lambda i: ((torch.ones(4) * i, [torch.ones(4), torch.zeros(4)]), str(i)),
-        lambda m, b: m(b[0][0].double() + b[0][1][0]),
-    ),
-    "a mapping of lists": (
-        lambda i: {"boxes": [float(i), 1.0, 2.0, 3.0], "x": torch.ones(4)},
-        lambda m, b: m(torch.stack(b["boxes"], 1).double()),
-    ),
-}
-
-
-@pytest.mark.parametrize("name", COLLATED)
-def test_default_collate_batches_are_exact(name: str) -> None:
-    make, outputs = COLLATED[name]
-    compare(
-        lambda: nn.Linear(4, 2).double(),
-        lambda: next(iter(DataLoader(MadeDataset(make), batch_size=8))),
-        lambda model, batch: outputs(model, batch).pow(2).mean(),
-    )
+    compare(linear(4, 2), lambda: next(iter(DataLoader(rows, batch_size=8))), loss)
 
 
 def triplets() -> Any:
@@ -152,17 +83,13 @@ def triplets() -> Any:
     return next(iter(DataLoader(TensorDataset(*columns), batch_size=8)))
 
 
-def triplet_loss(model: Any, batch: Any) -> Any:
-    return F.triplet_margin_loss(*(model(part) for part in batch))
-
-
 def test_triplet_list_needs_declaration() -> None:
+    def loss(model: Any, batch: Any) -> Any:
+        return F.triplet_margin_loss(*(model(part) for part in batch))
+
     with pytest.raises(BatchError, match=r"3 or 8 rows.*DataLoader.*\{'': 'fields'\} for 8 rows"):
         num_rows(triplets())
-    compare(lambda: nn.Linear(6, 4).double(), triplets, triplet_loss, batch_layout={"": "fields"})
-
-
-# tensordict
+    compare(linear(6, 4), triplets, loss, batch_layout={"": "fields"})
 
 
 def rows_of_tensordict() -> Any:
@@ -170,40 +97,37 @@ def rows_of_tensordict() -> Any:
     return TensorDict({"x": x, "deep": {"y": torch.arange(8) % 3}}, batch_size=[8])
 
 
+@tensordict.tensorclass
+class Rows:
+    x: Tensor
+    deep: Any
+    name: str
+
+
+def rows_of_tensorclass() -> Any:
+    whole = rows_of_tensordict()
+    return Rows(x=whole["x"], deep=whole["deep"], name="a", batch_size=[8])  # type: ignore[call-arg]
+
+
 TENSORDICTS: dict[str, Callable[[], Any]] = {
     "plain": rows_of_tensordict,
     "locked": lambda: rows_of_tensordict().lock_(),
     "on a device": lambda: rows_of_tensordict().to("cpu"),
-    "stacked lazily": lambda: LazyStackedTensorDict.lazy_stack(
-        list(rows_of_tensordict().unbind(0))
-    ),
+    "lazy": lambda: LazyStackedTensorDict.lazy_stack([*rows_of_tensordict().unbind(0)]),
+    "tensorclass": rows_of_tensorclass,
 }
 
 
 @pytest.mark.parametrize("name", TENSORDICTS)
 def test_tensordict_is_split_and_unchanged(name: str) -> None:
     def loss(model: Any, batch: Any) -> Any:
-        x = batch["x"] if batch.is_locked else batch.pop("x")
-        return F.cross_entropy(model(x), batch["deep", "y"])
+        can_pop = isinstance(batch, TensorDictBase) and not batch.is_locked
+        inputs = batch.pop("x") if can_pop else batch.get("x")
+        return F.cross_entropy(model(inputs), batch.get("deep")["y"])
 
     batch = TENSORDICTS[name]()
-    compare(lambda: nn.Linear(4, 3).double(), lambda: batch, loss)
-    assert torch.equal(batch["x"], rows_of_tensordict()["x"])
-
-
-def test_tensorclass_is_split() -> None:
-    @tensordict.tensorclass
-    class Rows:
-        x: Tensor
-        y: Tensor
-        name: str
-
-    whole = rows_of_tensordict()
-    compare(
-        lambda: nn.Linear(4, 3).double(),
-        lambda: Rows(x=whole["x"], y=whole["deep", "y"], name="a", batch_size=[8]),  # type: ignore[call-arg]
-        lambda model, batch: F.cross_entropy(model(batch.x), batch.y),
-    )
+    compare(linear(4, 3), lambda: batch, loss)
+    assert torch.equal(batch.get("x"), rows_of_tensordict()["x"])
 
 
 def test_tensordict_without_leading_row_dimension_is_rejected() -> None:
@@ -216,12 +140,9 @@ def test_tensordict_without_leading_row_dimension_is_rejected() -> None:
             num_rows(batch(), batch_layout=layout)
 
 
-# Graphs
-
-
-def graphs() -> list[Any]:
+def test_graph_batch_is_split_once_registered() -> None:
     generator = torch.Generator().manual_seed(0)
-    return [
+    graphs = [
         Data(
             x=torch.randn(n, 4, generator=generator, dtype=torch.float64),
             edge_index=torch.tensor([[0], [n - 1]]),
@@ -229,37 +150,23 @@ def graphs() -> list[Any]:
         )
         for n in (2, 3, 1, 4, 2, 5, 1, 3)
     ]
-
-
-def graph_loss(model: Any, batch: Any) -> Any:
-    logits = torch.zeros(batch.num_graphs, 3, dtype=torch.float64)
-    return F.cross_entropy(logits.index_add(0, batch.batch, model(batch.x)), batch.y)
-
-
-def test_graph_batch_is_split_once_registered() -> None:
-    batch = next(iter(GraphLoader(graphs(), batch_size=8)))
+    batch = next(iter(GraphLoader(graphs, batch_size=8)))
     with pytest.raises(BatchError, match=r"DataBatch.*register_batch_type"):
         num_rows(batch)
-    text = next(line for line in _recipes() if "register_batch_type(" in line)
+    page = (Path(__file__).parents[2] / "docs" / "drop_in.md").read_text(encoding="utf-8")
+    blocks = [each.partition("```")[0] for each in page.split("```py\n")[1:]]
+    text = next(block for block in blocks if "register_batch_type(" in block)
     names = {"copy": copy, "torch_geometric": torch_geometric}
     exec(text, {**names, "register_batch_type": register_batch_type})
 
     def loss(model: Any, batch: Any) -> Any:
         batch.x = batch.x / 2
-        return graph_loss(model, batch)
+        logits = torch.zeros(batch.num_graphs, 3, dtype=torch.float64)
+        return F.cross_entropy(logits.index_add(0, batch.batch, model(batch.x)), batch.y)
 
     x = batch.x.clone()
-    compare(lambda: nn.Linear(4, 3).double(), lambda: batch, loss)
+    compare(linear(4, 3), lambda: batch, loss)
     assert torch.equal(batch.x, x)
-
-
-def _recipes() -> list[str]:
-    text = (Path(__file__).parents[2] / "docs" / "drop_in.md").read_text(encoding="utf-8")
-    blocks = text.split("```py\n")[1:]
-    return [block.partition("```")[0] for block in blocks]
-
-
-# Errors name the part
 
 
 class Callable8:
@@ -287,20 +194,12 @@ def test_unsplittable_part_error_gives_remedy() -> None:
         assert num_rows({"x": torch.zeros(8), "part": part}, batch_layout=layout) == 8
 
 
-def test_tensor_subclass_attribute_with_rows_is_rejected() -> None:
-    class Measured(Tensor):
-        lengths: Tensor
-
-    value = torch.zeros(8, 2).as_subclass(Measured)
-    value.lengths = torch.arange(8)
-    with pytest.raises(BatchError, match=r"Measured in the batch has 8 rows.*'lengths'"):
-        Microbatcher(Waves(), forward=lambda m, b: m(b.flatten()), microbatch_size=3).backward(
-            value
-        )
-
-
 def test_tensor_subclass_metadata_with_rows_is_rejected() -> None:
     value: Any = torch.zeros(8, 2).as_subclass(Image)  # without custom indexing
+    value.lengths = torch.arange(8)
+    with pytest.raises(BatchError, match=r"Image in the batch has 8 rows.*'lengths'"):
+        split_batch(value, 3)
+    del value.lengths
     value.meta = {"spacing": [1.0, 2.0], "paths": [str(row) for row in range(8)]}
     with pytest.raises(BatchError, match=r"Image.*'meta\.paths'.*register_batch_type"):
         split_batch([value, torch.zeros(8)], 4)

@@ -3,7 +3,6 @@
 import contextlib
 import copy
 import itertools
-import random
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -23,7 +22,6 @@ from automicro import (
 from automicro.checking.check import Occasions
 from tests.checking.told import warnings_of
 from tests.outside import Outside
-from tests.sweeps import mostly_in_sweeps
 
 ROWS = 64
 
@@ -46,19 +44,18 @@ def hardest(model: Any, batch: Any) -> Tensor:
     return losses.topk(min(16, len(losses))).values.mean()
 
 
-def test_difference_visible_only_in_many_rows_warns() -> None:
-    microbatcher = Microbatcher(net(), forward=hardest, microbatch_size=16)
+def test_difference_visible_only_in_many_rows_warns_or_raises() -> None:
+    sizes: Any = {"microbatch_size": 16, "eval_microbatch_size": 16}
+    microbatcher = Microbatcher(net(), forward=hardest, **sizes)
     (message,) = warnings_of(microbatcher, batch(), batch(), batch())
     assert "for 64 rows in 4 parts" in message
     assert "microbatch_size=None" in message
     assert microbatcher.loss_average_is == "wrong"
-
-
-def test_probe_error_is_raised_before_state_changes() -> None:
+    with pytest.warns(LossAverageWarning, match=r"the loss is .* for 64 rows in 4 parts"):
+        Microbatcher(net(), forward=hardest, **sizes).evaluate(batch())
     model = net()
-    microbatcher = Microbatcher(model, forward=hardest, microbatch_size=16, probe="error")
     with pytest.raises(LossAverageError, match="for 64 rows in 4 parts"):
-        microbatcher.backward(batch())
+        Microbatcher(model, forward=hardest, probe="error", **sizes).backward(batch())
     assert all(parameter.grad is None for parameter in model.parameters())
 
 
@@ -101,12 +98,6 @@ def test_smaller_part_is_compared_after_oom() -> None:
     assert "for 32 rows in 4 parts" in message  # of 64 rows: half of the microbatches
 
 
-def test_evaluation_loss_is_compared_separately() -> None:
-    microbatcher = Microbatcher(net(), forward=hardest, eval_microbatch_size=16)
-    with pytest.warns(LossAverageWarning, match=r"the loss is .* for 64 rows in 4 parts"):
-        microbatcher.evaluate(batch())
-
-
 @pytest.mark.parametrize("call", ["backward", "evaluate"])
 def test_microbatch_with_nan_loss_warns(call: str) -> None:
     def forward(model: Any, batch: Any) -> Any:
@@ -125,34 +116,15 @@ def test_microbatch_with_nan_loss_warns(call: str) -> None:
     assert result.loss.isnan()
 
 
-@pytest.mark.sweep
-def test_late_difference_is_found_at_next_power_of_ten() -> None:
-    begins = False
-
-    def forward(model: Any, batch: Any) -> Any:
-        losses = each(model, batch)
-        return losses.topk(min(16, len(losses))).values.mean() if begins else losses.mean()
-
-    microbatcher = Microbatcher(net(), forward=forward, microbatch_size=16, loss_average="samples")
-    assert not warnings_of(microbatcher, *(batch() for _ in range(100)))
-    begins = True
-    assert not warnings_of(microbatcher, *(batch() for _ in range(899)))
-    assert len(warnings_of(microbatcher, batch())) == 1
-
-
 def test_unsplit_batch_needs_no_extra_whole_pass() -> None:
-    seen = Outside(rows=[])
+    seen, model = Outside(rows=[]), net()
 
     def note(module: nn.Module, args: Any, output: Any) -> None:
         if is_extra_pass():
             seen.rows.append(len(args[0]))
 
-    microbatcher = Microbatcher(net(), forward=hardest)
-    handle = nn.modules.module.register_module_forward_hook(note)
-    try:
-        assert warnings_of(microbatcher, batch()) == []
-    finally:
-        handle.remove()
+    model.register_forward_hook(note)
+    assert warnings_of(Microbatcher(model, forward=hardest), batch()) == []
     assert max(seen.rows) == 16
 
 
@@ -190,22 +162,7 @@ def test_values_that_are_not_means_warn_once() -> None:
     assert metric_warnings(forward, batch(), probe=False, **sizes) == []
 
 
-def test_values_warn_when_only_one_microbatch_fits() -> None:
-    def forward(model: Any, batch: Any) -> Any:
-        if len(batch[0]) > 16:
-            raise torch.OutOfMemoryError("CUDA out of memory.")
-        logits = model(batch[0])
-        loss = F.cross_entropy(logits, batch[1])
-        return {"loss": loss, "mean": loss.detach(), "perplexity": loss.detach().exp()}
-
-    (message,) = metric_warnings(forward, batch(), microbatch_size=16, eval_microbatch_size=16)
-    assert "'perplexity' is " in message
-    assert "'mean' is " not in message
-
-
 def test_comparison_is_postponed_after_oom() -> None:
-    """Memory runs out during the size search, so later batches are compared instead."""
-
     def forward(model: Any, batch: Any) -> Any:
         if len(batch[0]) > 3:
             raise torch.OutOfMemoryError("CUDA out of memory.")
@@ -219,8 +176,6 @@ def test_comparison_is_postponed_after_oom() -> None:
 
 
 def test_comparison_failing_without_oom_is_not_retried() -> None:
-    """The forward computes a gradient itself, which fails without a saved graph."""
-
     def forward(model: Any, batch: Any) -> Any:
         inputs = batch[0].clone().requires_grad_()
         losses = each(model, (inputs, batch[1]))
@@ -249,43 +204,19 @@ def test_postponed_comparisons_back_off() -> None:
     assert tried == [1, 2, 3, 4, 5, 6, 14]
 
 
-def test_empty_half_microbatches_give_no_warning() -> None:
-    """Half of each microbatch has no row that the reported value averages over."""
+def test_values_are_judged_when_only_one_microbatch_fits() -> None:
+    """Half of each microbatch has no row that "of some" averages over."""
 
     def forward(model: Any, batch: Any) -> Any:
         if len(batch[0]) > 16:
             raise torch.OutOfMemoryError("CUDA out of memory.")
         losses = each(model, batch)
-        return {"loss": losses.mean(), "of some": losses.detach()[batch[1] > 0].mean()}
+        of_some = losses.detach()[batch[1] > 0].mean()
+        return {"loss": losses.mean(), "of some": of_some, "exp": losses.detach().mean().exp()}
 
     x, y = batch()
-    y[torch.arange(ROWS) % 16 < 8] = 0
-    y[torch.arange(ROWS) % 16 >= 8] = 1
-    assert metric_warnings(forward, (x, y), microbatch_size=16, eval_microbatch_size=16) == []
-
-
-@pytest.mark.parametrize("most", [ROWS, 16])
-@pytest.mark.parametrize(
-    "dtype", mostly_in_sweeps([torch.float64, torch.float32, torch.bfloat16], quick=[torch.float32])
-)
-def test_values_that_are_means_give_no_warning(dtype: torch.dtype, most: int) -> None:
-    def forward(model: Any, batch: Any) -> Any:
-        if len(batch[0]) > most:
-            raise torch.OutOfMemoryError("CUDA out of memory.")
-        logits = model(F.dropout(batch[0], 0.2))
-        loss = F.cross_entropy(logits, batch[1])
-        return {
-            "loss": loss * 2,
-            "half": loss.detach(),
-            "confidence": logits.detach().softmax(1).amax(1).mean(),
-            "accuracy": (logits.argmax(1) == batch[1]).float().mean(),
-            "temperature": torch.tensor(0.07),
-            "zero": logits.detach().sum() * 0,
-            "chance": torch.tensor(random.random()) if model.training else torch.tensor(0.0),
-            "nothing": logits.detach()[:0].mean(),
-        }
-
-    for rows in (64, 50):
-        x, y = batch(rows)
-        given = [(x.to(dtype), y), (-x.to(dtype), y)]
-        assert metric_warnings(forward, *given, microbatch_size=16, eval_microbatch_size=7) == []
+    y = (torch.arange(ROWS) % 16 >= 8).long()
+    sizes: Any = {"microbatch_size": 16, "eval_microbatch_size": 16}
+    (message,) = metric_warnings(forward, (x, y), **sizes)
+    assert "'exp' is " in message
+    assert "'of some' is " not in message

@@ -41,12 +41,12 @@ def made(module: str, name: str, base: type[Exception], text: str) -> Exception:
 
 XLA = "RESOURCE_EXHAUSTED: "
 ASSERT = 'INTERNAL ASSERT FAILED at "../c10/cuda/CUDACachingAllocator.cpp":1016, please report'
+SCRIPT = "The following operation failed in the TorchScript interpreter.\nTraceback of TorchScript "
 
 RETRYABLE = [
     torch.OutOfMemoryError("whatever it says"),
     MemoryError(),
     RuntimeError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity"),
-    RuntimeError("CUDA out of memory"),
     RuntimeError(
         "Allocation on device 0 would exceed allowed memory. (out of memory)\n"
         "Currently allocated     : 9.43 GiB\nRequested               : 640.00 MiB"
@@ -55,10 +55,7 @@ RETRYABLE = [
     RuntimeError("CUDA driver error: out of memory"),
     RuntimeError("cuda runtime error (2) : out of memory at /pytorch/aten/src/THC/THC.cu:66"),
     RuntimeError("HIP out of memory. Tried to allocate 2.00 GiB."),
-    RuntimeError("HIP error: out of memory"),
-    RuntimeError("XPU out of memory. Tried to allocate 2.00 GiB."),
     RuntimeError(XPU.format(39, "DEVICE")),
-    RuntimeError(XPU.format(38, "HOST")),
     RuntimeError("Native API failed. Native API returns: -5 (PI_ERROR_OUT_OF_RESOURCES)"),
     RuntimeError("MPS backend out of memory (MPS allocated: 8.00 GB, max allowed: 9.07 GB)."),
     RuntimeError(CUBLAS),
@@ -73,12 +70,10 @@ RETRYABLE = [
     RuntimeError(CUDNN_NOT_SUPPORTED),
     RuntimeError("Unable to find a valid cuDNN algorithm to run convolution"),
     RuntimeError("FIND was unable to find an engine to execute this computation"),
-    RuntimeError("GET was unable to find an engine to execute this computation"),
     RuntimeError("Triton Error [CUDA]: out of memory"),
     RuntimeError("Triton Error [HIP]:  Code: 2, Messsage: out of memory"),
     RuntimeError(CPU_LINUX),
     RuntimeError(CPU_WINDOWS),
-    RuntimeError("DefaultCPUAllocator: not enough memory: you tried to allocate 8 bytes."),
     RuntimeError("std::bad_alloc"),
     RuntimeError(IN_REPLICA.format("RuntimeError") + "RuntimeError: CUDA error: out of memory"),
     # Errors of other libraries.
@@ -96,10 +91,8 @@ RETRYABLE = [
     RuntimeError("Error out of memory at line 384 in file /bnb/csrc/pythonInterface.c"),
     RuntimeError("/io/build/temp/spconv.cc 52\ncuda failed with error 2".replace("\n", " ")),
     RuntimeError("/io/build/x.cc(12) cuda execution failed with error 2 out of memory"),
-    RuntimeError("cuda failed with error 2 out of memory. use CUDA_LAUNCH_BLOCKING=1"),
     made("cupy.cuda.memory", "OutOfMemoryError", MemoryError, "Out of memory allocating 512 bytes"),
     RuntimeError("cudaErrorMemoryAllocation: out of memory"),
-    RuntimeError("parallel_for failed: cudaErrorMemoryAllocation: out of memory"),
     made(
         "numba.cuda.cudadrv.driver",
         "CudaAPIError",
@@ -109,7 +102,6 @@ RETRYABLE = [
     made("pycuda._driver", "MemoryError", Exception, "cuMemAlloc failed: out of memory"),
     RuntimeError("CUDA error (/flash-attention/csrc/fwd_launch.h:88): out of memory"),
     RuntimeError(f"NVML_SUCCESS == r {ASSERT}"),
-    RuntimeError(f"NVML_SUCCESS == DriverAPI::get()->nvmlInit_v2_() {ASSERT}"),
     RuntimeError("CUDA error: CUSPARSE_STATUS_NOT_INITIALIZED when calling `cusparseCreate(h)`"),
     RuntimeError("CUDA error: CUBLAS_STATUS_NOT_INITIALIZED when calling `cublasLtCreate(h)`"),
     RuntimeError(
@@ -123,22 +115,16 @@ RETRYABLE = [
     RuntimeError("unable to mmap 4000 bytes from file </torch_1_2>: Cannot allocate memory (12)"),
     OSError(errno.ENOMEM, "Cannot allocate memory"),
     RuntimeError(
-        "The following operation failed in the TorchScript interpreter.\nTraceback of TorchScript "
-        '(most recent call last):\n  File "x.py", line 4, in forward\n    return x @ x\n'
+        SCRIPT + '(most recent call last):\n  File "x.py", line 4, in forward\n    return x @ x\n'
         "           ~~~~~ <--- HERE\nRuntimeError: CUDA out of memory. Tried to allocate 2 GiB."
     ),
 ]
 
 CONTEXT_LOST = [
     RuntimeError("CUDA error: an illegal memory access was encountered"),
-    RuntimeError("HIP error: an illegal memory access was encountered"),
     RuntimeError("CUDA error: device-side assert triggered\nCompile with TORCH_USE_CUDA_DSA"),
     RuntimeError("CUDA error: unspecified launch failure"),
     RuntimeError("CUDA error: unknown error"),
-    RuntimeError("CUDA error: misaligned address"),
-    RuntimeError("CUDA error: uncorrectable ECC error encountered"),
-    RuntimeError("CUDA error: an exception occurred on the device"),
-    RuntimeError("CUDA error: driver shutting down"),
     RuntimeError("CUDA error: Invalid access of peer GPU memory over nvlink or a hardware error"),
     RuntimeError("Triton Error [CUDA]: an illegal memory access was encountered"),
     RuntimeError("level_zero backend failed with error: 20 (UR_RESULT_ERROR_DEVICE_LOST)"),
@@ -166,35 +152,25 @@ UNRELATED = [
     MemoryError(IN_WORKER.format("MemoryError") + "MemoryError"),
     ValueError("CUDA out of memory. Tried to allocate 2.00 GiB."),
     KeyError("CUDA error: out of memory"),
-    Exception("CUDA out of memory."),
     KeyboardInterrupt(),
     SampleTooLargeError("even one row does not fit"),
     RollbackError("CUDA out of memory."),
     # Similar, but unrelated errors.
-    KeyError("out of memory"),
     RuntimeError("LSTM out of memory: it has 4 cells"),
-    RuntimeError("DNC out of memory."),
     RuntimeError("token OOM is not in the vocabulary"),
-    RuntimeError("OOM"),
     RuntimeError("out of memory"),
     RuntimeError(XLA + "Received message larger than max (5 vs. 4)"),
     RuntimeError("the log said: RESOURCE_EXHAUSTED: Out of memory"),
-    RuntimeError("Error out of memory budget at line"),
     RuntimeError("cuda failed with error 21 something else"),
     ValueError("cudaErrorMemoryAllocation: out of memory"),
     RuntimeError("CUDA_ERROR_OUT_OF_MEMORY_SLOTS"),
     RuntimeError('r == 0 INTERNAL ASSERT FAILED at "../c10/cuda/CUDACachingAllocator.cpp":10'),
     RuntimeError("could not create a primitive descriptor"),
-    RuntimeError("MIOpen Error: miopenStatusBadParm"),
     RuntimeError("cusolver error: CUSOLVER_STATUS_INTERNAL_ERROR, when calling `cusolverDnXgesvd`"),
     OSError(errno.ENOENT, "No such file"),
     RuntimeError("DataLoader worker (pid 12) is killed by signal: Killed."),
-    RuntimeError(
-        "The following operation failed in the TorchScript interpreter.\nTraceback of TorchScript "
-        "(most recent call last):\nRuntimeError: it said: CUDA out of memory."
-    ),
+    RuntimeError(SCRIPT + "(most recent call last):\nRuntimeError: it said: CUDA out of memory."),
     ExceptionGroup("both", [MemoryError(), ValueError("a bug")]),
-    ExceptionGroup("bugs", [ValueError("a bug")]),
     BaseExceptionGroup("stopped", [MemoryError(), KeyboardInterrupt()]),
     SystemExit("CUDA out of memory."),
 ]
@@ -231,21 +207,16 @@ def test_errors_are_classified_correctly() -> None:
 
 ON_A_FULL_DEVICE = [
     RuntimeError("cuDNN error: CUDNN_STATUS_NOT_INITIALIZED"),
-    RuntimeError("cuDNN error: CUDNN_STATUS_INTERNAL_ERROR"),
     RuntimeError("cuFFT error: CUFFT_INTERNAL_ERROR"),
 ]
 
 
-def test_unexplained_library_error_is_oom_on_full_device(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    def means() -> set[Failure]:
-        return set(map(classify, ON_A_FULL_DEVICE))
-
-    assert means() == {Failure.UNRELATED}  # without an accelerator, free memory is unknown
+def test_unexplained_library_error_is_oom_on_full_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Without an accelerator, free memory is unknown.
+    assert set(map(classify, ON_A_FULL_DEVICE)) == {Failure.UNRELATED}
     for free_bytes, expected in ((1 << 20, Failure.RETRYABLE), (1 << 30, Failure.UNRELATED)):
         monkeypatch.setattr(torch.accelerator, "get_memory_info", lambda: (free_bytes, 16 << 30))  # noqa: B023
-        assert means() == {expected}
+        assert set(map(classify, ON_A_FULL_DEVICE)) == {expected}
 
 
 def test_accelerator_error_is_classified_by_error_code() -> None:
@@ -298,14 +269,6 @@ def fail_in_forward(storages: Storages) -> None:
     raise torch.OutOfMemoryError(f"CUDA out of memory. {hidden.shape}")
 
 
-def fail_in_forward_and_store_error(storages: Storages) -> None:
-    try:
-        fail_in_forward(storages)
-    except torch.OutOfMemoryError as error:
-        kept = error
-        raise kept from ValueError("cause")
-
-
 def fail_in_backward(storages: Storages) -> None:
     x = torch.ones(100, requires_grad=True)
     branches = [remember(storages, x.exp()).sin() for _ in range(5)]
@@ -340,22 +303,21 @@ def fail_in_a_group(storages: Storages) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory.") from group
 
 
-ATTEMPTS = [
-    fail_in_forward,
-    fail_in_forward_and_store_error,
-    fail_in_backward,
-    fail_in_backward_reversed,
-    fail_with_a_cycle,
-    fail_in_a_group,
-]
-
-
-def test_release_frees_all_tensors_of_failed_attempt() -> None:
-    for attempt in ATTEMPTS:
-        failed, storages = fail(attempt)
-        assert alive(storages) == len(storages)
-        release(failed)
-        assert alive(storages) == 0
+@pytest.mark.parametrize(
+    "attempt",
+    [
+        fail_in_forward,
+        fail_in_backward,
+        fail_in_backward_reversed,
+        fail_with_a_cycle,
+        fail_in_a_group,
+    ],
+)
+def test_release_frees_all_tensors_of_failed_attempt(attempt: Callable[[Storages], None]) -> None:
+    failed, storages = fail(attempt)
+    assert alive(storages) == len(storages)
+    release(failed)
+    assert alive(storages) == 0
 
 
 def test_release_allocates_no_memory() -> None:
@@ -371,26 +333,21 @@ def test_release_allocates_no_memory() -> None:
     assert budget.allocated_bytes == full.nbytes
 
 
-def test_release_propagates_device_lost_error(mocker) -> None:
-    failed, _ = fail(fail_in_forward)
+def test_release_tolerates_another_oom_but_not_a_lost_device(mocker) -> None:
+    failed, storages = fail(fail_in_forward)
+    mocker.patch("torch.autograd.grad", side_effect=torch.OutOfMemoryError("CUDA out of memory."))
+    release(failed)
+    assert alive(storages) == 0
     lost = RuntimeError("CUDA error: unspecified launch failure")
     mocker.patch("torch.autograd.grad", side_effect=lost)
     with pytest.raises(RuntimeError, match="launch failure"):
         release(failed)
 
 
-def test_release_tolerates_another_oom(mocker) -> None:
-    failed, storages = fail(fail_in_forward)
-    mocker.patch("torch.autograd.grad", side_effect=torch.OutOfMemoryError("CUDA out of memory."))
-    release(failed)
-    assert alive(storages) == 0
-
-
-@pytest.mark.parametrize("kind", ["cuda", "xpu", "mps"])
-def test_empty_cache_uses_given_device(kind: str, mocker) -> None:
+def test_empty_cache_uses_given_device(mocker) -> None:
     modules = mocker.patch("torch.get_device_module")
-    empty_cache(kind)
-    modules.assert_called_once_with(torch.device(kind))
+    empty_cache("xpu")
+    modules.assert_called_once_with(torch.device("xpu"))
     modules.return_value.empty_cache.assert_called_once_with()
 
 

@@ -1,6 +1,5 @@
 """Memory by owner during a step: sums and names. Recording changes nothing."""
 
-import copy
 from collections import Counter
 from collections.abc import Callable
 
@@ -92,8 +91,7 @@ def test_tensors_outside_modules_are_counted_separately() -> None:
 
 def test_recording_changes_no_bit_and_removes_its_hooks() -> None:
     model, optimizer, x = make()
-    other = copy.deepcopy(model)
-    other_optimizer = torch.optim.AdamW(other.parameters(), lr=0.1)
+    other, other_optimizer, _ = make()
     torch.manual_seed(1)
     step(other, other_optimizer, x)
     torch.manual_seed(1)

@@ -49,28 +49,20 @@ def test_failed_cost_trials_grow_logarithmically(costs: list[int], most: int) ->
     assert len(job.attempts) - len(costs) <= 11
 
 
-def test_level_is_retried_when_capacity_grows() -> None:
-    job = Job(ladder(), [10, 1, 1], capacity=8, has_clock=False)
-    for _ in range(40):
-        assert job.batch(16)[0] == 1
-    job.capacity = 200
-    for _ in range(3):
-        found = job.batch(16)
-    assert found == (0, 16)
-
-
-@pytest.mark.sweep
-def test_level_is_retried_after_many_batches_without_measurements() -> None:
-    job = Job(ladder(levels=LEVELS[:2]), [10, 1], capacity=8, has_clock=False, is_measured=False)
-    tried = []
-    for number in range(2000):
+@pytest.mark.parametrize("is_measured", [True, pytest.param(False, marks=pytest.mark.sweep)])
+def test_level_is_retried_when_capacity_grows(is_measured: bool) -> None:
+    most, later = (40, 3) if is_measured else (2000, 4000)
+    job = Job(
+        ladder(levels=LEVELS[:2]), [10, 1], capacity=8, has_clock=False, is_measured=is_measured
+    )
+    tried = 0
+    for _ in range(most):
         before = len(job.attempts)
-        job.batch(16)
-        if job.attempts[before][0] == 0:
-            tried.append(number)
-    assert len(tried) <= 4
+        assert job.batch(16)[0] == 1
+        tried += job.attempts[before][0] == 0
+    assert tried <= 4
     job.capacity = 1000
-    for _ in range(4000):
+    for _ in range(later):
         found = job.batch(16)
     assert found == (0, 16)
 
@@ -96,13 +88,6 @@ def test_suggested_level_is_starting_point() -> None:
         policy.suggest(4, 10.0, level=3)
 
 
-def test_levels_need_unique_names() -> None:
-    cases: list[Any] = [[], ["plain", "plain"]]
-    for levels in cases:
-        with pytest.raises(ValueError, match="each level needs a unique name"):
-            Ladder(Halving(), levels)
-
-
 def test_uncopyable_policy_raises_type_error() -> None:
     class Stubborn(Halving):
         def __deepcopy__(self, memo: Any) -> Any:
@@ -124,11 +109,11 @@ def test_damaged_state_is_rejected_without_changes() -> None:
     job = Job(ladder(), [10, 1, 1], capacity=8, has_clock=False)
     job.batch(16)
     before = job.policy.state_dict()
-    damages: list[dict[str, Any]] = [
+    damages: list[Any] = [
         {"levels": None},
         {"levels": {"plain": {}}},
         {"batches": None},
-        {"kind": "Explore"},
+        {"kind": ""},
     ]
     for damage in damages:
         with pytest.raises(ValueError, match="state"):

@@ -53,21 +53,10 @@ def run_batch(
     return 1 if plan is None else plan.size, [each.size for each in failed]
 
 
-def run_batches(
-    policy: Halving, count: int, rows: int, capacity: int, **device: Any
-) -> tuple[list[int], int]:
-    """Return the sizes of several batches and the number of failed attempts."""
-    outcomes = [run_batch(policy, rows, capacity, **device) for _ in range(count)]
-    return [size for size, _ in outcomes], sum(len(failed) for _, failed in outcomes)
-
-
-# Growing back
-
-
 def test_size_grows_when_rows_need_less_memory() -> None:
-    """Rows need less memory, while the device reports no additional room."""
     policy, capacity = Halving(), RESIDENT + 330
-    run_batches(policy, 4, 64, capacity)
+    for _ in range(4):
+        run_batch(policy, 64, capacity)
     for _ in range(2):
         half = attempt(policy.propose(64), 64, capacity, cost=0.5)
         policy.record(dataclasses.replace(half, cost=1.0))
@@ -76,9 +65,11 @@ def test_size_grows_when_rows_need_less_memory() -> None:
 
 def test_size_grows_after_many_batches_without_measurements() -> None:
     policy = Halving()
-    assert set(run_batches(policy, 200, 64, RESIDENT + 330, measured=False)[0]) == {32}
-    sizes, failures = run_batches(policy, 100, 64, RESIDENT + 700, measured=False)
-    assert (sizes[-1], failures) == (64, 0)
+    before = [run_batch(policy, 64, RESIDENT + 330, measured=False)[0] for _ in range(200)]
+    after = [run_batch(policy, 64, RESIDENT + 700, measured=False) for _ in range(100)]
+    assert set(before) == {32}
+    assert after[-1] == (64, [])
+    assert not any(failed for _, failed in after)
 
 
 @settings(max_examples=30)
@@ -99,41 +90,23 @@ def test_changing_capacity_causes_logarithmically_many_failures(
     assert failures <= 2 * math.log2(batches) + math.log2(64)
 
 
-# Thrashing
-
-
-def thrash(policy: Halving, seconds_per_size: dict[int, float], batches: int) -> list[int]:
-    sizes = []
-    for _ in range(batches):
-        size = policy.propose(64)
-        sizes.append(size)
-        policy.record(
-            attempt(size, 64, 10**6, seconds=seconds_per_size[size], alloc_retries=int(size == 64))
-        )
-    return sizes
-
-
-def test_allocator_retries_in_one_batch_keep_size() -> None:
-    for at in [0, 1, 7]:
-        policy = Halving()
-        for batch in range(40):
-            assert policy.propose(64) == 64
-            policy.record(attempt(64, 64, 10**6, seconds=1.0, alloc_retries=3 * (batch == at)))
-
-
-def test_seconds_are_measured_only_during_comparison() -> None:
-    policy = Halving()
-    compared = []
-    for _ in range(8):
-        size = policy.propose(64)
-        compared.append(policy.compares_seconds)
-        policy.record(attempt(size, 64, 10**6, seconds=1.0, alloc_retries=int(size == 64)))
-    assert compared == [False, True, True, True, True, True, False, False]
+def test_allocator_retries_in_one_batch_or_at_one_row_keep_size() -> None:
+    policy, of_one = Halving(), Halving(initial=1)
+    for batch in range(40):
+        assert (policy.propose(64), of_one.propose(4)) == (64, 1)
+        policy.record(attempt(64, 64, 10**6, seconds=1.0, alloc_retries=3 * (batch == 1)))
+        of_one.record(attempt(1, 4, RESIDENT + 15, seconds=1.0, alloc_retries=3))
 
 
 def test_smaller_size_without_speedup_is_rarely_retried() -> None:
-    sizes = thrash(Halving(), {64: 1.0, 32: 1.0}, 400)
+    policy = Halving()
+    sizes, compared = [], []
+    for _ in range(400):
+        sizes.append(size := policy.propose(64))
+        compared.append(policy.compares_seconds)
+        policy.record(attempt(size, 64, 10**6, seconds=1.0, alloc_retries=int(size == 64)))
     assert sizes[:7] == [64, 64, 64, 32, 32, 32, 64]
+    assert compared[:8] == [False, True, True, True, True, True, False, False]
     assert sizes.count(32) == 3 * 4
 
 
@@ -152,16 +125,6 @@ def test_smaller_size_is_kept_only_for_real_speedup(gain: float, kept: tuple[int
     assert kept[0] <= ended.count(32) <= kept[1]
 
 
-def test_allocator_retries_at_single_row_keep_size() -> None:
-    policy = Halving(initial=1)
-    for _ in range(5):
-        assert policy.propose(4) == 1
-        policy.record(attempt(1, 4, RESIDENT + 15, seconds=1.0, alloc_retries=3))
-
-
-# Small initial sizes
-
-
 @pytest.mark.parametrize("multiple_of", [1, 8])
 def test_small_initial_size_grows_to_largest_fitting(multiple_of: int) -> None:
     # The constant share outweighs the rows, so one peak cannot predict even twice as many.
@@ -173,18 +136,6 @@ def test_small_initial_size_grows_to_largest_fitting(multiple_of: int) -> None:
     assert all(size % multiple_of == 0 for size, _ in batches)
 
 
-# Small batches that fail although larger ones have fitted
-
-
-def test_failing_small_batches_are_retried_at_doubling_intervals() -> None:
-    policy, failures = Halving(), 0
-    for _ in range(500):
-        for _ in range(3):
-            fit_rows(policy, 16, 16)
-        failures += len(fit_rows(policy, 2, 1)[1])  # it fails at every attempt with the whole batch
-    assert 5 <= failures <= 8
-
-
 def test_failure_of_small_batch_does_not_limit_larger_batch() -> None:
     policy = Halving()
     fit_rows(policy, 16, 16, cost=100)
@@ -193,14 +144,11 @@ def test_failure_of_small_batch_does_not_limit_larger_batch() -> None:
 
 
 def test_failures_stay_logarithmic_for_mixed_batches() -> None:
-    policy, failures = Halving(), 0
+    policy, failures = Halving(), 0  # batches of five and two rows fail at every whole attempt
     for index in range(2000):
         num_rows = (16, 16, 5, 16, 2)[index % 5]
         failures += len(fit_rows(policy, num_rows, 1 if num_rows < 16 else 16)[1])
-    assert failures <= 40
-
-
-# Limits
+    assert 10 <= failures <= 40
 
 
 def test_sizes_below_multiple_of_warn(caplog: pytest.LogCaptureFixture) -> None:
@@ -210,19 +158,6 @@ def test_sizes_below_multiple_of_warn(caplog: pytest.LogCaptureFixture) -> None:
         size, failed = run_batch(policy, 20, RESIDENT + 55)
     assert (size, failed) == (4, [20, 8])
     assert "no longer multiples of multiple_of=8" in caplog.text
-
-
-def test_invalid_limits_are_rejected() -> None:
-    cases: list[Any] = [
-        ({"max_microbatch_size": 4, "multiple_of": 8}, "max_microbatch_size=4 is below"),
-        ({"max_microbatch_size": 0}, "max_microbatch_size is 0"),
-    ]
-    for options, said in cases:
-        with pytest.raises(ValueError, match=said):
-            Halving(**options)
-
-
-# Initial sizes and state
 
 
 BATCH = st.tuples(ROWS, st.sampled_from([0.5, 1.0, 1.1, 3.0]), st.integers(150, 3000))

@@ -2,6 +2,7 @@
 
 import io
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,6 @@ from automicro.remembered.cache import RememberedSize, SizeCache
 from automicro.step.results import StepResult
 from automicro.trainer.report import FitSummary
 from tests.callbacks.runs import Sizes, trainer_with
-from tests.sweeps import mostly_in_sweeps
 from tests.trainer.runs import make_loader, make_model
 
 LIMIT = "320KiB"
@@ -49,28 +49,37 @@ def remember_instead(size: int, cost: float | None = None) -> None:
     SizeCache().remember(RememberedSize(key=entry.key, microbatch_size=size, cost_per_row=cost))
 
 
-def test_second_trainer_run_starts_at_remembered_size() -> None:
-    sizes, ooms, _ = run()
+def test_second_trainer_run_starts_at_remembered_size_and_says_so_once() -> None:
+    def fit() -> tuple[list[int], list[int], str]:
+        notes = Sizes()
+        evaluation = make_loader(rows=32, batch_size=32)
+        trainer = make(notes, progress=True, eval_dataloader=evaluation)
+        trainer._session.console = Console(file=(file := io.StringIO()), width=200)
+        trainer.fit()
+        return notes.sizes, notes.ooms, file.getvalue()
+
+    sizes, ooms, output = fit()
     assert sum(ooms) >= 1
+    assert "earlier run" not in output
     (entry,) = entries()
     assert entry.microbatch_size == sizes[-1]
     assert entry.peak_bytes is not None
-    again, no_ooms, summary = run()
+    again, no_ooms, output = fit()
     assert again[0] == sizes[-1]
-    assert sum(no_ooms) == summary.train_ooms == 0
+    assert sum(no_ooms) == 0
+    line = f"started from {sizes[-1]} rows per microbatch, which an earlier run found\n"
+    assert output.count(f"train: {line}") == output.count("earlier run") == 1
 
 
-def test_size_is_written_only_when_it_changes(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_size_is_written_only_when_it_changes(monkeypatch: pytest.MonkeyPatch) -> None:
     written: list[RememberedSize] = []
-    monkeypatch.setattr(SizeCache, "remember", lambda self, size: written.append(size))
     loader = make_loader(rows=2 * ROWS + 8, batch_size=ROWS)
-    sizes, _, _ = run(batches=9, train_dataloader=loader)
+    with monkeypatch.context() as patch:
+        patch.setattr(SizeCache, "remember", lambda self, size: written.append(size))
+        sizes, _, _ = run(batches=9, train_dataloader=loader)
     found = [each.microbatch_size for each in written]
     assert found == sorted(set(found))
     assert found[-1] == sizes[-2]
-    monkeypatch.undo()
     SizeCache().remember(written[-1])
     (before,) = Path(SizeCache().folder).iterdir()
     seen = before.stat().st_mtime_ns
@@ -82,10 +91,10 @@ def test_second_microbatcher_starts_at_remembered_size() -> None:
     batch = torch.randn(ROWS, 12), torch.zeros(ROWS, dtype=torch.int64)
 
     def steps(**options: Any) -> list[StepResult]:
-        model = make_model()
         step = Microbatcher(
-            model, loss_fn=nn.CrossEntropyLoss(), memory_limit=LIMIT, **with_features(options)
-        )
+            make_model(), loss_fn=nn.CrossEntropyLoss(), memory_limit=LIMIT,
+            **with_features(options),
+        )  # fmt: skip
         return [step.backward(batch) for _ in range(4)]
 
     first = steps(remember_sizes=True)
@@ -98,7 +107,7 @@ def test_second_microbatcher_starts_at_remembered_size() -> None:
     assert steps()[0].ooms > 0  # sizes are remembered only on request
 
 
-@pytest.mark.parametrize("wrong", mostly_in_sweeps([ROWS // 2, 8], quick=[8]))
+@pytest.mark.parametrize("wrong", [8, pytest.param(ROWS // 2, marks=pytest.mark.sweep)])
 def test_wrong_remembered_size_is_corrected(wrong: int) -> None:
     sizes, _, _ = run()
     remember_instead(wrong)
@@ -115,30 +124,29 @@ def test_checkpoint_takes_precedence_over_remembered_size(tmp_path: Path) -> Non
     sizes, _, _ = run(checkpoint=checkpoint)
     remember_instead(2)
     again, ooms, _ = run(batches=9, checkpoint=checkpoint)
-    assert again == [sizes[-1]] * 3
-    assert ooms == [0, 0, 0]
+    assert (again, ooms) == ([sizes[-1]] * 3, [0] * 3)
+
+
+SWEEP = pytest.mark.sweep
 
 
 @pytest.mark.parametrize(
     "options",
     [
-        pytest.param({"microbatch_size": Halving()}, marks=pytest.mark.sweep),
-        {"microbatch_size": 64},
-        pytest.param({"deterministic": True}, marks=pytest.mark.sweep),
-        pytest.param({"features": [RememberSizes(False)]}, marks=pytest.mark.sweep),
+        pytest.param(lambda: {"microbatch_size": Halving()}, marks=SWEEP, id="a policy"),
+        pytest.param(lambda: {"microbatch_size": 64}, id="a fixed size"),
+        pytest.param(lambda: {"deterministic": True}, marks=SWEEP, id="deterministic"),
+        pytest.param(lambda: {"features": [RememberSizes(False)]}, marks=SWEEP, id="unwanted"),
     ],
-    ids=["a policy", "a fixed size", "deterministic", "not wanted"],
 )
-def test_unsuitable_runs_neither_read_nor_write_cache(options: dict[str, Any]) -> None:
-    def options_again() -> dict[str, Any]:
-        is_policy = isinstance(options.get("microbatch_size"), Halving)
-        return {"microbatch_size": Halving()} if is_policy else options
-
-    _, ooms, _ = run(**options_again())
+def test_unsuitable_runs_neither_read_nor_write_cache(
+    options: Callable[[], dict[str, Any]],
+) -> None:
+    _, ooms, _ = run(**options())
     assert entries() == []
     sizes, _, _ = run()
     remember_instead(2)
-    again, same, _ = run(**options_again())
+    again, same, _ = run(**options())
     assert same == ooms
     assert again[0] != 2
     (entry,) = entries()
@@ -147,13 +155,12 @@ def test_unsuitable_runs_neither_read_nor_write_cache(options: dict[str, Any]) -
 
 @pytest.mark.sweep
 def test_each_named_evaluation_remembers_its_own_size() -> None:
-    loaders = {
-        "small": make_loader(rows=ROWS, batch_size=ROWS // 2),
-        "large": make_loader(rows=8 * ROWS, batch_size=4 * ROWS),
-    }
-
     def evaluate() -> FitSummary:
-        named = {name: Evaluator(dataloader=loader) for name, loader in loaders.items()}
+        sizes = {"small": ROWS // 2, "large": 4 * ROWS}
+        named = {
+            name: Evaluator(dataloader=make_loader(rows=2 * size, batch_size=size))
+            for name, size in sizes.items()
+        }
         return run(batches=4, eval_dataloader=named, eval_interval="1ba")[2]
 
     assert evaluate().eval_ooms > 0
@@ -167,98 +174,47 @@ class Tokens(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(1)
-        self.embedding = nn.Embedding(11, 16)
-        self.hidden = nn.Linear(16, 64)
-        self.head = nn.Linear(64, 11)
+        self.net = nn.Sequential(
+            nn.Embedding(11, 16), nn.Linear(16, 64), nn.ReLU(), nn.Linear(64, 11)
+        )
 
     def forward(self, input_ids: Tensor) -> dict[str, Tensor]:
-        logits = self.head(torch.relu(self.hidden(self.embedding(input_ids))))
-        return {"loss": nn.functional.cross_entropy(logits.flatten(0, 1), input_ids.flatten())}
+        logits = self.net(input_ids).flatten(0, 1)
+        return {"loss": nn.functional.cross_entropy(logits, input_ids.flatten())}
 
 
-def texts(lengths: list[int]) -> list[dict[str, Tensor]]:
-    return [{"input_ids": torch.full((16, length), length % 11)} for length in lengths]
+def train_texts(lengths: list[int], limit: str | None = "300KiB") -> tuple[list[int], list[int]]:
+    """Return sizes and failures of batches of texts."""
+    texts = [{"input_ids": torch.full((16, length), length % 11)} for length in lengths]
+    options: dict[str, Any] = {"model": Tokens(), "loss_fn": None, "memory_limit": limit}
+    return run(batches=len(lengths), train_dataloader=texts, **options)[:2]
 
 
-@pytest.mark.parametrize("first", mostly_in_sweeps([8, 32], quick=[8]))
+@pytest.mark.parametrize("first", [8, pytest.param(32, marks=pytest.mark.sweep)])
 def test_second_run_with_varying_lengths_has_no_oom(first: int) -> None:
-    def train(lengths: list[int], limit: str = "300KiB") -> list[int]:
-        return run(
-            batches=len(lengths),
-            train_dataloader=texts(lengths),
-            model=Tokens(),
-            loss_fn=None,
-            memory_limit=limit,
-        )[1]
-
     others = [24, 8, 31, 12, 40, 20, 27, 36]
-    ooms = train([first, *others])
+    _, ooms = train_texts([first, *others])
     assert sum(ooms) > 0 or first == 8
-    assert train([40, *others, first]) == [0] * 10
-    assert train([first, 40, *others]) == [0] * 10
+    assert train_texts([40, *others, first])[1] == [0] * 10
+    assert train_texts([first, 40, *others])[1] == [0] * 10
 
 
 def test_second_run_does_not_split_batches_that_fit() -> None:
-    def train(lengths: list[int]) -> list[int]:
-        return run(
-            train_dataloader=texts(lengths),
-            batches=len(lengths),
-            model=Tokens(),
-            loss_fn=None,
-            memory_limit=None,
-        )[0]
-
-    assert train([8, 9, 8, 10]) == [16] * 4
-    assert train([32, 8, 40, 48]) == [16] * 4
+    assert train_texts([8, 9, 8, 10], limit=None)[0] == [16] * 4
+    assert train_texts([32, 8, 40, 48], limit=None)[0] == [16] * 4
 
 
-def broken(*_: Any, **__: Any) -> Any:
-    raise PermissionError(13, "not \udc80 yours")
+@pytest.mark.parametrize("name", ["describe_run", "SizeCache.remember"])
+def test_cache_errors_do_not_stop_training(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: Any, **__: Any) -> Any:
+        raise PermissionError(13, "not \udc80 yours")
 
-
-@pytest.mark.parametrize(
-    ("owner", "name"),
-    [
-        ("automicro.remembered.recollection", "describe_run"),
-        ("automicro.remembered.recollection.SizeCache", "remember"),
-    ],
-)
-def test_cache_errors_do_not_stop_training(
-    owner: str, name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def fit() -> tuple[list[int], list[int]]:
-        lengths = [8, 24, 40, 24]
-        return run(
-            batches=4, train_dataloader=texts(lengths), model=Tokens(), loss_fn=None,
-            memory_limit="300KiB",
-        )[:2]  # fmt: skip
-
-    expected = fit()
+    lengths = [8, 24, 40, 24]
+    expected = train_texts(lengths)
     SizeCache().clear()
-    monkeypatch.setattr(f"{owner}.{name}", broken)
+    monkeypatch.setattr(f"automicro.remembered.recollection.{name}", broken)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        assert fit() == expected
-    told = [each for each in caught if issubclass(each.category, SizeCacheWarning)]
-    assert len(told) == 1
-    assert "are not remembered in this run (PermissionError" in str(told[0].message)
-
-
-def test_console_reports_remembered_size_once() -> None:
-    def output() -> str:
-        trainer = make(progress=True, eval_dataloader=make_loader(rows=32, batch_size=32))
-        trainer._session.console = Console(file=io.StringIO(), width=200)
-        trainer.fit()
-        text = trainer._session.console.file.getvalue()  # type: ignore[attr-defined]
-        assert isinstance(text, str)
-        return text
-
-    assert "earlier run" not in output()
-    (entry,) = entries()
-    line = (
-        f"train: started from {entry.microbatch_size} rows per microbatch, which an earlier "
-        "run found\n"
-    )
-    second = output()
-    assert second.count(line) == second.count("earlier run") == 1
-    assert "out of memory" not in second
+        assert train_texts(lengths) == expected
+    (told,) = [each for each in caught if issubclass(each.category, SizeCacheWarning)]
+    assert "are not remembered in this run (PermissionError" in str(told.message)

@@ -1,24 +1,26 @@
-"""Remembered sizes: keys, damaged files, and concurrent writers."""
+"""Remembered sizes: keys, damaged files, concurrent writers, and caches at a URL."""
 
 import contextlib
 import json
 import os
+import threading
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
+import fsspec
 import pytest
 import torch
+from fsspec.implementations.memory import MemoryFileSystem
 from torch import nn
 
 from automicro import MemoryBudget, SizeCacheWarning
-from automicro.batch.layout import BatchLayout
+from automicro.remembered import cache as remembered
 from automicro.remembered.cache import RememberedSize, RunKey, SizeCache, file_of, sizes_folder
 from automicro.remembered.recollection import describe_run, describe_shapes
 
-CPU = torch.device("cpu")
 KEY: RunKey = {
     "model": "CNN",
     "structure": "1f2e",
@@ -36,11 +38,20 @@ KEY: RunKey = {
     "torch": "2.13.0",
 }
 SIZE = RememberedSize(key=KEY, microbatch_size=16, cost_per_row=64.0, peak_bytes=900_000)
+URL = "memory://team/automicro"
 
 
 @pytest.fixture
 def cache(tmp_path: Path) -> SizeCache:
     return SizeCache(tmp_path / "sizes")
+
+
+@pytest.fixture(autouse=True)
+def empty_store() -> Iterator[None]:
+    MemoryFileSystem.store.clear()
+    MemoryFileSystem.pseudo_dirs[:] = [""]
+    yield
+    MemoryFileSystem.store.clear()
 
 
 def path_of(cache: SizeCache, key: RunKey = KEY) -> Path:
@@ -49,6 +60,13 @@ def path_of(cache: SizeCache, key: RunKey = KEY) -> Path:
 
 def size_of(microbatch_size: int, key: RunKey = KEY) -> RememberedSize:
     return RememberedSize(key=key, microbatch_size=microbatch_size)
+
+
+def warnings_of(work: Callable[[], object]) -> list[str]:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        work()
+    return [str(each.message) for each in caught if each.category is SizeCacheWarning]
 
 
 class Net(nn.Module):
@@ -62,16 +80,12 @@ class Other(Net):
     """Another class with the same tensors."""
 
 
-def frozen() -> Net:
-    net = Net()
-    net.layer.bias.requires_grad_(False)
-    return net
+def changed_net(change: Callable[[Net], object]) -> Callable[[], Net]:
+    def make() -> Net:
+        change(net := Net())
+        return net
 
-
-def with_gelu() -> Net:
-    net = Net()
-    net.act = nn.GELU()
-    return net
+    return make
 
 
 def batch(width: int = 8, rows: int = 6, dtype: torch.dtype = torch.float32) -> Any:
@@ -79,18 +93,14 @@ def batch(width: int = 8, rows: int = 6, dtype: torch.dtype = torch.float32) -> 
 
 
 def describe(
-    module: Callable[[], nn.Module] = Net,
-    *,
-    more: Any = (),
-    limit: str | None = None,
-    **changed: Any,
+    module: Callable[[], Any] = Net, *, more: Any = (), limit: str | None = None, **changed: Any
 ) -> RunKey:
     net = module()
     optimizer = changed.pop("optimizer", torch.optim.SGD)
     setup: Any = SimpleNamespace(
         modules=[net, *more],
         optimizer=None if optimizer is None else optimizer(net.parameters(), lr=0.1),
-        device=changed.pop("device", CPU),
+        device=changed.pop("device", torch.device("cpu")),
         precision=changed.pop("precision", "fp32"),
         ranks=SimpleNamespace(world_size=changed.pop("world_size", 1)),
     )
@@ -104,8 +114,8 @@ CHANGES: dict[str, dict[str, Any]] = {
     "shape of a parameter": {"module": lambda: Net(width=9)},
     "name of a buffer": {"module": lambda: Net(name="variance")},
     "dtype of a parameter": {"module": lambda: Net(dtype=torch.float64)},
-    "whether a parameter is trained": {"module": frozen},
-    "class of a submodule without tensors": {"module": with_gelu},
+    "frozen": {"module": changed_net(lambda net: net.layer.bias.requires_grad_(False))},
+    "a part without tensors": {"module": changed_net(lambda net: net.add_module("act", nn.GELU()))},
     "a further module": {"more": [nn.Linear(1, 1)]},
     "limit": {"limit": "1MiB"},
     "precision": {"precision": "bf16"},
@@ -118,47 +128,27 @@ CHANGES: dict[str, dict[str, Any]] = {
     "rows": {"rows": 7},
     "world size": {"world_size": 2},
 }
-
-
-def test_key_changes_with_each_ingredient() -> None:
-    assert [name for name, change in CHANGES.items() if describe(**change) == describe()] == []
-
-
-def trained() -> Net:
-    net = Net()
-    with torch.no_grad():
-        net.layer.weight.add_(1.0)
-    net.layer.weight.grad = torch.ones_like(net.layer.weight)
-    return net.eval()
-
-
 UNCHANGED: dict[str, dict[str, Any]] = {
-    "values, gradients and mode": {"module": trained},
+    "mode": {"module": changed_net(lambda net: net.eval())},
+    "values of weights": {"module": changed_net(lambda net: net.layer.bias.data.add_(1.0))},
     "lengths of the batch": {"batch": batch(width=9)},
-    "values of the batch": {"batch": {"x": torch.ones(6, 8), "y": torch.ones(6)}},
     "rows that only the batch shows": {"batch": batch(rows=5)},
     "order of the keys of the batch": {"batch": dict(reversed(list(batch().items())))},
 }
 
 
-def test_key_ignores_everything_else() -> None:
+def test_key_changes_with_each_ingredient_and_with_nothing_else() -> None:
+    assert [name for name, change in CHANGES.items() if describe(**change) == describe()] == []
     assert [name for name, change in UNCHANGED.items() if describe(**change) != describe()] == []
 
 
-def test_key_contains_versions(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_key_contains_versions_and_compilation(monkeypatch: pytest.MonkeyPatch) -> None:
     before = describe()
+    compiled = describe(lambda: torch.compile(Net(), backend="eager"))
+    assert (compiled["model"], compiled["compiled"], before["compiled"]) == ("Net", True, False)
+    assert before["parameters"] == 8 * 2 + 2
     monkeypatch.setattr(torch, "__version__", "2.99.0")
-    after = describe()
-    assert after == {**before, "torch": "2.99.0"}
-
-
-def test_compiled_model_has_separate_key_and_same_name() -> None:
-    def compiled_net() -> nn.Module:
-        model: Any = torch.compile(Net(), backend="eager")
-        return cast(nn.Module, model)
-
-    compiled = describe(compiled_net)
-    assert (compiled["model"], compiled["compiled"], describe()["compiled"]) == ("Net", True, False)
+    assert describe() == {**before, "torch": "2.99.0"}
 
 
 def test_file_name_is_stable_across_machines_and_processes() -> None:
@@ -167,44 +157,20 @@ def test_file_name_is_stable_across_machines_and_processes() -> None:
 
 
 def test_key_contains_cuda_memory_limit(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Properties:
-        total_memory = 80 * 10**9
-
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: Properties)
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "A GPU")
+    properties = SimpleNamespace(total_memory=80 * 10**9, name="A GPU")
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: properties.name)
     monkeypatch.setattr(torch.cuda, "get_per_process_memory_fraction", lambda device: 0.5)
     key = describe(device=torch.device("cuda", 0))
     assert (key["device"], key["memory_bytes"]) == ("A GPU", 40 * 10**9)
 
 
-def test_described_shapes_omit_row_dimension() -> None:
-    given = {"x": torch.zeros(5, 4, 3), "mask": torch.ones(1, 4)}
-    layout = BatchLayout({"x": 1, "mask": "shared"})
-    assert describe_shapes(given, layout=layout) == {
-        "*.mask": "float32[?, ?]",
-        "x": "float32[?, ?]",
-    }
-
-
 def test_file_is_small_and_contains_its_key(cache: SizeCache) -> None:
-    model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(300)))
-    key = describe(lambda: model)
+    key = describe(lambda: nn.Sequential(*(nn.Linear(4, 4) for _ in range(300))))
     cache.remember(size_of(2, key))
     text = path_of(cache, key).read_text(encoding="utf-8")
     assert len(text) < 2048
     assert json.loads(text)["key"]["model"] == "Sequential"
-
-
-def test_impossible_size_is_rejected() -> None:
-    cases: list[Any] = [
-        {"microbatch_size": 0},
-        {"microbatch_size": 65},
-        {"microbatch_size": 2, "peak_bytes": -1},
-        {"microbatch_size": 2, "cost_per_row": float("nan")},
-    ]
-    for wrong in cases:
-        with pytest.raises(ValueError, match=r"cannot have been measured\. Use values of a batch"):
-            RememberedSize(key=KEY, **wrong)
 
 
 def changed(**values: Any) -> Callable[[dict[str, Any]], bytes]:
@@ -217,6 +183,9 @@ DAMAGES: dict[str, Callable[[dict[str, Any]], bytes]] = {
     "large": lambda content: b" " * (1 << 20) + b"{}",
     "foreign": lambda content: b'{"name": "left-pad"}',
     "of zero rows": changed(microbatch_size=0),
+    "of more rows than the batch": changed(microbatch_size=65),
+    "of a negative peak": changed(peak_bytes=-1),
+    "of no cost": changed(cost_per_row=float("nan")),
     "of a text": changed(microbatch_size="16"),
     "with a key of less": changed(key={"rows": 64}),
     "of another run": lambda content: changed(key=content["key"] | {"rows": 128})(content),
@@ -230,51 +199,22 @@ def test_damaged_file_is_ignored_with_one_warning(
     cache.remember(SIZE)
     path = path_of(cache)
     path.write_bytes(damage(json.loads(path.read_bytes())))
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        assert cache.find(KEY) is None
-        assert cache.find(KEY) is None
-        assert cache.entries() == []
-    assert [each.category for each in caught] == [SizeCacheWarning]
-    message = str(caught[0].message)
+    found: list[Any] = []
+    (message,) = warnings_of(
+        lambda: found.extend([cache.find(KEY), cache.find(KEY), *cache.entries()])
+    )
+    assert found == [None, None]
     assert message.startswith(f"{path} holds no remembered size (")
     assert message.endswith("), so it is ignored. Run automicro cache --clear to remove it")
     cache.remember(SIZE)  # the next run repairs it
     assert cache.find(KEY) == SIZE
 
 
-def test_folder_in_place_of_file_is_not_overwritten(cache: SizeCache) -> None:
-    path_of(cache).mkdir(parents=True)
-    with pytest.warns(SizeCacheWarning, match="cannot be read"):
-        assert cache.find(KEY) is None
-    with pytest.warns(SizeCacheWarning, match="cannot be written"):
-        SizeCache(cache.folder).remember(SIZE)
-    assert os.listdir(cache.folder) == [SIZE.file]
-
-
-def test_uncreatable_folder_causes_one_warning_with_remedy(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("in the way", encoding="utf-8")
-    cache = SizeCache(tmp_path / "file" / "sizes")
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        cache.remember(SIZE)
-        cache.remember(size_of(8))
-        assert cache.find(KEY) is None
-    (warning,) = caught
-    assert warning.category is SizeCacheWarning
-    message = str(warning.message)
-    assert message.startswith(f"{path_of(cache)} cannot be written (")
-    assert message.endswith(
-        "), so sizes are not remembered. Give access to it, or set AUTOMICRO_CACHE to another "
-        "folder"
-    )
-
-
 @pytest.mark.parametrize("call", ["pathlib.Path.open", "os.replace"])
 def test_failed_write_keeps_old_size_and_no_temporary_file(
     cache: SizeCache, call: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fail(*args: Any, **kwargs: Any) -> Any:
+    def fail(*_: Any, **__: Any) -> Any:
         raise PermissionError(13, "Permission denied")
 
     cache.remember(SIZE)
@@ -286,24 +226,21 @@ def test_failed_write_keeps_old_size_and_no_temporary_file(
     assert os.listdir(cache.folder) == [SIZE.file]
 
 
-def test_clear_does_not_count_files_already_deleted(
+def test_clear_counts_damaged_files_but_none_that_others_deleted(
     cache: SizeCache, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    cache.remember(SIZE)
-    names = [f"{'0' * 64}.json", SIZE.file]
-    monkeypatch.setattr("automicro.remembered.cache._names", lambda fs, folder: names)
-    assert cache.entries() == [SIZE]
-    assert cache.clear() == 1
-    assert os.listdir(cache.folder) == []
-
-
-def test_clear_removes_damaged_files_and_keeps_foreign_ones(cache: SizeCache) -> None:
-    cache.remember(SIZE)
+    for size in (SIZE, size_of(8, {**KEY, "memory_bytes": None})):
+        cache.remember(size)
+    assert [each.microbatch_size for each in cache.entries()] == [8, 16]
     damaged = path_of(cache, {**KEY, "rows": 65})
     foreign = damaged.with_name("notes.json")
     for path in (damaged, foreign):
         path.write_text("{", encoding="utf-8")
-    assert cache.clear() == 2
+    names = remembered._names
+    monkeypatch.setattr(
+        remembered, "_names", lambda fs, folder: [f"{'0' * 64}.json", *names(fs, folder)]
+    )
+    assert cache.clear() == 3
     assert os.listdir(cache.folder) == ["notes.json"]
 
 
@@ -326,3 +263,87 @@ def test_folder_follows_user_cache_variables(
     for name, value in ({"HOME": "/home/me"} | variables).items():
         monkeypatch.setenv(name, value)
     assert sizes_folder() == folder
+
+
+def test_cache_at_url_is_found_listed_and_cleared() -> None:
+    cache = SizeCache(URL)
+    assert cache.find(KEY) is None
+    assert cache.entries() == []
+    cache.remember(SIZE)
+    cache.remember(size_of(8))
+    assert cache.find(KEY) == size_of(8)
+    MemoryFileSystem().pipe_file(f"{URL}/notes.txt", b"of another program")
+    assert cache.entries() == [size_of(8)]
+    assert cache.clear() == 1
+    assert list(MemoryFileSystem.store) == ["/team/automicro/notes.txt"]
+
+
+def test_folder_may_be_url_or_start_with_tilde(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    SizeCache(f"file://{tmp_path}/sizes").remember(SIZE)
+    assert SizeCache("~/sizes").find(KEY) == SizeCache(tmp_path / "sizes").find(KEY) == SIZE
+    with pytest.warns(SizeCacheWarning, match="ValueError: Protocol not known"):
+        assert SizeCache("nowhere://bucket/sizes").find(KEY) is None
+
+
+class Broken(MemoryFileSystem):
+    """A store that rejects everything with its own error."""
+
+    protocol = "broken"
+    asked = 0
+
+    def _refuse(self, *_: Any, **__: Any) -> Any:
+        Broken.asked += 1
+        raise RuntimeError("403: not you, at broken://key:secret@bucket")
+
+    cat_file = pipe_file = ls = makedirs = rm_file = _refuse
+
+
+@pytest.mark.parametrize("where", ["a store", "a folder in a file", "a folder for a file"])
+def test_unusable_cache_is_tried_once_with_one_warning(
+    where: str, cache: SizeCache, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fsspec.register_implementation("broken", Broken, clobber=True)
+    monkeypatch.setattr(Broken, "asked", 0)
+    if where == "a store":
+        cache = SizeCache("broken://key:secret@bucket/sizes")
+    elif where == "a folder in a file":
+        Path(cache.folder).write_text("in the way", encoding="utf-8")
+    else:
+        path_of(cache).mkdir(parents=True)
+
+    def use() -> None:
+        cache.remember(SIZE)
+        cache.remember(size_of(8))
+        assert cache.find(KEY) is None
+
+    (message,) = warnings_of(use)
+    assert message.startswith(f"{cache.folder}/{SIZE.file} cannot be written (")
+    assert message.endswith(
+        "), so sizes are not remembered. Give access to it, or set AUTOMICRO_CACHE to another "
+        "folder"
+    )
+    assert "secret" not in message
+    assert Broken.asked == (where == "a store")
+
+
+def test_unresponsive_store_times_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    release, is_daemon = threading.Event(), []
+
+    def hang(*_: Any, **__: Any) -> None:
+        is_daemon.append(threading.current_thread().daemon)
+        release.wait(20)
+
+    monkeypatch.setattr(remembered, "SECONDS", 0.05)
+    monkeypatch.setattr(MemoryFileSystem, "cat_file", hang)
+    cache = SizeCache(URL)
+    with pytest.warns(SizeCacheWarning, match=r"no answer within 0\.05 seconds"):
+        assert cache.find(KEY) is None
+    cache.remember(SIZE)  # not tried, because the store was given up
+    assert (MemoryFileSystem.store, is_daemon) == ({}, [True])
+    release.set()
+    for thread in threading.enumerate():
+        if thread.name == "automicro-cache":
+            thread.join()

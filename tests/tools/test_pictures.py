@@ -17,18 +17,19 @@ POINTS: list[Point] = [
 ]
 
 
-def points_of(line: Any) -> list[tuple[float, float]]:
-    return [(float(x), float(y)) for x, y in zip(line.get_xdata(), line.get_ydata(), strict=True)]
-
-
 def test_plot_shows_all_points_and_chosen_size() -> None:
     figure = speed_and_memory(POINTS, chosen=24)
     speed, memory = figure.axes
     assert (speed.get_ylabel(), memory.get_ylabel()) == ("rows per second", "peak memory (GiB)")
     assert memory.get_xlabel() == "microbatch size (rows)"
     assert [each.get_text() for each in memory.get_xticklabels()] == ["1", "16", "24", "64"]
-    assert points_of(speed.lines[0]) == [(1, 40), (16, 240), (24, 251)]
-    assert points_of(memory.lines[0]) == [(1, 2), (16, 10), (24, 15), (64, 38)]
+    assert np.asarray(speed.lines[0].get_xydata()).tolist() == [[1, 40], [16, 240], [24, 251]]
+    assert np.asarray(memory.lines[0].get_xydata()).tolist() == [
+        [1, 2],
+        [16, 10],
+        [24, 15],
+        [64, 38],
+    ]
     legend = speed.get_legend()
     assert legend is not None
     assert [text.get_text() for text in legend.get_texts()] == ["chosen: 24 rows"]

@@ -1,7 +1,6 @@
 """The pytest plugin in users' projects."""
 
 import contextlib
-import dataclasses
 import importlib.metadata
 import inspect
 import io
@@ -35,15 +34,7 @@ BATCH = torch.zeros(4096, 64), torch.zeros(4096, dtype=torch.long)
 """
 
 
-@dataclasses.dataclass(frozen=True)
-class PytestResult:
-    """The result of a pytest run: exit code and output."""
-
-    returncode: int
-    stdout: str
-
-
-def run_pytest(folder: Path, test: str, *options: str) -> PytestResult:
+def run_pytest(folder: Path, test: str, *options: str) -> str:
     """Run pytest on a new project in this process; another process would have to import torch."""
     (folder / "test_net.py").write_text(MODEL + test)
     command = ["-q", "-p", "no:cacheprovider", "--import-mode=importlib", f"--rootdir={folder}"]
@@ -60,9 +51,9 @@ def run_pytest(folder: Path, test: str, *options: str) -> PytestResult:
         warnings.simplefilter("default")  # this test suite turns them into errors
         patch.setattr(sys, "dont_write_bytecode", True)  # the next test file has the same name
         patch.delitem(sys.modules, "test_net", raising=False)
-        code = pytest.main([*command, *options, "test_net.py"])
+        pytest.main([*command, *options, "test_net.py"])
         sys.modules.pop("test_net", None)
-    return PytestResult(int(code), printed.getvalue())
+    return printed.getvalue()
 
 
 TESTS = """
@@ -78,16 +69,21 @@ class Broken(Net):
 
 def test_broken(assert_fits):
     assert_fits(Broken, BATCH, "64MiB", loss_fn=LOSS)
+
+@pytest.mark.fits("64MiB")
+def test_marked():
+    return Net(), BATCH
 """
 
 
 def test_marked_test_fails_if_model_does_not_fit(tmp_path: Path) -> None:
-    done = run_pytest(tmp_path, TESTS, "-W", "error", "--strict-markers")
-    assert "2 failed, 1 passed" in done.stdout
-    assert "the batch does not fit whole" in done.stdout
-    assert "Net fits" not in done.stdout  # a model that does not fit is not reported as fitting
-    assert "in forward at " in done.stdout
-    assert "return self.no_such_part(x). Skip that code" in done.stdout
+    said = run_pytest(tmp_path, TESTS, "-W", "error", "--strict-markers")
+    assert "2 failed, 1 passed, 1 error" in said
+    assert "the batch does not fit whole" in said
+    assert "Net fits" not in said  # a model that does not fit is not reported as fitting
+    assert "in forward at " in said
+    assert "return self.no_such_part(x). Skip that code" in said
+    assert "Call assert_fits(model, batch, '80GiB') in the test" in said
 
 
 @pytest.mark.sweep
