@@ -59,7 +59,7 @@ GATHERING = ("__init__", "__main__")
 ONLY_IN = {"omegaconf": "cli"}
 NEVER_AT_MODULE_TOP = (
     *("fsspec", "matplotlib", "shtab", "sklearn", "transformers", "lightning", "accelerate"),
-    "keras",
+    *("keras", "wandb", "mlflow", "tensorboard"),
 )
 NEEDED_AS_A_WHOLE = ("demo", "integrations")  # their users need everything in them
 # All names that a new version of torch might remove.

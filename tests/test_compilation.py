@@ -11,8 +11,7 @@ import torch._dynamo
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
 
-from automicro import Fixed, Halving, MemoryBudget, Microbatcher, is_out_of_memory
-from automicro.batch.layout import BatchLayout
+from automicro import Halving, MemoryBudget, Microbatcher, is_out_of_memory
 from automicro.compilation import check_compile, compile_model, refuse_cuda_graphs
 
 CPU = torch.device("cpu")
@@ -92,20 +91,6 @@ def test_all_sizes_compile_twice_and_evaluation_once_more() -> None:
     assert counter.frame_count == 3
 
 
-def test_rows_in_other_dimension_compile_at_most_three_times() -> None:
-    class Transposed(Net):
-        def forward(self, inputs: Tensor) -> Any:
-            return super().forward(inputs.mT)
-
-    model = Transposed()
-    counter = compiled(model)
-    microbatcher = Microbatcher(model, loss_fn=LimitedCrossEntropy(), batch_layout={"0": 1})
-    for rows in ROWS:
-        inputs, targets = batch_of(rows)
-        microbatcher.backward((inputs.T.contiguous(), targets))
-    assert counter.frame_count <= 3  # whole batches and parts of them have other strides
-
-
 def in_wrapper(net: Net, counter: Any) -> Any:
     return torch.compile(net, backend=counter)
 
@@ -133,18 +118,6 @@ def test_models_compiled_by_caller_compile_twice(
     assert counter.frame_count == 2
 
 
-def test_row_dims_exclude_shared_item_and_sparse_tensors() -> None:
-    batch = {
-        "x": torch.zeros(5, 4, 2),
-        "mask": torch.ones(4, 4),
-        "images": [torch.zeros(3, 3)] * 4,
-        "parts": (torch.zeros(4), torch.zeros(4, 2)),
-        "sparse": torch.eye(4).to_sparse(),
-    }
-    layout = BatchLayout({"x": -2, "mask": "shared", "images": "items", "parts": "fields"})
-    assert layout.row_dims(batch) == {"x": 1, "parts.0": 0, "parts.1": 0}
-
-
 # Exactness
 
 
@@ -162,20 +135,6 @@ def test_compiled_gradients_match_whole_batch(breaks: bool) -> None:
         nn.functional.cross_entropy(expected(inputs.double()), targets).backward()
     for one, other in zip(model.parameters(), expected.parameters(), strict=True):
         torch.testing.assert_close(one.grad, other.grad, rtol=1e-12, atol=1e-12)
-
-
-@pytest.mark.sweep
-def test_retry_draws_same_dropout_as_run_at_final_size() -> None:
-    gradients = []
-    for policy in ("auto", Fixed(8)):
-        torch.manual_seed(3)
-        model = Net(dropout=0.5)
-        compiled(model, "aot_eager")
-        assert set(train(model, microbatch_size=policy)) == {8}
-        gradients.append([parameter.grad for parameter in model.parameters()])
-        torch._dynamo.reset()
-    for one, other in zip(*gradients, strict=True):
-        assert torch.equal(one, other)
 
 
 def test_only_oom_in_compiled_code_is_retried() -> None:
@@ -258,13 +217,6 @@ def test_compile_with_simulated_device_or_twice_is_refused() -> None:
     assert check_compile(True, sizes_change=True, device=real, memory_limit="1GiB") == {}
     with pytest.raises(ValueError, match=r"model \(Net\) is already compiled\. Leave compile out"):
         compile_model(in_place(Net(), "eager"), True, sizes_change=True)
-
-
-@deprecated
-def test_options_of_caller_are_not_modified() -> None:
-    options = {"options": {"guard_filter_fn": list, "max_autotune": True}}
-    compile_model(Net(), options, sizes_change=False)
-    assert options == {"options": {"guard_filter_fn": list, "max_autotune": True}}
 
 
 class _InPool(torch.autograd.Function):

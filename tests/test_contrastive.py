@@ -99,17 +99,6 @@ def test_dropout_is_replayed() -> None:
     assert difference(gradients(model.encoders), gradients(whole)) < 1e-9
 
 
-def test_one_encoder_may_have_two_names() -> None:
-    tower = nn.Sequential(nn.Linear(5, 9), nn.Tanh(), nn.Linear(9, 3)).double()
-    plain = copy.deepcopy(tower)
-    loss = InfoNCE(trains_temperature=False).double()
-    model = Contrastive({"one": tower, "other": tower}, loss, microbatch_size=2)
-    one, other = torch.randn(2, 7, 5, dtype=torch.double)
-    model(one=one, other=other)["loss"].backward()
-    plain_loss(plain(one), plain(other)).backward()
-    assert difference(gradients(tower), gradients(plain)) < 1e-9
-
-
 def test_negatives_are_candidates_only_for_anchors() -> None:
     rows = [torch.randn(4, 3, dtype=torch.double) for _ in range(3)]
     loss = InfoNCE(0.5, is_symmetric=False).double()(*rows)

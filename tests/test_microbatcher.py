@@ -2,7 +2,6 @@
 
 import gc
 import random
-import warnings
 import weakref
 from typing import Any
 
@@ -24,7 +23,7 @@ from automicro.features import with_features
 from automicro.loss.averages import BatchWeights
 from tests.callbacks.runs import Scripted
 from tests.cases import difference, gradients
-from tests.models import CLASSES, ROWS, Memory, Mlp, norm_model, numbers, pair
+from tests.models import CLASSES, ROWS, Memory, Mlp, numbers, pair
 from tests.sweeps import mostly_in_sweeps
 
 
@@ -306,11 +305,3 @@ def test_out_of_range_target_error_is_unchanged(limit: str | None, row: int) -> 
     with MemoryBudget(limit), unchanged as caught:
         step.backward(batch)  # a warning would raise
     assert not hasattr(caught.value, "__notes__")
-
-
-@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
-def test_exact_batchnorm_refuses_traced_model() -> None:
-    with warnings.catch_warnings(action="ignore"):  # tracing through BatchNorm warns
-        traced: Any = torch.jit.trace(norm_model(), pair()[0])
-    with pytest.raises(TypeError, match="is scripted or traced"):
-        on(traced, batchnorm="exact")

@@ -106,10 +106,7 @@ def test_run_summary_names_level() -> None:
 
 
 class SlowToLaunch(Model):
-    """A model with a fixed time per microbatch, and a time per row in each block.
-
-    It sets the clock itself, so a busy machine does not change the result.
-    """
+    """A model with a fixed time per microbatch, and a time per row in each block."""
 
     now = Unreached()
 
@@ -173,13 +170,6 @@ def test_auto_chooses_level_with_faster_larger_microbatches(
     assert not told
 
 
-@pytest.mark.slow
-def test_explore_finds_size_and_level(level_found: Callable[..., Found]) -> None:
-    results, told = level_found(when_too_large="recompute", microbatch_size="explore")
-    assert results[-1].level == "recompute"
-    assert ", recompute, " in told[-1]
-
-
 def refusal(model: nn.Module, call: str = "backward", **options: Any) -> str:
     with pytest.raises(SampleTooLargeError) as caught:
         getattr(step_of(model, probe=False, **options), call)(batches(1)[0])
@@ -207,12 +197,3 @@ def test_refusal_restores_model_and_random_state() -> None:
     assert torch.equal(torch.get_rng_state(), random_before)
     assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
     assert all(parameter.grad is None for parameter in model.parameters())
-
-
-@pytest.mark.sweep
-def test_nested_part_runs_whole_when_memory_suffices() -> None:
-    microbatcher = step_of(Model(), when_too_large="auto", nested={"head": "auto"})
-    for batch in batches(3, rows=8):
-        result = microbatcher.backward(batch)
-    assert (result.microbatch_size, result.level) == (8, "plain")
-    assert result.nested_sizes == {"head": 8}

@@ -10,7 +10,6 @@ from automicro import MemoryBudget
 from automicro.callbacks import ExponentialMovingAverage
 from automicro.events.callback import Callback
 from automicro.events.run import LoopState, Run
-from automicro.memory.device import active_budget
 from automicro.step.results import StepResult
 from tests.callbacks.runs import Weights, assert_equal, copy_of, trainer_with
 from tests.trainer.runs import CLASSES, FEATURES, make_loader, make_model
@@ -162,29 +161,3 @@ def test_tied_weights_are_averaged_once() -> None:
     state = average.average_state_dict()
     assert torch.equal(state["0.0.weight"], state["1.again"])
     assert "1.again" not in average.state_dict()["average"]
-
-
-def test_average_counts_in_memory_budget_from_fit_start() -> None:
-    class Allocated(Callback):
-        def __init__(self) -> None:
-            self.bytes: list[int] = []
-
-        def epoch_start(self, run: Run) -> None:
-            budget = active_budget()
-            assert budget is not None
-            self.bytes.append(budget.allocated_bytes)
-            if len(self.bytes) == 1:
-                run.stop("enough")
-
-    def allocated(*callbacks: Callback) -> list[int]:
-        noted = Allocated()
-        trainer = trainer_with(*callbacks, noted, max_duration="2ep", memory_limit="1MiB")
-        trainer.fit()
-        trainer.fit()
-        return noted.bytes[:2]
-
-    without, with_average = allocated(), allocated(ExponentialMovingAverage())
-    parameters = sum(max(each.nbytes, 512) for each in make_model().parameters())
-    added = [more - less for more, less in zip(with_average, without, strict=True)]
-    assert len(added) == 2
-    assert all(abs(each - parameters) < 2048 for each in added)  # rounded up to 512 bytes each

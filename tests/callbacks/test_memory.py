@@ -1,60 +1,34 @@
 """Training recovers when memory runs out late in a run, as rows grow or parts are unfrozen."""
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from automicro import Halving, Trainer
-from automicro.batch.device import on_host
+from automicro import Halving
 from automicro.callbacks import GrowthSchedule
 from automicro.events.callback import Callback
 from automicro.events.run import LoopState, Run
-from automicro.step.results import StepResult
 from tests.callbacks.runs import Scripted, Sizes, Unfreezing, assert_equal, copy_of, trainer_with
 from tests.sweeps import mostly_in_sweeps
 from tests.trainer.runs import CLASSES, FEATURES, make_loader, make_model
 
-VOCABULARY, LENGTH = 11, 32
-
-
-class Gradients(Callback):
-    """Compares the gradient of every batch with that of the whole batch at once."""
-
-    def __init__(self) -> None:
-        self.errors: list[float] = []
-
-    def batch_start(self, run: Run, batch: Any) -> None:
-        self._batch = batch
-
-    def gradients_ready(self, run: Run, result: StepResult) -> None:
-        trained = [each for each in run.model.parameters() if each.requires_grad]
-        with on_host():  # not counted
-            loss = nn.functional.cross_entropy(run.model(self._batch[0]), self._batch[1])
-            exact = torch.autograd.grad(loss, trained)
-        for parameter, gradient in zip(trained, exact, strict=True):
-            assert parameter.grad is not None
-            self.errors.append(float((parameter.grad - gradient).norm() / gradient.norm()))
-
 
 def test_late_unfreezing_reduces_microbatch_size() -> None:
-    def train(model: nn.Module, *extra: Callback, **options: Any) -> Trainer:
+    def train(model: nn.Module, *extra: Callback, **options: Any) -> Any:
         loader = make_loader(rows=1024, batch_size=256)
         options = {"train_dataloader": loader, "max_duration": "8ba", **options}
-        return trainer_with(Unfreezing({"0": 3, "3": 3}), *extra, model=model, **options)
+        return trainer_with(Unfreezing({"0": 3, "3": 3}), *extra, model=model, **options).fit()
 
-    model, sizes, gradients = make_model(), Sizes(), Gradients()
-    summary = train(model, sizes, gradients, memory_limit="320KiB").fit()
+    model, expected, sizes = make_model(), make_model(), Sizes()
+    summary = train(model, sizes, memory_limit="320KiB")
     assert sizes.ooms[:3] == [0, 0, 0]
     assert sizes.ooms[3] > 0
     assert sizes.sizes[0] > sizes.sizes[-1]
-    assert max(gradients.errors) < 1e-5
     assert summary.train_ooms == sum(sizes.ooms)
     # The same sizes without a limit give identical bits.
-    expected = make_model()
-    train(expected, microbatch_size=Scripted(sizes.sizes)).fit()
+    train(expected, microbatch_size=Scripted(sizes.sizes))
     assert_equal(copy_of(model), copy_of(expected))
 
 
@@ -69,65 +43,24 @@ def images() -> list[Any]:
     return [(each, each.mean((2, 3)).argmax(1)) for each in inputs.split(16)]
 
 
-def token_model() -> nn.Module:
-    torch.manual_seed(1)
-    return nn.Sequential(
-        nn.Embedding(VOCABULARY, 16), nn.Linear(16, 64), nn.ReLU(), nn.Linear(64, VOCABULARY)
-    )
-
-
-def tokens() -> list[Any]:
-    generator = torch.Generator().manual_seed(2)
-    ids = torch.randint(VOCABULARY, (64, LENGTH), generator=generator)
-    return [(each, (each + 1) % VOCABULARY) for each in ids.split(16)]
-
-
-def token_loss(outputs: Tensor, targets: Tensor) -> Tensor:
-    return nn.functional.cross_entropy(outputs.flatten(0, 1), targets.flatten())
-
-
 def resize_images(batch: Any, size: int) -> Any:
     return torch.nn.functional.interpolate(batch[0], (size, size), mode="bilinear"), batch[1]
 
 
-def cut_tokens(batch: Any, size: int) -> Any:
-    return tuple(each[:, :size] for each in batch)
-
-
-GROWTH: dict[str, tuple[Callable[[], nn.Module], Callable[[], Any], dict[str, Any], Any]] = {
-    "images": (
-        image_model,
-        lambda: GrowthSchedule(4, 16, over="8ba", steps=4, resize=resize_images),
-        {"max_duration": "12ba", "optimizer": torch.optim.SGD, "train_dataloader": images()},
-        "360KiB",
-    ),
-    "sequences": (
-        token_model,
-        lambda: GrowthSchedule(4, LENGTH, over="6ba", multiple_of=4, resize=cut_tokens),
-        {"max_duration": "10ba", "loss_fn": token_loss, "train_dataloader": tokens()},
-        "300KiB",
-    ),
-}
-
-
 @pytest.mark.parametrize("is_plain", mostly_in_sweeps([True, False], quick=[True]))
-@pytest.mark.parametrize("kind", GROWTH)
-def test_training_continues_when_growing_rows_exhaust_memory(kind: str, is_plain: bool) -> None:
-    make, schedule, options, limit = GROWTH[kind]
-
+def test_training_continues_when_growing_rows_exhaust_memory(is_plain: bool) -> None:
     def train(model: nn.Module, *extra: Callback, **more: Any) -> Any:
-        return trainer_with(schedule(), *extra, model=model, **options, **more).fit()
+        schedule = GrowthSchedule(4, 16, over="8ba", steps=4, resize=resize_images)
+        more |= {"max_duration": "12ba", "optimizer": torch.optim.SGD, "train_dataloader": images()}
+        return trainer_with(schedule, *extra, model=model, **more).fit()
 
-    model, sizes = make(), Sizes()
+    model, expected, sizes = image_model(), image_model(), Sizes()
     size = Halving(refine=False) if is_plain else "auto"
-    summary = train(model, sizes, memory_limit=limit, microbatch_size=size)
-    assert sizes.ooms[0] == 0
+    summary = train(model, sizes, memory_limit="360KiB", microbatch_size=size)
+    assert sizes.ooms[:4] == [0, 0, 0, 0]
     assert sizes.sizes[-1] < sizes.sizes[0]
     assert sum(sizes.ooms) == summary.train_ooms
-    if is_plain:  # "auto" anticipates the growth
-        assert summary.train_ooms > 0
-        assert kind != "images" or next(n for n, ooms in enumerate(sizes.ooms) if ooms) >= 4
-    expected = make()
+    assert summary.train_ooms > 0 or not is_plain  # "auto" anticipates the growth
     train(expected, microbatch_size=Scripted(sizes.sizes))
     assert_equal(copy_of(model), copy_of(expected))
 

@@ -15,7 +15,6 @@ from automicro import SampleTooLargeError, torch_private
 from automicro.callbacks import OutOfMemoryReport, oom_report
 from automicro.errors import AutomicroWarning
 from automicro.features import RememberSizes
-from automicro.tools.doctor import diagnose
 from tests.callbacks.runs import assert_equal, copy_of, trainer_with
 from tests.trainer.runs import FEATURES, make_loader
 
@@ -214,11 +213,3 @@ def test_later_reports_name_modules_that_held_activations(tmp_path: Path) -> Non
     loader = make_loader(rows=300, batch_size=256)
     trainer_with(model=plain, train_dataloader=loader, memory_limit="200KiB").fit()
     assert_equal(copy_of(model), copy_of(plain))  # reports do not change training
-
-
-def test_doctor_names_module_from_report(tmp_path: Path) -> None:
-    run_out_of_memory(OutOfMemoryReport(tmp_path), model=Uneven(), memory_limit="160KiB")
-    diagnosis = diagnose(max(tmp_path.glob("*.json")))
-    activations = [each for each in diagnosis.holders if each.kind == "activations"]
-    assert activations[0].owner.startswith("large.")
-    assert "large." in str(diagnosis)

@@ -179,7 +179,12 @@ def forge_manifest(folder: Path) -> None:
     write_manifest(new, step=2, metrics={})
 
 
-@pytest.mark.parametrize("plant", [as_pickle, lambda bomb, path: torch.save({"m": bomb}, path)])
+def as_archive(bomb: Bomb, path: Path) -> None:
+    with path.open("wb") as file:
+        torch.save({"model": bomb}, file)
+
+
+@pytest.mark.parametrize("plant", [as_pickle, as_archive])
 @pytest.mark.parametrize("name", FILES)
 def test_planted_pickle_is_refused_without_running(
     store: CheckpointStore, bomb: Bomb, name: str, plant: Callable[[Bomb, Path], None]

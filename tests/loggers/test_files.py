@@ -2,8 +2,6 @@
 
 import json
 import math
-import os
-import signal
 import warnings
 from pathlib import Path
 
@@ -12,7 +10,6 @@ from pytest_mock import MockerFixture
 
 from automicro.errors import LoggerWarning
 from automicro.loggers import JSONLinesLogger, LoggerGroup
-from automicro.loggers.lines import AppendFile
 from tests.loggers.logged import (
     FORMATS,
     Disk,
@@ -171,30 +168,3 @@ def test_full_disk_loses_only_values_that_do_not_fit(
         group.close()
         # Only the values of the failed step are missing.
         assert form.read(path) == losses(*range(1, step), 20), room
-
-
-def test_partial_record_is_removed_later(tmp_path: Path, disk: type[Disk]) -> None:
-    file = AppendFile(tmp_path / "file")
-    for before, lost in ((b"one\n", b"two\n"), (b"three\n", b"four\n")):
-        disk.room = None
-        file.write(before)
-        disk.room = 2
-        with pytest.raises(OSError, match="No space left"):
-            file.write(lost)
-        assert (tmp_path / "file").read_bytes().endswith(before + lost[:2])
-    file.close()
-    assert (tmp_path / "file").read_bytes() == b"one\nthree\n"
-
-
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs os.fork")
-@every_format
-def test_logged_values_survive_process_kill(form: Format, tmp_path: Path) -> None:
-    child = os.fork()
-    if not child:
-        logger = form.make(tmp_path / "log")
-        logger.start({}, resume_step=None)
-        for step in range(1, 50):
-            logger.log({"train/loss": 1 / 2**step}, step=step)
-        os.kill(os.getpid(), signal.SIGKILL)
-    os.waitpid(child, 0)
-    assert form.read(tmp_path / "log") == losses(*range(1, 50))

@@ -5,8 +5,6 @@ import json
 import os
 import signal
 import struct
-import subprocess
-import sys
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -235,19 +233,3 @@ def test_file_without_run_id_is_left_unchanged(content: str, tmp_path: Path) -> 
     with pytest.raises(ValueError, match="does not name the run to continue"):
         WandbLogger(tmp_path).start({}, resume_step=3)
     assert path.read_text(encoding="utf-8") == content
-
-
-@pytest.mark.sweep
-def test_loggers_import_packages_only_at_start(tmp_path: Path) -> None:
-    code = """\
-import sys
-from automicro.loggers import MLflowLogger, TensorBoardLogger, WandbLogger
-WandbLogger("a"), MLflowLogger("b"), TensorBoardLogger("c")
-names = ("wandb", "mlflow", "sqlalchemy", "tensorboard")
-print([name for name in names if name in sys.modules])
-"""
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=tmp_path
-    )
-    assert done.stdout == "[]\n"
-    assert list(tmp_path.iterdir()) == []
