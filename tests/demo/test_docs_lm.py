@@ -132,17 +132,6 @@ def test_every_word_is_in_one_row_per_epoch() -> None:
     assert seen == Counter(wanted)
 
 
-def test_word_ids_are_evenly_spread_and_rarely_shared() -> None:
-    words = sorted({word for name in SPLITS for text in texts(name) for word in text.split()})
-    whole = [word for word in words if word.isalpha()]
-    numbers = [number for word in whole for number in numbers_of_words(word, 131_072)]
-    quarters = Counter(number * 4 // 131_072 for number in numbers)
-    assert min(quarters.values()) > 0.85 * max(quarters.values())
-    assert len(set(numbers)) > 0.95 * len(whole) > 1000
-    assert min(numbers) >= 1
-    assert max(numbers) < 131_072
-
-
 def test_word_rows_begin_with_zero_and_are_zero_padded() -> None:
     batch = next(iter(word_loader("train", batch_size=32, max_length=16)))
     ids, mask, labels = batch["input_ids"], batch["attention_mask"], batch["labels"]
