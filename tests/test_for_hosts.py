@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from automicro import LossAverageError, MemoryBudget, Microbatcher
+from automicro import MemoryBudget, Microbatcher
 from automicro.features import StepState
 from tests.models import Mlp, pair
 from tests.outside import Outside
@@ -46,34 +46,6 @@ def test_failed_attempt_rolls_back_state_of_caller(call: str) -> None:
     assert host.series == {"loss": [1.0] * result.num_microbatches}
     assert host.total is total
     assert total.tolist() == [result.num_microbatches] * 2
-
-
-@pytest.mark.parametrize("limit", [None, "64MiB"])
-@pytest.mark.parametrize("within", [False, True])
-def test_evaluation_in_inference_mode_gives_same_results(within: bool, limit: str | None) -> None:
-    x, y = pair()
-    step = Microbatcher(Mlp(), loss_fn=nn.CrossEntropyLoss(), eval_microbatch_size=3)
-    expected = step.evaluate((x, y), return_outputs=True)
-    with torch.inference_mode(), MemoryBudget(limit):
-        batch = (x.clone(), y.clone()) if within else (x, y)
-        result = step.evaluate(batch, return_outputs=True)
-    torch.testing.assert_close(result.loss, expected.loss, rtol=0, atol=0)
-    assert torch.equal(result.outputs, expected.outputs)
-    # Tensors left by the evaluation can still be used in training.
-    step.backward((x, y))
-
-
-def test_probe_error_refuses_wrong_loss_average() -> None:
-    model = Mlp()
-    step = Microbatcher(
-        model,
-        forward=lambda model, batch: F.cross_entropy(model(batch[0]), batch[1], reduction="sum"),
-        microbatch_size=3,
-        probe="error",
-    )
-    with pytest.raises(LossAverageError, match=r"the gradient of .* is off by"):
-        step.backward(pair())
-    assert all(each.grad is None for each in model.parameters())
 
 
 def test_step_in_closure_can_use_reserved_memory() -> None:

@@ -15,49 +15,18 @@ from automicro import (
     Halving,
     MemoryBudget,
     Microbatcher,
-    Outcome,
-    Policy,
-    SampleTooLargeError,
 )
 from automicro.features import with_features
 from automicro.loss.averages import BatchWeights
 from tests.callbacks.runs import Scripted
 from tests.cases import difference, gradients
-from tests.models import CLASSES, ROWS, Memory, Mlp, numbers, pair
+from tests.models import CLASSES, Memory, Mlp, numbers, pair
 from tests.sweeps import mostly_in_sweeps
 
 
 def on(model: nn.Module, **options: Any) -> Microbatcher:
     options = {"loss_fn": None if "forward" in options else nn.CrossEntropyLoss(), **options}
     return Microbatcher(model, **with_features({"probe": False, **options}))
-
-
-class Shrinking(Policy):
-    """A custom policy: three rows fewer after each failure."""
-
-    def __init__(self) -> None:
-        self.size, self.outcomes = 11, list[Outcome]()
-
-    def propose(self, num_rows: int, cost: float | None = None) -> int:
-        return min(self.size, num_rows)
-
-    def record(self, outcome: Outcome) -> None:
-        self.outcomes.append(outcome)
-        self.size -= 0 if outcome.fits else 3
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"size": self.size}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.size = state["size"]
-
-
-def test_custom_policy_proposes_sizes_and_records_outcomes() -> None:
-    policy = Shrinking()
-    result = on(Memory(Mlp(), most=4), microbatch_size=policy).backward(pair())
-    outcomes = [(each.microbatch_size, each.fits) for each in policy.outcomes]
-    assert outcomes == [(11, False), (6, False), (4, True)]
-    assert (result.attempts, result.ooms) == (3, 2)
 
 
 def test_state_dict_contains_sizes() -> None:
@@ -127,33 +96,6 @@ def test_recovery_is_bit_identical_to_run_with_same_sizes() -> None:
     assert all(torch.equal(state[name], fixed_state[name]) for name in state)
     microbatches = sum(result.num_microbatches for result in results)
     assert int(state["norm.num_batches_tracked"]) == microbatches
-
-
-def test_too_large_sample_error_lists_tried_sizes() -> None:
-    model = Memory(Mlp(), most=0)
-    microbatcher = on(model)
-    with pytest.raises(torch.OutOfMemoryError) as raised:
-        microbatcher.backward(pair())
-    text = str(raised.value)
-    assert "a microbatch of 1 of 11 rows does not fit, and there is no smaller one" in text
-    assert "(tried: 11, 6, 3, 2, 1)" in text
-    assert text.endswith("The last failure: CUDA out of memory.")
-    assert all(parameter.grad is None for parameter in model.parameters())
-    model.most = ROWS
-    assert microbatcher.backward(pair()).microbatch_size == ROWS  # the policy is unchanged
-
-
-def test_error_names_what_is_held_at_any_size() -> None:
-    model = nn.Linear(6, CLASSES * 50).double()
-    microbatcher = on(model, optimizer=torch.optim.AdamW(model.parameters()), memory_limit="40KiB")
-    with pytest.raises(SampleTooLargeError, match=r"no size can .*optimizer state 29\.00 KiB"):
-        microbatcher.backward(pair())
-    with pytest.raises(SampleTooLargeError, match=r"(?s)^(?!.*(gradients|optimizer state))"):
-        on(model, memory_limit="14.5KiB").evaluate(pair())
-    whole = pair()
-    with MemoryBudget("1KiB"), pytest.raises(torch.OutOfMemoryError) as raised:
-        on(model).backward(whole)
-    assert "the model and the optimizer's state alone exceed" in raised.value.__notes__[0]
 
 
 class Interrupted(nn.Module):
