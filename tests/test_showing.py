@@ -33,7 +33,7 @@ def test_objects_have_one_line_repr() -> None:
             run,
             r"Trainer\(Linear, 18 parameters, max_duration='2ep', device='cpu', 6 batches done\)",
         ),
-        (step, r"Microbatcher\(Linear, microbatch_size=Halving\(initial=None\), device='cpu'\)"),
+        (step, r"Microbatcher\(Linear, .*=Halving\(initial=None\), last 32 rows, device='cpu'\)"),
         (step.backward(BATCH), r"StepResult\(loss=0\.\d+, 32 samples, 1 × 32 rows\)"),
         (
             step.evaluate(BATCH, return_outputs=True),
