@@ -34,6 +34,7 @@ EVALUATED: dict[str, Any] = {"eval_dataloader": make_loader(), "eval_interval": 
     [
         ([3, 2, 2.5, 2, 1, 1, 1, 1], {}, 4),
         ([3, 2, 2.5, 1, 1.5, 1], {}, 6),
+        ([NAN, NAN, 1], {}, 2),
         ([NAN, 1, NAN, NAN, 1], {}, 4),
         ([3, 2, 1, 4], {"mode": "max"}, 3),
         ([3, 2.6, 2.4, 2.0], {"min_delta": 0.5}, 4),

@@ -253,6 +253,18 @@ def test_all_generators_resume_from_saved_state(store: CheckpointStore, before: 
     assert draw() == expected
 
 
+def test_numpy_generator_with_large_state_is_restored(store: CheckpointStore) -> None:
+    original = np.random.mtrand.get_bit_generator()
+    try:
+        np.random.mtrand.set_bit_generator(np.random.PCG64(5))
+        store.save(rng_state(), step=1)
+        expected = np.random.rand(10).tolist()
+        restore_rng_state(store.load().state)
+        assert np.random.rand(10).tolist() == expected
+    finally:
+        np.random.mtrand.set_bit_generator(original)
+
+
 def test_state_with_more_accelerators_warns() -> None:
     state = rng_state()
     state["accelerators"] = [*state["accelerators"], torch.zeros(16, dtype=torch.uint8)]
