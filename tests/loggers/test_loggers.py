@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from automicro.errors import LoggerWarning
-from automicro.loggers import JSONLinesLogger, LoggerGroup, TensorBoardLogger
+from automicro.loggers import JSONLinesLogger, Logger, LoggerGroup, TensorBoardLogger
 from tests.loggers.logged import read_json_lines
 
 
@@ -122,7 +122,7 @@ def test_warnings_as_errors_skip_no_logger() -> None:
 
 def test_loggers_that_cannot_write_warn_once_each(tmp_path: Path) -> None:
     (tmp_path / "a file").write_text("in the way")
-    failing = [
+    failing: list[Logger] = [
         JSONLinesLogger(tmp_path),
         JSONLinesLogger(tmp_path / "a file" / "log"),
         TensorBoardLogger(tmp_path / "a file"),
