@@ -81,7 +81,7 @@ def test_forward_may_clear_released_gradients(sets_to_none: bool, fails: bool) -
     model, kept = nn.Linear(4, 2), nn.Parameter(torch.ones(2))
     outside = Outside(rows=())
 
-    def loss_of(batch: Tensor) -> Tensor:
+    def loss_of(batch: Tensor) -> Any:
         return (model(batch) * kept).square().mean()
 
     def forward(model: nn.Module, batch: Tensor) -> Tensor:

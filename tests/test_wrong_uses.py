@@ -715,7 +715,7 @@ WRONG_ARGUMENTS: tuple[tuple[str, Callable[..., object], dict[str, Any]], ...] =
     *((f"step {step!r}", save, {"step": step}) for step in (-1, 1.0, True, "3")),
     *((f"{state}", restore_rng_state, {"state": state}) for state in ({}, {"python": 3})),
 )
-PARTS = {
+PARTS: dict[str, Callable[[], object]] = {
     f"{function.__name__}: {name}": functools.partial(function, **options)
     for name, function, options in WRONG_ARGUMENTS
 }

@@ -5,6 +5,7 @@ import warnings
 from collections import Counter, OrderedDict
 from enum import StrEnum
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -75,7 +76,7 @@ def test_plain_values_round_trip_unchanged(store: CheckpointStore) -> None:
     versions = nn.BatchNorm2d(2).state_dict()
     coinciding = {"a.b": torch.tensor(1), "a": {"b": torch.tensor(2)}}
     of_numpy = {"best": np.float64(0.5), "count": np.int64(3)}
-    metrics = {"a": torch.tensor(0.5), "b": float("inf"), "c": 3}
+    metrics: dict[str, Any] = {"a": torch.tensor(0.5), "b": float("inf"), "c": 3}
     store.save(
         {"plain": PLAIN, "versions": versions, **coinciding, **of_numpy}, step=1, metrics=metrics
     )

@@ -333,4 +333,4 @@ assert not heavy & {*sys.modules}
 """
     assert run_python(code) == "SampleTooLargeError('one row')\n"
     with pytest.raises(AttributeError, match=r"'automicro\.errors' has no attribute 'torch_'"):
-        _ = package.errors.torch_
+        getattr(package.errors, "torch_")  # noqa: B009

@@ -187,7 +187,7 @@ def test_config_error_names_its_source(line: str, message: str, automicro: Comma
 
 
 def test_seed_alone_determines_initial_weights() -> None:
-    def weights(seed: int) -> torch.Tensor:
+    def weights(seed: int) -> Any:
         return next(Recipe(job(f"seed={seed}")).make_model().parameters()).detach().clone()
 
     first = weights(5)

@@ -121,15 +121,19 @@ def speech() -> tuple[Any, Any, dict[str, Any]]:
 
 
 def chat() -> tuple[Any, Any, dict[str, Any]]:
-    small = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2}
-    more = {"num_attention_heads": 2, "use_cache": False, "vocab_size": instructions.VOCABULARY}
+    small: Any = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2}
+    more: Any = {
+        "num_attention_heads": 2,
+        "use_cache": False,
+        "vocab_size": instructions.VOCABULARY,
+    }
     model = LlamaForCausalLM(LlamaConfig(bos_token_id=None, eos_token_id=None, **small, **more))
 
     def forward(model: nn.Module, batch: Any) -> Tensor:
         logits = model(batch["input_ids"], batch["attention_mask"]).logits[:, :-1]
         return nn.functional.cross_entropy(logits.flatten(0, 1), batch["labels"][:, 1:].flatten())
 
-    def count(batch: Any) -> Tensor:
+    def count(batch: Any) -> Any:
         return (batch["labels"][:, 1:] != instructions.IGNORED).sum()
 
     batch = next(iter(instructions.loader("train", batch_size=24, num_rows=24)))
