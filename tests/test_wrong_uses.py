@@ -237,6 +237,7 @@ PRIMITIVE: dict[str, Callable[[], object]] = {
     "precision": lambda: backward(precision="fp8"),
     "precision fp16": lambda: backward(precision="fp16"),
     "device elsewhere": lambda: backward(device="cuda:3"),
+    "device of another kind": lambda: backward(device="cuda"),
     "meta device": lambda: backward(module=model().to("meta"), device=None),
     "memory limit": lambda: backward(memory_limit="24 parsecs"),
     "strict divisible": lambda: backward(microbatch_size=4, strict_divisible=True),
