@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from automicro import MemoryBudget, Microbatcher
+from automicro import LossAverageError, MemoryBudget, Microbatcher
 from automicro.features import StepState
 from tests.models import Mlp, pair
 from tests.outside import Outside
@@ -46,6 +46,19 @@ def test_failed_attempt_rolls_back_state_of_caller(call: str) -> None:
     assert host.series == {"loss": [1.0] * result.num_microbatches}
     assert host.total is total
     assert total.tolist() == [result.num_microbatches] * 2
+
+
+def test_probe_error_refuses_wrong_loss_average() -> None:
+    model = Mlp()
+    step = Microbatcher(
+        model,
+        forward=lambda model, batch: F.cross_entropy(model(batch[0]), batch[1], reduction="sum"),
+        microbatch_size=3,
+        probe="error",
+    )
+    with pytest.raises(LossAverageError, match=r"the gradient of .* is off by"):
+        step.backward(pair())
+    assert all(each.grad is None for each in model.parameters())
 
 
 def test_step_in_closure_can_use_reserved_memory() -> None:
