@@ -33,7 +33,8 @@ test: $(INSTALLED)  ## run the tests and the doctests
 
 # What most changes would break, of what is fast: no processes, no compiler, no libraries of others.
 QUICK := $(addprefix tests/,$(addsuffix .py,$(addprefix test_,\
-	architecture cli config duration microbatcher) \
+	architecture durations microbatcher) \
+	$(addprefix cli/test_,command_line config) \
 	$(addprefix memory/test_,budget oom) policy/test_policy batch/test_rows loss/test_weighting \
 	$(addprefix transaction/test_,transaction gradients) checkpoints/test_checkpoints \
 	events/test_events loggers/test_loggers $(addprefix trainer/test_,training loop progress)))

@@ -29,16 +29,10 @@ from tests.tree import (
 # Imports within a folder are free unless they form a cycle.
 LAYERS = (
     (
-        "accepted_optimizers",
-        "durations",
-        "errors",
-        "files",
-        "sharding",
-        "torch_private",
-        "torch_private_distributed",
-        "version",
+        *("accepted_optimizers", "durations", "errors", "files", "sharding", "torch_private"),
+        *("torch_private_distributed", "version"),
     ),
-    ("showing", "torch_private_execution"),
+    ("showing",),
     ("batchnorm", "loggers", "modules", "policy", "units"),
     ("memory", "options", "values"),
     ("reach", "schedules", "state"),
@@ -64,28 +58,18 @@ GATHERING = ("__init__", "__main__")
 # The only places for imports of packages that are slow or not always needed.
 ONLY_IN = {"omegaconf": "cli"}
 NEVER_AT_MODULE_TOP = (
-    "fsspec",
-    "matplotlib",
-    "shtab",
-    "sklearn",
-    "transformers",
-    "lightning",
-    "accelerate",
-    "keras",
+    *("fsspec", "matplotlib", "shtab", "sklearn", "transformers", "lightning", "accelerate"),
+    *("keras", "wandb", "mlflow", "tensorboard"),
 )
 NEEDED_AS_A_WHOLE = ("demo", "integrations")  # their users need everything in them
 # All names that a new version of torch might remove.
-PRIVATE_NAMES_OF_TORCH_IN = (
-    "torch_private",
-    "torch_private_distributed",
-    "torch_private_execution",
-)
+PRIVATE_NAMES_OF_TORCH_IN = ("torch_private", "torch_private_distributed")
 
 # Modules that each step needs. All others are imported by the batch, metric or failure using them.
 NEEDED_BY_EACH_STEP = {
     *("__init__", "batch", "batchnorm", "errors", "loss", "memory"),
     *("microbatcher", "modules", "options", "policy", "ranks", "reach", "sharding", "state"),
-    *("step", "torch_private", "transaction", "values", "version"),
+    *("step", "torch_private", "transaction", "units", "values", "version"),
 }
 
 FORBIDDEN_STEMS = {"common", "helper", "helpers", "manager", "misc", "util", "utils"}
@@ -105,10 +89,6 @@ def gc_disabled() -> Iterator[None]:
 
 def is_private(name: str) -> bool:
     return name.startswith("_") and not name.startswith("__")
-
-
-def is_own(value: ast.expr) -> bool:
-    return isinstance(value, ast.Name) and value.id in ("self", "cls")
 
 
 PRIVATE_ATTRIBUTES_OF_TORCH = {
@@ -143,18 +123,16 @@ def layered() -> Iterator[tuple[str, Path]]:
     yield from ((name, path) for name, path in MODULES.items() if unit(name) not in GATHERING)
 
 
-def test_every_module_belongs_to_layer() -> None:
-    for module, _ in layered():
-        layer_of(module)
+def test_imports_point_only_downward() -> None:
     names = [name for names in LAYERS for name in names]
     gone = [name for name in names if f"automicro.{name}" not in MODULES]
     assert not gone, f"{gone} stand in LAYERS and are no more: take them out"
-
-
-def test_imports_point_only_downward() -> None:
     wrong = []
     for module, path in layered():
+        layer_of(module)
         for name in imports(path):
+            if name.startswith("automicro.tools") and unit(module) not in ("cli", "tools"):
+                wrong.append(f"{module} imports {name}: training does without tools")
             if name.split(".")[0] != "automicro" or unit(name) == unit(module):
                 continue
             if own_module(name) == "automicro":
@@ -169,16 +147,6 @@ def test_imports_point_only_downward() -> None:
 
 def test_microbatcher_imports_only_step_modules() -> None:
     assert {unit(module) for module in loaded_by("automicro.microbatcher")} == NEEDED_BY_EACH_STEP
-
-
-def test_only_cli_imports_tools() -> None:
-    wrong = [
-        f"{module} imports {name}: tools stand beside training, so that training does without them"
-        for module, path in layered()
-        for name in imports(path)
-        if name.startswith("automicro.tools") and unit(module) not in ("cli", "tools")
-    ]
-    assert not wrong, "\n".join(wrong)
 
 
 def test_modules_have_no_import_cycles() -> None:
@@ -218,7 +186,7 @@ def test_private_torch_names_are_in_one_place() -> None:
             if name.split(".")[0] == "torch" and any(map(is_private, name.split(".")))
         ]
         for node in nodes(path):
-            if isinstance(node, ast.Attribute) and not is_own(node.value):
+            if isinstance(node, ast.Attribute) and ast.unparse(node.value) not in ("self", "cls"):
                 found += {node.attr} & PRIVATE_ATTRIBUTES_OF_TORCH
             # getattr(module, "_buffers"), sys.modules["torch._dynamo"]
             text = node.value if isinstance(node, ast.Constant) else None
@@ -240,19 +208,20 @@ def test_every_module_has_docstring_and_clear_name() -> None:
 
 
 def test_functions_have_few_parameters() -> None:
-    wrong = []
-    for module, path in MODULES.items():
-        for scope in nodes(path):
-            owner = scope.name if isinstance(scope, ast.ClassDef) else None
-            if not isinstance(scope, ast.Module | ast.ClassDef | ast.FunctionDef):
-                continue
-            for function in scope.body:
-                if not isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef):
-                    continue
-                count = parameters(function)
-                if count > MOST_PARAMETERS and (owner or function.name) not in PUBLIC:
-                    name = f"{owner}.{function.name}" if owner else function.name
-                    wrong.append(f"{module}: {name} takes {count} parameters: an object is missing")
+    functions = (
+        (module, scope, function)
+        for module, path in MODULES.items()
+        for scope in nodes(path)
+        if isinstance(scope, ast.Module | ast.ClassDef | ast.FunctionDef)
+        for function in scope.body
+        if isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef)
+    )
+    wrong = [
+        f"{module}: {function.name} takes {parameters(function)} parameters: an object is missing"
+        for module, scope, function in functions
+        if parameters(function) > MOST_PARAMETERS
+        and (scope.name if isinstance(scope, ast.ClassDef) else function.name) not in PUBLIC
+    ]
     assert not wrong, "\n".join(wrong)
 
 

@@ -2,6 +2,7 @@
 
 import contextlib
 import importlib
+import inspect
 import io
 import json
 import re
@@ -11,6 +12,7 @@ from typing import Any
 import pytest
 
 import automicro
+from automicro import callbacks
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
@@ -63,7 +65,8 @@ LONG = {"docs/integrations/transformers.md-0"}
 
 def cases() -> list[Any]:
     found = blocks()
-    assert {name for name, _, _ in found} >= LONG
+    assert {name for name, _, _ in found} >= {*LONG, "README.md-0", "README.md-1"}
+    assert sum(len(shown) for _, _, shown in found) >= 6
     return [
         pytest.param(*each, id=each[0], marks=pytest.mark.sweep if each[0] in LONG else ())
         for each in found
@@ -84,14 +87,6 @@ def test_wrong_shown_output_is_detected() -> None:
     assert not_printed(["3"], run("page", code)) == ["3"]
 
 
-def test_some_output_is_shown() -> None:
-    assert sum(len(shown) for _, _, shown in blocks()) >= 6
-
-
-def test_readme_shows_code() -> None:
-    assert sum(name.startswith("README") for name, _, _ in blocks()) >= 2
-
-
 def test_links_point_to_existing_files() -> None:
     links = [
         (page, target)
@@ -103,11 +98,18 @@ def test_links_point_to_existing_files() -> None:
     assert [each for each in links if not (each[0].parent / each[1]).exists()] == []
 
 
-@pytest.mark.parametrize("command", ["make train", "make test"])
-def test_readme_commands_are_make_targets(command: str) -> None:
-    assert command in (ROOT / "README.md").read_text(encoding="utf-8")
-    target = command.removeprefix("make ")
-    assert re.search(rf"^{target}:", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE)
+def test_readme_commands_are_make_targets() -> None:
+    readme, makefile = ((ROOT / name).read_text("utf-8") for name in ("README.md", "Makefile"))
+    for target in ("train", "test"):
+        assert f"make {target}" in readme
+        assert re.search(rf"^{target}:", makefile, re.MULTILINE)
+
+
+def test_every_callback_has_a_row_and_an_example() -> None:
+    page = (ROOT / "docs" / "trainer.md").read_text("utf-8")
+    for name in callbacks.__all__:
+        assert page.count(f"\n| `{name}(") == 1, name
+        assert ">>>" in (inspect.getdoc(getattr(callbacks, name)) or ""), name
 
 
 def test_every_public_name_is_in_reference() -> None:

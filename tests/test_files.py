@@ -10,23 +10,8 @@ import pytest
 from automicro.files import write_whole
 
 
-def fail_halfway(file: IO[bytes]) -> None:
-    file.write(b"half")
-    raise RuntimeError("no more")
-
-
-def test_failed_write_keeps_old_file_without_remnants(tmp_path: Path) -> None:
+def test_old_file_stays_until_new_one_is_whole(tmp_path: Path) -> None:
     path = tmp_path / "report.json"
-    write_whole(path, lambda file: file.write(b"old"))
-    with pytest.raises(RuntimeError, match="no more"):
-        write_whole(path, fail_halfway)
-    assert path.read_bytes() == b"old"
-    assert list(tmp_path.iterdir()) == [path]
-
-
-def test_old_file_is_readable_during_write(tmp_path: Path) -> None:
-    path = tmp_path / "report.json"
-    path.write_bytes(b"old")
     seen = []
 
     def write(file: IO[bytes]) -> None:
@@ -34,8 +19,17 @@ def test_old_file_is_readable_during_write(tmp_path: Path) -> None:
         file.flush()
         seen.append(path.read_bytes())
 
+    def fail_halfway(file: IO[bytes]) -> None:
+        write(file)
+        raise RuntimeError("no more")
+
+    path.write_bytes(b"old")
+    with pytest.raises(RuntimeError, match="no more"):
+        write_whole(path, fail_halfway)
+    assert path.read_bytes() == b"old"
+    assert list(tmp_path.iterdir()) == [path]
     write_whole(path, write, lasts=True)
-    assert seen == [b"old"]
+    assert seen == [b"old"] * 2
     assert path.read_bytes() == b"new"
 
 

@@ -2,7 +2,6 @@
 
 import gc
 import random
-import warnings
 import weakref
 from typing import Any
 
@@ -13,84 +12,38 @@ from torch import Tensor, nn
 from torchmetrics.classification import MulticlassAccuracy
 
 from automicro import (
-    BatchError,
     Halving,
     MemoryBudget,
     Microbatcher,
-    Outcome,
-    Policy,
-    SampleTooLargeError,
 )
 from automicro.features import with_features
 from automicro.loss.averages import BatchWeights
 from tests.callbacks.runs import Scripted
 from tests.cases import difference, gradients
-from tests.models import CLASSES, ROWS, Memory, Mlp, numbers, pair
+from tests.models import CLASSES, Memory, Mlp, numbers, pair
 from tests.sweeps import mostly_in_sweeps
 
 
 def on(model: nn.Module, **options: Any) -> Microbatcher:
-    return Microbatcher(
-        model, loss_fn=nn.CrossEntropyLoss(), **with_features({"probe": False, **options})
-    )
-
-
-# Sizes
-
-
-class Shrinking(Policy):
-    """A custom policy: three rows fewer after each failure."""
-
-    def __init__(self) -> None:
-        self.size, self.outcomes = 11, list[Outcome]()
-
-    def propose(self, num_rows: int, cost: float | None = None) -> int:
-        return min(self.size, num_rows)
-
-    def record(self, outcome: Outcome) -> None:
-        self.outcomes.append(outcome)
-        if not outcome.fits:
-            self.size -= 3
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"size": self.size}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.size = state["size"]
-
-
-def test_custom_policy_proposes_sizes_and_records_outcomes() -> None:
-    policy = Shrinking()
-    result = on(Memory(Mlp(), most=4), microbatch_size=policy).backward(pair())
-    assert [(o.microbatch_size, o.fits) for o in policy.outcomes] == [
-        (11, False),
-        (6, False),
-        (4, True),
-    ]
-    assert (result.attempts, result.ooms) == (3, 2)
+    options = {"loss_fn": None if "forward" in options else nn.CrossEntropyLoss(), **options}
+    return Microbatcher(model, **with_features({"probe": False, **options}))
 
 
 def test_state_dict_contains_sizes() -> None:
     model = Memory(Mlp(), most=3)
-    microbatcher = on(model)
+    microbatcher, other = on(model), on(model)
     microbatcher.backward(pair())
     microbatcher.evaluate(pair())
     state = microbatcher.state_dict()
-    model.seen.clear()
-    other = on(model)
     other.load_state_dict(state)
     assert other.state_dict() == state
     assert other.backward(pair()).attempts == 1
     assert other.evaluate(pair()).attempts == 1
     with pytest.raises(ValueError, match=r"lacks \['train'\]; pass what .*state_dict"):
         other.load_state_dict({"eval": {}})
-    with pytest.raises(ValueError, match="Fixed policy cannot load the state of 'Halving'"):
-        on(model, microbatch_size=3).load_state_dict(state)
 
 
-def test_strict_divisible_refuses_remainder_and_auto_uses_divisors() -> None:
-    with pytest.raises(BatchError, match=r"11 rows is not a multiple of microbatch_size=4"):
-        on(Mlp(), microbatch_size=4, strict_divisible=True).backward(pair())
+def test_strict_divisible_makes_auto_use_divisors() -> None:
     model = Memory(Mlp(), most=4)
     on(model, strict_divisible=True).backward(pair(6))
     assert model.seen == [6, 3, 3]
@@ -104,10 +57,8 @@ class Drawing(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.wide = nn.Linear(6, 256)
-        self.norm = nn.BatchNorm1d(256)
-        self.drop = nn.Dropout(0.3)
-        self.head = nn.Linear(256, CLASSES)
+        self.wide, self.norm = nn.Linear(6, 256), nn.BatchNorm1d(256)
+        self.drop, self.head = nn.Dropout(0.3), nn.Linear(256, CLASSES)
         self.double()
 
     def forward(self, inputs: Tensor) -> Any:
@@ -123,18 +74,12 @@ def steps_under(size: Any, limit: int | None) -> tuple[Any, ...]:
     random.seed(3), np.random.seed(3), torch.manual_seed(3)
     model = Drawing()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-    microbatcher = on(
-        model,
-        microbatch_size=size,
-        optimizer=optimizer,
-        batchnorm="ignore",
-        memory_limit=limit,
-    )
+    options: dict[str, Any] = {"microbatch_size": size, "memory_limit": limit}
+    microbatcher = on(model, optimizer=optimizer, batchnorm="ignore", **options)
     results = []
     for step in range(6):
-        results.append(
-            microbatcher.backward((numbers(32, 6, seed=step), torch.arange(32) % CLASSES))
-        )
+        batch = numbers(32, 6, seed=step), torch.arange(32) % CLASSES
+        results.append(microbatcher.backward(batch))
         optimizer.step()
         optimizer.zero_grad()
     return results, model.state_dict(), streams()
@@ -153,47 +98,12 @@ def test_recovery_is_bit_identical_to_run_with_same_sizes() -> None:
     assert int(state["norm.num_batches_tracked"]) == microbatches
 
 
-def test_too_large_sample_error_lists_tried_sizes() -> None:
-    model = Memory(Mlp(), most=0)
-    microbatcher = on(model)
-    with pytest.raises(SampleTooLargeError) as raised:
-        microbatcher.backward(pair())
-    text = str(raised.value)
-    assert "a microbatch of 1 of 11 rows does not fit, and there is no smaller one" in text
-    assert "(tried: 11, 6, 3, 2, 1)" in text
-    assert "activation checkpointing" in text
-    assert text.endswith("The last failure: CUDA out of memory.")
-    assert isinstance(raised.value, torch.OutOfMemoryError)
-    assert all(parameter.grad is None for parameter in model.parameters())
-    model.most = ROWS
-    assert microbatcher.backward(pair()).microbatch_size == ROWS  # the policy is unchanged
-
-
-def test_error_names_future_optimizer_state() -> None:
-    model = nn.Linear(6, CLASSES * 50).double()
-    microbatcher = on(model, optimizer=torch.optim.AdamW(model.parameters()), memory_limit="40KiB")
-    with pytest.raises(SampleTooLargeError, match=r"no size can .*optimizer state 29\.00 KiB"):
-        microbatcher.backward(pair())
-    with pytest.raises(SampleTooLargeError) as raised:
-        on(model, memory_limit="14.5KiB").evaluate(pair())
-    assert "gradients" not in str(raised.value)
-    assert "optimizer state" not in str(raised.value)
-
-
-def test_error_says_that_model_alone_exceeds_budget() -> None:
-    model, whole = nn.Linear(6, CLASSES * 50).double(), pair()
-    with MemoryBudget("1KiB"), pytest.raises(torch.OutOfMemoryError) as raised:
-        on(model).backward(whole)
-    assert "the model and the optimizer's state alone exceed" in raised.value.__notes__[0]
-
-
 class Interrupted(nn.Module):
     """A model that changes everything a forward may change, and then fails in its third call."""
 
     def __init__(self, error: BaseException) -> None:
         super().__init__()
-        self.net = Drawing()
-        self.error, self.calls = error, 0
+        self.net, self.error, self.calls = Drawing(), error, 0
         self.register_buffer("codes", torch.zeros(3))
 
     def forward(self, inputs: Tensor) -> Any:
@@ -205,14 +115,11 @@ class Interrupted(nn.Module):
         return outputs
 
 
-@pytest.mark.parametrize("error", [KeyboardInterrupt(), ValueError("a bug"), SystemExit(3)])
-def test_other_errors_propagate_unchanged_and_restore_state(
-    error: BaseException,
-) -> None:
-    model = Interrupted(error)
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), ValueError("a bug")])
+def test_other_errors_propagate_unchanged_and_restore_state(error: BaseException) -> None:
+    model, metric = Interrupted(error), MulticlassAccuracy(CLASSES)
     for parameter in model.parameters():
         parameter.grad = torch.randn_like(parameter)
-    metric = MulticlassAccuracy(CLASSES)
     tensors = [p.grad for p in model.parameters()]
     before = gradients(model), {k: v.clone() for k, v in model.state_dict().items()}, streams()
     with pytest.raises(type(error)) as raised:
@@ -225,92 +132,18 @@ def test_other_errors_propagate_unchanged_and_restore_state(
     assert all(p.grad is t for p, t in zip(model.parameters(), tensors, strict=True))
 
 
-# Additional modules, hooks, precision
+# Memory
 
 
 def test_result_keeps_no_graph_or_activations() -> None:
     with MemoryBudget(None) as budget:
         model = nn.Linear(6, 4096).double()
-        forward = lambda model, batch: model(batch[0]).square().mean()  # noqa: E731
-        microbatcher = Microbatcher(model, forward=forward, microbatch_size=4, probe=False)
-        result = microbatcher.backward(pair())
+        step = on(model, forward=lambda m, batch: m(batch[0]).square().mean(), microbatch_size=4)
+        result = step.backward(pair())
         held = sum(p.nbytes for p in model.parameters())
         assert budget.allocated_bytes < 2 * held + 4096
     assert result.loss.grad_fn is None
     assert result.loss.dim() == 0
-
-
-class Squeezes(nn.Module):
-    """A model that loses the dimension of rows if there is only one row."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.head = nn.Linear(8, 3)
-
-    def forward(self, x: Tensor) -> Any:
-        return self.head(x.unsqueeze(1)).squeeze()
-
-
-@pytest.mark.parametrize(
-    ("rows", "size", "which"),
-    [(5, 2, "the last microbatch has one of 5 rows"), (4, 1, "each microbatch has one of 4 rows")],
-)
-def test_error_note_explains_squeezed_row(rows: int, size: int, which: str) -> None:
-    microbatcher = Microbatcher(
-        Squeezes(), loss_fn=nn.CrossEntropyLoss(), microbatch_size=size, probe=False
-    )
-    with pytest.raises(RuntimeError, match="size mismatch") as caught:
-        microbatcher.backward((torch.randn(rows, 8), torch.randint(3, (rows,))))
-    [note] = caught.value.__notes__
-    assert note.startswith(f"automicro: {which}. ")
-    assert note.endswith("name the dimension to squeeze, as in .squeeze(-1)")
-
-
-def group_loss(model: nn.Module, batch: Any) -> Tensor:
-    scores: Tensor = model(batch).view(-1, 4)  # four consecutive rows belong to one query
-    return scores.logsumexp(1).mean()
-
-
-@pytest.mark.parametrize("call", ["backward", "evaluate"])
-def test_error_note_for_split_groups_names_remedies(call: str) -> None:
-    batch = torch.randn(24, 8)
-    model = nn.Linear(8, 1)
-    sizes: dict[str, Any] = {"microbatch_size": 7, "eval_microbatch_size": 7}
-    microbatcher = Microbatcher(model, forward=group_loss, probe=False, **with_features(sizes))
-    with pytest.raises(RuntimeError, match="is invalid for input of size 6") as caught:
-        getattr(microbatcher, call)(batch)
-    [note] = caught.value.__notes__
-    assert note.startswith("automicro: microbatches have at most 6 of 24 rows. ")
-    assert "microbatch_size=Halving(multiple_of=4)" in note
-    assert "batch_layout={'its name': 'shared'}" in note
-    sizes = dict.fromkeys(sizes, Halving(multiple_of=4, initial=7))
-    microbatcher = Microbatcher(model, forward=group_loss, probe=False, **with_features(sizes))
-    loss = getattr(microbatcher, call)(batch).loss
-    torch.testing.assert_close(loss, group_loss(model, batch).detach())
-
-
-def test_whole_batch_error_gets_no_note() -> None:
-    microbatcher = Microbatcher(nn.Linear(8, 1), forward=group_loss, microbatch_size=8, probe=False)
-    with pytest.raises(RuntimeError, match="is invalid for input of size 7") as caught:
-        microbatcher.backward(torch.randn(7, 8))
-    assert not getattr(caught.value, "__notes__", ())
-
-
-@pytest.mark.parametrize("limit", [None, "1MiB"])
-@pytest.mark.parametrize("row", mostly_in_sweeps([0, 40, 63], quick=[40]))
-def test_out_of_range_target_error_is_unchanged(limit: str | None, row: int) -> None:
-    model = nn.Linear(8, 10)
-    optimizer = torch.optim.Adam(model.parameters())
-    microbatcher = Microbatcher(model, loss_fn=nn.CrossEntropyLoss(), optimizer=optimizer)
-    targets = torch.randint(10, (64,))
-    targets[row] = 10
-    batch = torch.randn(64, 8), targets
-    with (
-        MemoryBudget(limit),
-        pytest.raises(IndexError, match=r"^Target 10 is out of bounds") as caught,
-    ):
-        microbatcher.backward(batch)  # a warning would raise
-    assert not hasattr(caught.value, "__notes__")
 
 
 @pytest.mark.parametrize("size", [4, "auto"])
@@ -345,45 +178,72 @@ def test_kept_error_does_not_hold_attempt_memory(
             super().__init__(*args, **options)
             made.append(weakref.ref(self))
 
-    class Third(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.net, self.calls = nn.Linear(3, 2), 0
-
-        def forward(self, x: Tensor) -> Tensor:
-            self.calls += 1
-            if self.calls == 3:
-                raise torch.OutOfMemoryError("CUDA out of memory.")
-            out: Tensor = self.net(x)
-            return out
-
     monkeypatch.setattr("automicro.step.passes.BatchWeights", Noted)
-    step = on(Third(), microbatch_size=2, eval_microbatch_size=2)
+    step = on(Memory(Mlp(), fails=(3,)), microbatch_size=2, eval_microbatch_size=2)
     with pytest.raises(torch.OutOfMemoryError) as caught:
-        getattr(step, call)((torch.randn(8, 3), torch.randint(2, (8,))))
+        getattr(step, call)(pair())
     assert caught.value.__traceback__ is not None
     assert made
     assert not any(each() for each in made)
 
 
-class Normed(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.norm, self.last = nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, CLASSES)
-
-    def forward(self, inputs: Tensor) -> Any:
-        return self.last(self.norm(self.first(inputs)).relu())
+# Notes of errors in the user's code
 
 
-def traced(model: nn.Module) -> Any:
-    with warnings.catch_warnings(action="ignore"):  # tracing through BatchNorm warns
-        return torch.jit.trace(model, torch.randn(4, 6))
+class Squeezes(nn.Linear):
+    """A model that loses the dimension of rows if there is only one row."""
+
+    def forward(self, x: Tensor) -> Any:
+        return super().forward(x.unsqueeze(1)).squeeze()
 
 
-old_compilers = pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+@pytest.mark.parametrize(
+    ("rows", "size", "which"),
+    [(5, 2, "the last microbatch has one of 5 rows"), (4, 1, "each microbatch has one of 4 rows")],
+)
+def test_error_note_explains_squeezed_row(rows: int, size: int, which: str) -> None:
+    with pytest.raises(RuntimeError, match="size mismatch") as caught:
+        on(Squeezes(6, 5).double(), microbatch_size=size).backward(pair(rows))
+    [note] = caught.value.__notes__
+    assert note.startswith(f"automicro: {which}. ")
+    assert note.endswith("name the dimension to squeeze, as in .squeeze(-1)")
 
 
-@old_compilers
-def test_exact_batchnorm_refuses_traced_model() -> None:
-    with pytest.raises(TypeError, match="is scripted or traced"):
-        Microbatcher(traced(Normed()), loss_fn=nn.CrossEntropyLoss(), batchnorm="exact")
+def group_loss(model: nn.Module, batch: Any) -> Tensor:
+    scores: Tensor = model(batch).view(-1, 4)  # four consecutive rows belong to one query
+    return scores.logsumexp(1).mean()
+
+
+@pytest.mark.parametrize("call", ["backward", "evaluate"])
+def test_error_note_for_split_groups_names_remedies(call: str) -> None:
+    batch, model = torch.randn(24, 8), nn.Linear(8, 1)
+
+    def run(size: Any) -> Any:
+        sizes = {"microbatch_size": size, "eval_microbatch_size": size}
+        return getattr(on(model, forward=group_loss, **sizes), call)(batch).loss
+
+    with pytest.raises(RuntimeError, match="is invalid for input of size 6") as caught:
+        run(7)
+    [note] = caught.value.__notes__
+    assert note.startswith("automicro: microbatches have at most 6 of 24 rows. ")
+    assert "microbatch_size=Halving(multiple_of=4)" in note
+    assert "batch_layout={'its name': 'shared'}" in note
+    whole = group_loss(model, batch).detach()
+    torch.testing.assert_close(run(Halving(multiple_of=4, initial=7)), whole)
+    with pytest.raises(RuntimeError, match="is invalid for input of size 7") as caught:
+        on(model, forward=group_loss, microbatch_size=8).backward(batch[:7])
+    assert not getattr(caught.value, "__notes__", ())
+
+
+@pytest.mark.parametrize("limit", [None, "1MiB"])
+@pytest.mark.parametrize("row", mostly_in_sweeps([0, 40, 63], quick=[40]))
+def test_out_of_range_target_error_is_unchanged(limit: str | None, row: int) -> None:
+    model = nn.Linear(8, 10)
+    step = on(model, optimizer=torch.optim.Adam(model.parameters()), probe=True)
+    targets = torch.randint(10, (64,))
+    targets[row] = 10
+    batch = torch.randn(64, 8), targets
+    unchanged = pytest.raises(IndexError, match=r"^Target 10 is out of bounds")
+    with MemoryBudget(limit), unchanged as caught:
+        step.backward(batch)  # a warning would raise
+    assert not hasattr(caught.value, "__notes__")

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.utils import parametrizations, prune
 
 from automicro.modules import ModuleIndex
@@ -26,11 +26,6 @@ def overwrite(model: nn.Module) -> None:
     future.set_overwrite_module_params_on_conversion(before)
 
 
-def assign(model: nn.Module) -> None:
-    state = {name: value.clone() for name, value in model.state_dict().items()}
-    model.load_state_dict(state, assign=True)
-
-
 def rename(model: Any) -> None:
     model[0]._parameters["renamed"] = model[0]._parameters.pop("weight")
 
@@ -46,35 +41,26 @@ def other_table(model: Any) -> None:
 CHANGES: dict[str, Callable[[Any], Any]] = {
     "nothing": lambda m: None,
     "a parameter is added": lambda m: m[0].register_parameter("more", nn.Parameter(torch.ones(1))),
-    "an attribute is set to another parameter": lambda m: setattr(
-        m[0], "weight", nn.Parameter(torch.ones(4, 4))
-    ),
     "a table is written to": lambda m: m[0]._parameters.__setitem__(
         "weight", nn.Parameter(torch.ones(4, 4))
     ),
     "a parameter is deleted": lambda m: delattr(m[0], "bias"),
     "a parameter is set to None": lambda m: setattr(m[0], "bias", None),
-    "a buffer is added": lambda m: m[2][0].register_buffer("b", torch.ones(1)),
+    "a buffer is added": lambda m: m[2].register_buffer("later", torch.zeros(1)),
     "a buffer is replaced": lambda m: setattr(m[1], "running_mean", torch.ones(4)),
     "a buffer is set to None": lambda m: setattr(m[1], "running_mean", None),
-    "a module is added": lambda m: m.add_module("new", nn.Linear(1, 1)),
-    "a module is replaced": lambda m: m.__setitem__(0, nn.Linear(4, 4)),
-    "a module is deleted": lambda m: m.__delitem__(3),
     "a module is added to a leaf": lambda m: m[0].add_module("lora", nn.Linear(4, 1)),
+    "a module is deleted": lambda m: m.__delitem__(3),
+    "a child is swapped for another of its kind": lambda m: m.__setitem__(2, copy.deepcopy(m[2])),
     "two weights are tied": lambda m: setattr(m[2][0], "weight", m[0].weight),
     "a parameter is frozen": lambda m: m[0].weight.requires_grad_(False),
-    "all parameters are frozen": lambda m: m.requires_grad_(False),
     "the model moves to another device": lambda m: m.to("meta"),
-    "the dtype changes": lambda m: m.to(torch.float64),
     "the dtype changes with new parameters": overwrite,
     "weight norm": lambda m: parametrizations.weight_norm(m[0]),
     "pruning": lambda m: prune.l1_unstructured(m[0], "weight", 0.5),
     "a table is replaced": other_table,
     "a key is renamed": rename,
     "a key moves to the end": reorder,
-    "a state is assigned": assign,
-    "a child is swapped for another of its kind": lambda m: m.__setitem__(2, copy.deepcopy(m[2])),
-    "a module without buffers gets one": lambda m: m[2].register_buffer("later", torch.zeros(1)),
 }
 
 
@@ -114,16 +100,9 @@ def test_index_matches_walk_after_change(name: str) -> None:
 def test_unchanged_modules_are_not_walked(monkeypatch: pytest.MonkeyPatch) -> None:
     model = net()
     index = ModuleIndex([model])
-    walks: list[int] = []
-
-    def walk(*_: Any, **__: Any) -> Iterator[Any]:
-        walks.append(1)
-        return iter(())
-
-    monkeypatch.setattr(nn.Module, "named_modules", walk)
+    monkeypatch.delattr(nn.Module, "named_modules")
     for _ in range(3):
         assert not index.refresh()
-    assert not walks
 
 
 class OwnWalk(nn.Module):
@@ -161,15 +140,6 @@ def test_reached_modules_are_owners_without_parameters() -> None:
 
 @pytest.mark.filterwarnings("ignore:.*jit.script.*:DeprecationWarning")
 def test_scripted_module_is_walked_each_time() -> None:
-    class Scripted(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.linear = nn.Linear(2, 2)
-
-        def forward(self, x: Tensor) -> Tensor:
-            out: Tensor = self.linear(x)
-            return out
-
-    index = ModuleIndex([torch.jit.script(Scripted())])
+    index = ModuleIndex([torch.jit.script(nn.Linear(2, 2))])
     index.refresh()
     assert len(index.parameters) == 2

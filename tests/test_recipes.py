@@ -56,13 +56,9 @@ def test_whole_batches_match_plain_loop_bit_for_bit(recipe) -> None:
 
 
 @each_recipe
-def test_plain_loop_runs_out_of_memory_under_limit(recipe) -> None:
+def test_microbatched_loop_matches_plain_loop_under_limit(recipe) -> None:
     with pytest.raises(torch.OutOfMemoryError, match="Simulated device"):
         SCRIPT.run(recipe, "plain", SHORT, exact=True, limit=recipe.limit)
-
-
-@each_recipe
-def test_microbatched_loop_matches_plain_loop_under_limit(recipe) -> None:
     plain, microbatched = SCRIPT.with_and_without_limit(recipe, SHORT)
     assert microbatched.ooms >= 1
     assert not microbatched.warnings
@@ -90,7 +86,6 @@ def test_one_hop_is_too_few_for_two_attention_layers() -> None:
         ("nanogpt", {"DTYPE": "bfloat16"}),
         pytest.param("torchvision_train", {"AMP": True}, marks=pytest.mark.slow),
     ],
-    ids=["nanogpt in bf16", "torchvision_train in fp16"],
 )
 def test_autocast_and_gradient_scaler_match_bit_for_bit(name, constants) -> None:
     assert_same_bits(by_name(name), constants=constants)

@@ -1,10 +1,6 @@
 """Objects are shown in one line, as notebook tables, and as a progress bar in a terminal."""
 
-import os
-import pty
 import re
-import subprocess
-import sys
 from typing import Any
 from xml.etree import ElementTree
 
@@ -26,63 +22,36 @@ STATUS = StatusLine(
 BATCH = torch.randn(32, 8), torch.randint(2, (32,))
 
 
-def trainer(**options: Any) -> Trainer:
-    return Trainer(
-        nn.Linear(8, 2),
-        [BATCH] * 3,
-        loss_fn=nn.CrossEntropyLoss(),
-        optimizer=torch.optim.SGD,
-        device="cpu",
-        **{"progress": False, "max_duration": "2ep", "seed": 0, **options},
-    )
-
-
-# Representations in one line
-
-
 def test_objects_have_one_line_repr() -> None:
-    run = trainer()
-    microbatcher = Microbatcher(nn.Linear(8, 2), loss_fn=nn.CrossEntropyLoss())
-    assert repr(run) == (
-        "Trainer(Linear, 18 parameters, max_duration='2ep', device='cpu', 0 batches done)"
-    )
-    assert repr(microbatcher) == (
-        "Microbatcher(Linear, microbatch_size=Halving(initial=None), device='cpu')"
-    )
-    step = microbatcher.backward(BATCH)
-    assert re.fullmatch(r"StepResult\(loss=0\.\d+, 32 samples, 1 × 32 rows\)", repr(step))
-    evaluated = microbatcher.evaluate(BATCH, return_outputs=True)
-    assert re.fullmatch(
-        r"EvalResult\(loss=0\.\d+, 32 samples, 1 × 32 rows, with outputs\)", repr(evaluated)
-    )
-    summary = run.fit()
-    assert re.fullmatch(
-        r"FitSummary\(6 steps, 192 samples, train_loss=0\.\d+, 0 OOMs survived, "
-        r"microbatches 1 × 32 of 32\)",
-        repr(summary),
-    )
-    report = automicro.verify(nn.Linear(8, 2), BATCH, loss_fn=nn.CrossEntropyLoss())
-    assert repr(report).startswith("VerifyReport('exact', 32 rows, 'exact: ")
-    everything = [run, microbatcher, step, evaluated, summary, report]
-    assert not any("\n" in repr(each) for each in everything)
-
-
-@pytest.mark.parametrize(
-    ("subject", "shown"),
-    [
-        (EarlyStopping("eval/loss", patience=5), "EarlyStopping("),
-        (MemoryMonitor(), "MemoryMonitor()"),
-        (Halving(multiple_of=4), "Halving(initial=None, multiple_of=4)"),
-        (Fixed(4), "Fixed(4)"),
-        (Callback(), "Callback()"),
-    ],
-    ids=lambda each: type(each).__name__,
-)
-def test_callbacks_and_policies_show_their_arguments(subject: Any, shown: str) -> None:
-    assert repr(subject).startswith(shown)
-    assert repr(subject).endswith(")")
-    assert "\n" not in repr(subject)
-    assert " at 0x" not in repr(subject)
+    loss_fn = nn.CrossEntropyLoss()
+    options: Any = {"loss_fn": loss_fn, "optimizer": torch.optim.SGD, "progress": False}
+    run = Trainer(nn.Linear(8, 2), [BATCH] * 3, max_duration="2ep", device="cpu", **options)
+    step = Microbatcher(nn.Linear(8, 2), loss_fn=loss_fn)
+    report = automicro.verify(nn.Linear(8, 2), BATCH, loss_fn=loss_fn)
+    for subject, shown in (
+        (
+            run,
+            r"Trainer\(Linear, 18 parameters, max_duration='2ep', device='cpu', 6 batches done\)",
+        ),
+        (step, r"Microbatcher\(Linear, .*=Halving\(initial=None\), last 32 rows, device='cpu'\)"),
+        (step.backward(BATCH), r"StepResult\(loss=0\.\d+, 32 samples, 1 × 32 rows\)"),
+        (
+            step.evaluate(BATCH, return_outputs=True),
+            r"EvalResult\(loss=0\.\d+, 32 samples, 1 × 32 rows, with outputs\)",
+        ),
+        (
+            run.fit(),
+            r"FitSummary\(6 steps, 192 samples, train_loss=0\.\d+, 0 OOMs survived, "
+            r"microbatches 1 × 32 of 32\)",
+        ),
+        (report, r"VerifyReport\('exact', 32 rows, 'exact: .*"),
+        (EarlyStopping("eval/loss", patience=5), r"EarlyStopping\(patience=5\)"),
+        (MemoryMonitor(), r"MemoryMonitor\(\)"),
+        (Halving(multiple_of=4), r"Halving\(initial=None, multiple_of=4\)"),
+        (Fixed(4), r"Fixed\(4\)"),
+        (Callback(), r"Callback\(\)"),
+    ):
+        assert re.fullmatch(shown, repr(subject)), repr(subject)
 
 
 def test_report_has_html_for_notebooks() -> None:
@@ -91,9 +60,6 @@ def test_report_has_html_for_notebooks() -> None:
     first, rest = ElementTree.fromstring(f"<page>{report._repr_html_()}</page>").itertext()
     assert first == report.verdict
     assert rest.strip() in str(report)
-
-
-# The progress bar
 
 
 @pytest.mark.parametrize(
@@ -107,7 +73,6 @@ def test_report_has_html_for_notebooks() -> None:
         (80, "━━━╌╌╌╌╌╌╌╌╌  25% · 0:01:15 left · loss 0.5000 · microbatches 5 × 103"),
         (50, "━╌╌╌╌╌  25% · 0:01:15 left · loss 0.5000"),
         (36, "25% · 0:01:15 left · loss 0.5000"),
-        (20, "25% · 0:01:15 left"),
         (5, "25%"),
     ],
 )
@@ -129,49 +94,3 @@ def test_time_left_needs_two_updates_of_one_run() -> None:
     assert left.at(0.2) == pytest.approx(80.0)
     assert left.at(0.05) is None  # a new run
     assert left.at(1.0) == 0.0
-
-
-# The command
-
-JOB = """\
-model: {call: torch.nn.Linear, args: {in_features: 8, out_features: 2}}
-train_dataloader: {call: make.batches}
-loss_fn: {call: torch.nn.CrossEntropyLoss}
-optimizer: {call: torch.optim.SGD, args: {lr: 0.1}}
-max_duration: 2ba
-"""
-MAKE = """\
-import torch
-def batches():
-    return [(torch.randn(4, 8), torch.zeros(4, dtype=torch.int64))] * 2
-"""
-
-
-@pytest.mark.sweep
-@pytest.mark.parametrize(("terminal", "is_erased"), [("xterm", True), ("dumb", False)])
-def test_command_shows_progress_in_terminal(tmp_path: Any, terminal: str, is_erased: bool) -> None:
-    (tmp_path / "job.yaml").write_text(JOB)
-    (tmp_path / "make.py").write_text(MAKE)
-    ours, theirs = pty.openpty()
-    environment = {**os.environ, "TERM": terminal, "COLUMNS": "100"}
-    environment.pop("NO_COLOR", None)
-    command = [sys.executable, "-m", "automicro", "train", "job.yaml"]
-    process = subprocess.Popen(
-        command, cwd=tmp_path, env=environment, stdin=theirs, stdout=theirs, stderr=theirs
-    )
-    os.close(theirs)
-    shown = b""
-    while True:
-        try:
-            more = os.read(ours, 4096)
-        except OSError:  # the other end is closed
-            break
-        if not more:
-            break
-        shown += more
-    os.close(ours)
-    assert process.wait(timeout=60) == 0
-    text = shown.decode()
-    # A terminal that cannot erase lines shows no temporary status.
-    assert ("\r\x1b[2K" in text) == is_erased
-    assert text.index("training on") < text.index("OOMs survived")

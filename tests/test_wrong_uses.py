@@ -6,8 +6,12 @@ the difference as a user: each message names the mistake, the values and the rem
 
 import contextlib
 import functools
+import io
 import itertools
+import os
 import re
+import shlex
+import sys
 import tempfile
 import warnings
 from collections.abc import Callable
@@ -15,6 +19,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any, cast
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -29,12 +34,22 @@ from automicro import (
     MemoryBudget,
     Microbatcher,
     Trainer,
+    callbacks,
     num_rows,
     register_batch_type,
     split,
     split_batch,
     verify,
 )
+from automicro.callbacks import (
+    EarlyStopping,
+    ExponentialMovingAverage,
+    GrowthSchedule,
+    OutOfMemoryReport,
+)
+from automicro.checkpoints.rng import restore_rng_state
+from automicro.checkpoints.store import CheckpointConfig, CheckpointStore
+from automicro.cli import main
 from automicro.contrastive import InfoNCE
 from automicro.demo.topics import loader, pieces, word_loader
 from automicro.durations import Duration, Unit, parse_time, read_duration
@@ -48,6 +63,7 @@ from automicro.features import (
     with_features,
 )
 from automicro.integrations.host import check_options
+from automicro.loggers import JSONLinesLogger, LoggerGroup, WandbLogger
 from automicro.schedules import (
     constant_with_warmup,
     cosine_with_warmup,
@@ -55,7 +71,8 @@ from automicro.schedules import (
     linear_with_warmup,
 )
 from automicro.tools.pictures import speed_and_memory
-from tests.config_jobs import build_trainer, job
+from tests.cli_jobs import enter_folder_with_job
+from tests.config_jobs import JOB, build_trainer, job
 
 TABLE = Path(__file__).with_name("messages.md")
 
@@ -220,6 +237,7 @@ PRIMITIVE: dict[str, Callable[[], object]] = {
     "precision": lambda: backward(precision="fp8"),
     "precision fp16": lambda: backward(precision="fp16"),
     "device elsewhere": lambda: backward(device="cuda:3"),
+    "device of another kind": lambda: backward(device="cuda"),
     "meta device": lambda: backward(module=model().to("meta"), device=None),
     "memory limit": lambda: backward(memory_limit="24 parsecs"),
     "strict divisible": lambda: backward(microbatch_size=4, strict_divisible=True),
@@ -329,124 +347,57 @@ DATA = "{call: torch.utils.data.DataLoader, args: {dataset: [1]}}"
 CALLBACKS = "automicro.callbacks"
 STOPPING = f"{CALLBACKS}.EarlyStopping"
 LINES = "automicro.loggers.JSONLinesLogger"
+WORDS = """
+optimzer.call=x epochs=3 1=2 lr=0.3 out_features=3 optimizer.lr=0.3 seed=many seed=1.5
+grad_clip_norm=big strict_divisible=maybe device=[cpu] microbatch_size=1.5
+eval_microbatch_size=true memory_limit=1.5 max_duration=2 microbatch_size=0 grad_clip_norm=-1
+memory_limit=lots global_batch_size=0 eval_global_batch_size=0 eval_global_batch_size=many
+accumulate_batches=0 accumulate_batches=null accumulate_batches=many rehearse=worse
+scheduler_interval=epochs non_finite=halt precision=bf61 batchnorm=wran batchnorm=off
+loss_average=sample channels_last=sometimes deterministic=1.5 probe=never compile=fast
+compile=null eval_interval=0ep max_duration=10xp loss_average=3 batch_layout=rows seed=-1
+weights=none.pt run_dir=[a] parameter_groups=null parameter_groups=[bias] model=torch.nn.Linear
+model=null model.cal=x model.call=3 model.args=[1] metrics=[1] metrics.accuracy=high
+count_tokens=len model.call=torch.nn.linear model.call=torch.optimm.AdamW
+model.call=torhc.nn.Linear model.call=argprase.Net model.call=torch/nn model.call=dict
+model.call=torch.nn optimizer.call=torch.optim.adamw optimizer.call=AdamW model.call=torch.pi
+model.args.in_feature=3 model.args=null scheduler.call=torch.optim.lr_scheduler.StepLR
+optimizer.args.params=[] train_dataloader.args.batch_size=${global_batch_size}
+train_dataloader.args.batch_size=${global_batch} run_dir=${when:%Y} seed=${max_duration} model=???
+model.args.bias=??? eval_dataloader=${model.args}
+model.args.in_features=${train_data.args.batch_size} max_duration =3 seed= optimizer.args.lr.x=1
+train_dataloader.args.dataset.3=1 max_time=1:30:00 max_time=[2h] loggers=[null] checkpoint={}
+checkpoint=true checkpoint=runs/a checkpoint.intervall=3ep keep_last=3 checkpoint.keep_last=many
+checkpoint.keep_best=null checkpoint.folder=[3] checkpoint.folder=${rundir}/a weights=.
+sampling_mode=durations sampling_mode=[fixed]
+"""
 WRONG_OVERRIDES = (
-    "optimzer.call=x",
-    "epochs=3",
-    "1=2",
-    "lr=0.3",
-    "out_features=3",
-    "optimizer.lr=0.3",
-    "seed=many",
-    "seed=1.5",
-    "grad_clip_norm=big",
-    "strict_divisible=maybe",
-    "device=[cpu]",
+    *WORDS.split(),
     "max_duration={a: 1}",
-    "microbatch_size=1.5",
-    "eval_microbatch_size=true",
-    "memory_limit=1.5",
-    "max_duration=2",
-    "microbatch_size=0",
-    "grad_clip_norm=-1",
-    "memory_limit=lots",
-    "global_batch_size=0",
-    "eval_global_batch_size=0",
-    "eval_global_batch_size=many",
-    "accumulate_batches=0",
-    "accumulate_batches=null",
-    "accumulate_batches=many",
-    "rehearse=worse",
-    "scheduler_interval=epochs",
-    "non_finite=halt",
-    "precision=bf61",
-    "batchnorm=wran",
-    "batchnorm=off",
-    "loss_average=sample",
     "loss_average={language: token}",
-    "channels_last=sometimes",
-    "deterministic=1.5",
-    "probe=never",
-    "compile=fast",
-    "compile=null",
-    "eval_interval=0ep",
-    "max_duration=10xp",
-    "loss_average=3",
-    "batch_layout=rows",
-    "seed=-1",
-    "weights=none.pt",
-    "run_dir=[a]",
-    "parameter_groups=null",
-    "parameter_groups=[bias]",
     "parameter_groups=[{param: bias}]",
-    "model=torch.nn.Linear",
-    "model=null",
-    "model.cal=x",
     "model={args: {}}",
-    "model.call=3",
-    "model.args=[1]",
     "model.args={1: 2}",
     "model.args.device={call: torch.device, arg: 1}",
-    "metrics=[1]",
-    "metrics.accuracy=high",
-    "count_tokens=len",
-    "model.call=torch.nn.linear",
-    "model.call=torch.optimm.AdamW",
-    "model.call=torhc.nn.Linear",
-    "model.call=argprase.Net",
-    "model.call=torch/nn",
-    "model.call=dict",
-    "model.call=torch.nn",
-    "optimizer.call=torch.optim.adamw",
-    "optimizer.call=AdamW",
-    "model.call=torch.pi",
-    "model.args.in_feature=3",
-    "model.args=null",
-    "scheduler.call=torch.optim.lr_scheduler.StepLR",
-    "optimizer.args.params=[]",
     "optimizer={call: gc.collect_all}",
     "optimizer={call: time.get_clock_info.missing}",
     "optimizer={call: shutil.get_archive_formats}",
-    "train_dataloader.args.batch_size=${global_batch_size}",
-    "train_dataloader.args.batch_size=${global_batch}",
-    "run_dir=${when:%Y}",
-    "seed=${max_duration}",
-    "model=???",
     "model.args={in_features: '???', out_features: '???'}",
-    "model.args.bias=???",
-    "eval_dataloader=${model.args}",
-    "model.args.in_features=${train_data.args.batch_size}",
-    "max_duration",
-    "=3",
-    "seed=",
     "optimizer.args={lr: [",
-    "optimizer.args.lr.x=1",
-    "train_dataloader.args.dataset.3=1",
     "max_time=2 hours",
-    "max_time=1:30:00",
-    "max_time=[2h]",
     f"callbacks={STOPPING}",
     f"loggers={{call: {LINES}}}",
     f"callbacks=[{STOPPING}]",
-    "loggers=[null]",
     f"callbacks=[{{call: {CALLBACKS}.EarlyStoping}}]",
     f"callbacks=[{{call: {STOPPING}, args: {{patient: 3}}}}]",
     f"callbacks=[{{call: {STOPPING}, patience: 3}}]",
     f"loggers=[{{call: {LINES}}}]",
     "callbacks=[{call: torch.nn.ReLU}]",
     "loggers=[{call: torch.nn.ReLU}]",
-    "checkpoint={}",
-    "checkpoint=true",
-    "checkpoint=runs/a",
-    "checkpoint.intervall=3ep",
-    "keep_last=3",
-    "checkpoint.keep_last=many",
-    "checkpoint.keep_best=null",
-    "checkpoint.folder=[3]",
     "checkpoint={folder: a, interval: 3}",
     "checkpoint={folder: a, keep_last: 0}",
     "checkpoint={folder: a, best_mode: mni}",
     "checkpoint={folder: a, resume: atuo}",
-    "checkpoint.folder=${rundir}/a",
     "eval_dataloader={cal: a.b}",
     "eval_dataloader={seen: {cal: a.b}}",
     "eval_dataloader={seen: a.b}",
@@ -460,17 +411,172 @@ WRONG_OVERRIDES = (
     f"eval_dataloader={{data: {DATA}, microbatch_size: 0}}",
     f"eval_dataloader={{new: {{data: {DATA}, metrics: [a]}}}}",
     "eval_dataloader={new: {data: {call: torch.utils.data.DataLoadr}}}",
+    "compile={mode: reduce-overhead}",
+    "sampling_mode={lengths: a}",
+    "sampling_mode={mode: fixed, lenghts: a}",
+    "sampling_mode={mode: fixed, shuffle: maybe}",
+    "sampling_mode={mode: duration, lengths: {cal: a}}",
+    "sampling_mode={mode: duration, lengths: {call: no.such}}",
+)
+WRONG_FILES = (
+    "",
+    "model: {call: a.b}\ntrain_dataloader: {call: a.b}",
+    "model: [1\nseed: 2",
+    "seed: 1\nseed: 2",
+    "model:\n  call: ${\n",
+    "- 1",
+    "train",
 )
 
 
-def config_with(override: str) -> object:
+def config_with(override: str = "seed=0", text: str = JOB) -> object:
     with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):
-        return build_trainer(job(override))
+        return build_trainer(job(override, text=text))
 
 
 CONFIGS: dict[str, Callable[[], object]] = {
-    override: functools.partial(config_with, override) for override in WRONG_OVERRIDES
+    **{override: functools.partial(config_with, override) for override in WRONG_OVERRIDES},
+    **{f"file {text!r}": functools.partial(config_with, text=text) for text in WRONG_FILES},
 }
+
+MY_CODE = {
+    "my_code.py": """\
+import torch
+from torch.utils.data import DataLoader, Dataset, TensorDataset
+
+
+class Net(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.head = torch.nn.Linear(5, 2)
+
+    def forward(self, x):
+        return self.head(x)
+
+
+class Rows(Dataset):
+    def __len__(self):
+        return 24
+
+    def __getitem__(self, index):
+        if index > 13:
+            raise ValueError(f"row {index} is broken")
+        return torch.zeros(1024), 0
+
+
+def broken(batch_size):
+    return DataLoader(Rows(), batch_size=batch_size)
+
+
+def rows():
+    return TensorDataset(torch.zeros(24, 1024), torch.zeros(24, dtype=torch.long))
+
+
+def none():
+    return None
+
+
+def high(batch_size):
+    data = TensorDataset(torch.zeros(24, 1024), torch.arange(24))
+    return DataLoader(data, batch_size=batch_size)
+
+
+def careless():
+    return {}["inputs"]
+""",
+    "slip.py": "import torch\n\n\nnumber = undefined\n",
+    "typo.py": "def make(:\n    pass\n",
+    "text.pt": "weights",
+    "small.yaml": "model: {call: torch.nn.Linear}\n",
+    "configs/digits.yaml": "",
+}
+QUIET = "progress=false probe=false"
+NET = '"model={call: my_code.Net}"'
+WEIGHT = "weight: {call: torch.tensor, args: {data: 1}}"
+COMMANDS = (
+    "",
+    "trian a",
+    "job.yaml",
+    "--quiet",
+    "train job.yaml --debgu",
+    "train job.yaml --max-epochs=3",
+    "train job.yaml --seed 1",
+    "verify job.yaml --json",
+    "cache all",
+    "cache --clean",
+    "cache --json --clear",
+    "explore job.yaml --max-steps=0",
+    "explore job.yaml --max-rows=-3",
+    "plan job.yaml --device a1",
+    "plan job.yaml --memory 5parsecs",
+    "plan job.yaml --rows 0",
+    "replay none.pt",
+    "replay text.pt job.yaml",
+    "replay text.pt jib.yaml",
+    "train",
+    "eval weights=weights.pt",
+    "train job.yaml seed 1",
+    "train jib.yaml",
+    "train configs/digitz.yaml",
+    "train nothing.txt",
+    "train .",
+    "config --keys optimzer",
+    "eval job.yaml",
+    "train job.yaml global_batch_size=8",
+    "train job.yaml global_batch_size=7 accumulate_batches=2",
+    "train job.yaml optimizer.args.lr=-1",
+    f'train job.yaml "loss_fn={{call: cli_job.loss_of_kind, args: {{kind: a, {WEIGHT}}}}}"',
+    "train job.yaml memory_limit=120%",
+    "train job.yaml compile=true memory_limit=1MiB",
+    'train job.yaml "model={call: cli_job.nan_loss}" weights=shape.pt',
+    *(
+        f"train job.yaml weights={name}.pt"
+        for name in ("text", "code", "list", "checkpoint", "shape")
+    ),
+    "train job.yaml run_dir=job.yaml",
+    f"train job.yaml {NET} {QUIET}",
+    f"verify job.yaml {NET} {QUIET}",
+    f'eval job.yaml {NET} {QUIET} "eval_dataloader=${{train_dataloader}}"',
+    f'train job.yaml {QUIET} "train_dataloader={{call: my_code.high, args: {{batch_size: 12}}}}"',
+    f'train job.yaml {QUIET} "train_dataloader={{call: my_code.broken, args: {{batch_size: 12}}}}"',
+    f"train job.yaml {QUIET} scheduler_interval=batch max_duration=1000sp"
+    ' "scheduler={call: torch.optim.lr_scheduler.OneCycleLR, args: {max_lr: 1, total_steps: 2}}"',
+    f"train job.yaml {QUIET} max_duration=10000tok",
+    'train job.yaml "model={call: slip.make}"',
+    'train job.yaml "model={call: typo.make}"',
+    'train job.yaml "model={call: my_code.careless}"',
+    'train job.yaml "optimizer.args.lr=${oc.env:LEARNING_RATE}"',
+    'train job.yaml "count_tokens={call: builtins.len}"',
+    'train job.yaml "loss_fn={call: builtins.list}"',
+    'train job.yaml "train_dataloader={call: my_code.none}"',
+    'train job.yaml "eval_dataloader={new: {data: {call: my_code.rows}, interval: 1ep}}"',
+)
+
+
+def command(line: str) -> str:
+    """Return the exit code and the last message of a command beside a job, its code and weights."""
+    printed = io.StringIO()
+    with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
+        enter_folder_with_job(Path(folder), patch)
+        patch.setenv("LEARNING_RATE", "0.1")
+        Path("configs").mkdir()
+        for name, text in MY_CODE.items():
+            Path(name).write_text(text, encoding="utf-8")
+        linear = nn.Linear(1024, 2).state_dict()
+        for name, weights in {
+            "code": {"weight": os.system},
+            "list": [1, 2],
+            "checkpoint": {"model": linear, "epoch": 3},
+            "shape": nn.Linear(8, 2).state_dict(),
+        }.items():
+            torch.save(weights, f"{name}.pt")
+        with contextlib.redirect_stderr(printed), contextlib.redirect_stdout(io.StringIO()):
+            code = main(shlex.split(line))
+    for name in ("my_code", "slip", "typo", "cli_job"):
+        sys.modules.pop(name, None)
+    last = re.split(r"\n(?=automicro)", printed.getvalue().rstrip())[-1]
+    last = re.sub(r"(at torch\S*py):\d+", r"\1:…", last)
+    return f"{last}\n(exit code {code})"
 
 
 def rows_apart() -> object:
@@ -480,10 +586,6 @@ def rows_apart() -> object:
 
 def import_removed_name() -> None:
     from automicro import EvalLossAverage  # type: ignore[attr-defined]  # noqa: F401
-
-
-def import_removed_callback() -> None:
-    from automicro.callbacks import LearningRateMonitor  # noqa: F401
 
 
 RATES = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=1.0)
@@ -560,48 +662,112 @@ PIECES: dict[str, Callable[[], object]] = {
     ),
     "figure for a logger": lambda: Run.show(cast(Any, None), "a", None),
     "import of a name that is gone": import_removed_name,
-    "import of a callback that is gone": import_removed_callback,
+    **{
+        f"import of {name}": functools.partial(getattr, callbacks, name)
+        for name in (
+            *("FreezeSchedule", "ImageSizeSchedule", "LearningRateMonitor"),
+            "SequenceLengthSchedule",
+        )
+    },
 }
 
-CASES = {
+GROWTH = {"start": 2, "end": 4, "over": "4ba", "resize": lambda batch, size: batch}
+
+
+def save(step: Any) -> object:
+    return CheckpointStore("checkpoints").save({}, step=step)
+
+
+def closed_logger() -> None:
+    JSONLinesLogger("log").log({"train/loss": 0.5}, step=1)
+
+
+WRONG_ARGUMENTS: tuple[tuple[str, Callable[..., object], dict[str, Any]], ...] = (
+    ("patience", EarlyStopping, {"patience": 0}),
+    ("mode", EarlyStopping, {"mode": "mim"}),
+    ("min_delta", EarlyStopping, {"min_delta": -1.0}),
+    ("min_delta text", EarlyStopping, {"min_delta": "1"}),
+    ("monitor", EarlyStopping, {"monitor": ""}),
+    ("decay", ExponentialMovingAverage, {"decay": 1.0}),
+    ("no decay", ExponentialMovingAverage, {"decay": None}),
+    ("interval", ExponentialMovingAverage, {"update_interval": "5"}),
+    ("half_life", ExponentialMovingAverage, {"half_life": "5ba"}),
+    ("resize", GrowthSchedule, {**GROWTH, "resize": 3}),
+    ("start", GrowthSchedule, {**GROWTH, "start": 8}),
+    ("start zero", GrowthSchedule, {**GROWTH, "start": 0}),
+    ("over", GrowthSchedule, {**GROWTH, "over": "0ba"}),
+    ("steps", GrowthSchedule, {**GROWTH, "steps": 0}),
+    ("history", OutOfMemoryReport, {"folder": "a", "history": 3}),
+    ("one", LoggerGroup, {"loggers": JSONLinesLogger("a")}),
+    ("class", LoggerGroup, {"loggers": [JSONLinesLogger]}),
+    ("text", LoggerGroup, {"loggers": [JSONLinesLogger("a"), "csv"]}),
+    ("number", LoggerGroup, {"loggers": 3}),
+    ("id", WandbLogger, {"folder": "a", "id": "x"}),
+    ("config", WandbLogger, {"folder": "a", "config": "x"}),
+    ("closed", closed_logger, {}),
+    *(
+        (f"{name} {value!r}", CheckpointConfig, {"folder": "a", name: value})
+        for name, value in (
+            *(("keep_last", 0), ("keep_last", True), ("keep_best", -1), ("best_mode", "maximum")),
+            *(("interval", "1 epoch"), ("interval", 100), ("folder", " ")),
+            *(("resume", "Auto"), ("resume", "last"), ("resume", "")),
+        )
+    ),
+    *((f"step {step!r}", save, {"step": step}) for step in (-1, 1.0, True, "3")),
+    *((f"{state}", restore_rng_state, {"state": state}) for state in ({}, {"python": 3})),
+)
+PARTS: dict[str, Callable[[], object]] = {
+    f"{function.__name__}: {name}": functools.partial(function, **options)
+    for name, function, options in WRONG_ARGUMENTS
+}
+
+CASES: dict[str, dict[str, Callable[[], object]]] = {
     "The primitive": PRIMITIVE,
     "The trainer": TRAINER,
     "Configs": CONFIGS,
     "Durations, schedules and other pieces": PIECES,
+    "Callbacks, loggers and checkpoints": PARTS,
+    "The command line": {
+        f"automicro {line}".rstrip(): functools.partial(command, line) for line in COMMANDS
+    },
 }
 
 
 def message(use: Callable[[], object]) -> str:
-    """Return the message at the end of the traceback."""
+    """Return the message at the end of the traceback, or that of a command."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            use()
+            told = use()
     except Exception as error:
         lines = [f"{type(error).__name__}: {error}", *getattr(error, "__notes__", [])]
         text = re.sub(r"0x[0-9a-f]+", "0x…", "\n".join(lines))
         # The folder is a new temporary one.
         return re.sub(r"\S*/automicro-\w+/failed-batch-\d+", "…/failed-batch-0001", text)
-    return "no error"
+    return told if isinstance(told, str) else "no error"
 
 
-def table() -> str:
-    parts = [
-        "# What you see when something is wrong\n",
-        "Every message says what is wrong, with the values, and ends with what to do. This table",
-        "is written by `python -m tests.test_wrong_uses`, and a test holds it to the code.\n",
-    ]
-    for title, uses in CASES.items():
-        parts.append(f"## {title}\n")
-        parts += [f"**{name}**\n\n```text\n{message(use)}\n```\n" for name, use in uses.items()]
-    return "\n".join(parts)
+HEAD = """\
+# What you see when something is wrong
+
+Every message says what is wrong, with the values, and ends with what to do. This table
+is written by `python -m tests.test_wrong_uses`, and a test holds it to the code.
+
+"""
 
 
-def test_wrong_uses_give_messages_of_table() -> None:
-    found = table().splitlines()
+def section(title: str) -> str:
+    rows = (f"**{name}**\n\n```text\n{message(use)}\n```\n" for name, use in CASES[title].items())
+    return "\n".join([f"## {title}\n", *rows])
+
+
+@pytest.mark.parametrize("title", CASES)
+def test_wrong_uses_give_messages_of_table(title: str) -> None:
+    found = section(title).splitlines()
     assert "no error" not in found
-    assert found == TABLE.read_text(encoding="utf-8").splitlines()
+    written = TABLE.read_text(encoding="utf-8").partition(f"## {title}\n")[2].partition("\n## ")[0]
+    assert found == [f"## {title}", *written.rstrip("\n").splitlines()]
 
 
 if __name__ == "__main__":
-    TABLE.write_text(table(), encoding="utf-8")
+    TABLE.write_text(HEAD + "\n".join(map(section, CASES)), encoding="utf-8")

@@ -15,8 +15,7 @@ from automicro import SampleTooLargeError, torch_private
 from automicro.callbacks import OutOfMemoryReport, oom_report
 from automicro.errors import AutomicroWarning
 from automicro.features import RememberSizes
-from automicro.tools.doctor import diagnose
-from tests.callbacks.runs import trainer_with
+from tests.callbacks.runs import assert_equal, copy_of, trainer_with
 from tests.trainer.runs import FEATURES, make_loader
 
 
@@ -36,23 +35,13 @@ def test_each_oom_writes_report_with_position_and_cause(tmp_path: Path) -> None:
     found = reports(tmp_path / "oom")
     assert len(found) == summary.train_ooms >= 2
     first, last = found[0], found[-1]
-    assert first["where"] == {
-        "phase": "train",
-        "epoch": 0,
-        "epoch_batch": 0,
-        "batch": 0,
-        "samples": 0,
-        "tokens": None,
-    }
+    numbers = dict.fromkeys(("epoch", "epoch_batch", "batch", "samples"), 0)
+    assert first["where"] == {"phase": "train", "tokens": None, **numbers}
     assert (first["attempt"], first["num_rows"], first["num_microbatches"]) == (1, 256, 1)
     assert first["microbatch_size"] == {"before": 256, "after": 128}
     assert last["microbatch_size"]["after"] == summary.microbatch_size
-    assert first["batch"][0] == {
-        "path": "0",
-        "shape": [256, FEATURES],
-        "dtype": "float32",
-        "device": "cpu",
-    }
+    shape = {"path": "0", "shape": [256, FEATURES], "dtype": "float32", "device": "cpu"}
+    assert first["batch"][0] == shape
     assert "out of memory" in first["message"]
     assert first["peak_bytes"] <= 200 * 1024 == first["limit_bytes"]
     assert first["allocated_bytes_after"] < first["peak_bytes"]
@@ -64,31 +53,25 @@ def test_each_oom_writes_report_with_position_and_cause(tmp_path: Path) -> None:
 
 
 def test_evaluation_oom_writes_report(tmp_path: Path) -> None:
-    trainer_with(
-        OutOfMemoryReport(tmp_path),
-        eval_dataloader=make_loader(rows=2000, batch_size=2000),
-        memory_limit="400KiB",
-    ).fit()
+    large = make_loader(rows=2000, batch_size=2000)
+    report = OutOfMemoryReport(tmp_path)
+    trainer_with(report, eval_dataloader=large, memory_limit="400KiB").fit()
     found = reports(tmp_path)
-    assert found
     assert {each["where"]["phase"] for each in found} == {"eval"}
     assert found[0]["where"]["batch"] == 4
     assert found[0]["batch"][0]["shape"] == [2000, FEATURES]
 
 
-def test_report_of_too_large_sample_has_no_next_size(tmp_path: Path) -> None:
+def test_error_names_its_report(tmp_path: Path) -> None:
     with pytest.raises(SampleTooLargeError) as raised:
         run_out_of_memory(OutOfMemoryReport(tmp_path), memory_limit="80KiB")
     assert reports(tmp_path)[-1]["microbatch_size"] == {"before": 1, "after": None}
     last = max(tmp_path.glob("*.json"))
     assert str(raised.value).endswith(f" More in {last} (automicro doctor reads it).")
-
-
-def test_fixed_size_error_names_report(tmp_path: Path) -> None:
-    with pytest.raises(torch.OutOfMemoryError) as raised:
-        run_out_of_memory(OutOfMemoryReport(tmp_path), microbatch_size=128)
-    (only,) = tmp_path.glob("*.json")
-    assert f"More in {only} (automicro doctor reads it)." in "\n".join(raised.value.__notes__)
+    with pytest.raises(torch.OutOfMemoryError) as fixed:
+        run_out_of_memory(OutOfMemoryReport(tmp_path / "fixed"), microbatch_size=128)
+    (only,) = (tmp_path / "fixed").glob("*.json")
+    assert f"More in {only} (automicro doctor reads it)." in "\n".join(fixed.value.__notes__)
 
 
 def test_max_reports_limits_folder_and_keeps_earlier_reports(
@@ -100,28 +83,30 @@ def test_max_reports_limits_folder_and_keeps_earlier_reports(
     assert [path.name for path in sorted(tmp_path.iterdir())] == ["oom-0001.json", "oom-0002.json"]
     assert (tmp_path / "oom-0001.json").read_text() == "earlier"
     assert json.loads((tmp_path / "oom-0002.json").read_text())["attempt"] == 1
-    # An error without a report names none, and each run logs the limit once.
     with pytest.raises(SampleTooLargeError) as raised:
         run_out_of_memory(OutOfMemoryReport(tmp_path, max_reports=2), memory_limit="80KiB")
     assert "oom-" not in str(raised.value)
-    said = [
-        each.getMessage() for each in caplog.records if "Raise max_reports" in each.getMessage()
-    ]
-    assert len(said) == 3  # one per run
+    assert caplog.text.count("Raise max_reports") == 3  # once per run
 
 
 def test_full_disk_gives_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*_: Any) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr("automicro.files.replace", full)
-    with pytest.warns(AutomicroWarning, match="No space left on device.*continues without it"):
-        summary = run_out_of_memory(OutOfMemoryReport(tmp_path / "oom"))
+    allocator = Allocator(monkeypatch)
+    with monkeypatch.context() as patch:
+        patch.setattr("automicro.files.replace", full)
+        with pytest.warns(AutomicroWarning, match="No space left on device.*continues without it"):
+            summary = run_out_of_memory(OutOfMemoryReport(tmp_path / "oom"))
     assert summary.train_ooms >= 2
-    assert not list((tmp_path / "oom").iterdir())
+    assert not list((tmp_path / "oom").glob("*.json"))
     (tmp_path / "file").write_text("")
     with pytest.warns(AutomicroWarning, match="name another folder"):
         run_out_of_memory(OutOfMemoryReport(tmp_path / "file" / "oom"))
+    monkeypatch.setattr(oom_report, "dump_memory_snapshot", full)
+    with pytest.warns(AutomicroWarning, match="pickle could not be written.*No space left"):
+        run_out_of_memory(OutOfMemoryReport(tmp_path), model=Full(allocator, 64), memory_limit=None)
+    assert len(reports(tmp_path)) == 2
 
 
 class Allocator:
@@ -129,7 +114,7 @@ class Allocator:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.observers: list[Any] = []
-        self.held: list[str] = []
+        self.held = "empty"
         attach = "torch._C._cuda_attach_out_of_memory_observer"
         monkeypatch.setattr(attach, self.observers.append, raising=False)
         monkeypatch.setattr(torch_private, "_observes_shortage", False)
@@ -137,7 +122,7 @@ class Allocator:
         monkeypatch.setattr(oom_report, "dump_memory_snapshot", self.dump)
 
     def dump(self, path: str) -> None:
-        Path(path).write_text(", ".join(self.held) or "empty")
+        Path(path).write_text(self.held)
 
     def refuse(self) -> None:
         for observe in self.observers:
@@ -157,7 +142,7 @@ class Full(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         allocator = self.allocator()
         assert allocator is not None
-        allocator.held = [f"{len(x)} rows"]
+        allocator.held = f"{len(x)} rows"
         try:
             if self.asks_first:
                 allocator.refuse()
@@ -167,7 +152,7 @@ class Full(nn.Module):
             out: Tensor = self.layer(x)
             return out
         finally:
-            allocator.held = []
+            allocator.held = "empty"
 
 
 def test_snapshot_shows_memory_at_oom(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -181,38 +166,19 @@ def test_snapshot_shows_memory_at_oom(tmp_path: Path, monkeypatch: pytest.Monkey
     assert len(list(tmp_path.iterdir())) == 4
 
 
-def test_survived_allocation_failure_leaves_no_snapshot(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("is_interrupted", [False, True])
+def test_unneeded_snapshot_is_removed(
+    is_interrupted: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    allocator = Allocator(monkeypatch)
-    model = Full(allocator, 256, asks_first=True)
-    run_out_of_memory(OutOfMemoryReport(tmp_path), model=model, memory_limit=None)
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_unwritable_snapshot_gives_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    allocator = Allocator(monkeypatch)
-
-    def full(path: str) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr(oom_report, "dump_memory_snapshot", full)
-    with pytest.warns(AutomicroWarning, match="pickle could not be written.*No space left"):
-        run_out_of_memory(OutOfMemoryReport(tmp_path), model=Full(allocator, 64), memory_limit=None)
-    assert len(reports(tmp_path)) == 2
-
-
-def test_interrupted_report_leaves_no_snapshot(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    allocator = Allocator(monkeypatch)
-
     def interrupted(*arguments: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(oom_report, "describe_failure", interrupted)
+    model = Full(Allocator(monkeypatch), 256, asks_first=True)
+    if is_interrupted:
+        monkeypatch.setattr(oom_report, "describe_failure", interrupted)
+        model.most = 64
     with contextlib.suppress(KeyboardInterrupt):
-        run_out_of_memory(OutOfMemoryReport(tmp_path), model=Full(allocator, 64), memory_limit=None)
+        run_out_of_memory(OutOfMemoryReport(tmp_path), model=model, memory_limit=None)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -221,6 +187,7 @@ class Uneven(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
+        torch.manual_seed(0)
         self.small = nn.Linear(FEATURES, 4)
         self.large = nn.Sequential(nn.Linear(4, 256), nn.Tanh(), nn.Linear(256, 3))
 
@@ -230,7 +197,8 @@ class Uneven(nn.Module):
 
 
 def test_later_reports_name_modules_that_held_activations(tmp_path: Path) -> None:
-    summary = run_out_of_memory(OutOfMemoryReport(tmp_path), model=Uneven())
+    model, plain = Uneven(), Uneven()
+    summary = run_out_of_memory(OutOfMemoryReport(tmp_path), model=model)
     found = reports(tmp_path)
     assert summary.train_ooms == len(found) >= 2
     second, last = found[1], found[-1]
@@ -242,23 +210,6 @@ def test_later_reports_name_modules_that_held_activations(tmp_path: Path) -> Non
     assert by_module["large.0"]["num_bytes"] == 2 * (-(-rows * 256 * 4 // 512) * 512)
     assert by_module["small"]["num_bytes"] == 2 * (-(-rows * 4 * 4 // 512) * 512)
     assert torch.nn.modules.module._global_forward_hooks == {}
-
-
-def test_doctor_names_module_from_report(tmp_path: Path) -> None:
-    run_out_of_memory(OutOfMemoryReport(tmp_path), model=Uneven(), memory_limit="160KiB")
-    last = sorted(tmp_path.glob("*.json"))[-1]
-    diagnosis = diagnose(last)
-    activations = [each for each in diagnosis.holders if each.kind == "activations"]
-    assert activations[0].owner.startswith("large.")
-    assert "large." in str(diagnosis)
-
-
-def test_report_does_not_change_training(tmp_path: Path) -> None:
-    losses = []
-    for report in ([OutOfMemoryReport(tmp_path)], []):
-        torch.manual_seed(0)
-        model = Uneven()
-        loader = make_loader(rows=300, batch_size=256)
-        trainer_with(*report, model=model, train_dataloader=loader, memory_limit="200KiB").fit()
-        losses.append([each.tolist() for each in model.parameters()])
-    assert losses[0] == losses[1]
+    loader = make_loader(rows=300, batch_size=256)
+    trainer_with(model=plain, train_dataloader=loader, memory_limit="200KiB").fit()
+    assert_equal(copy_of(model), copy_of(plain))  # reports do not change training

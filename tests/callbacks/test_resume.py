@@ -4,8 +4,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-from automicro import Halving, Trainer
+from automicro import Halving
 from automicro.callbacks import (
     EarlyStopping,
     ExponentialMovingAverage,
@@ -34,56 +35,46 @@ class Dies(Callback):
             raise ConnectionError("power failure")
 
 
-class Job:
-    """A run with every callback."""
-
-    def __init__(self, folder: Path, *, dies_after: int = 0) -> None:
-        self.model = make_model(dropout=0.1)
-        self.stopping = EarlyStopping(patience=10, min_delta=100.0)
-        self.average = ExponentialMovingAverage(decay=0.9, update_interval="2ba")
-        self.trainer: Trainer = trainer_with(
-            self.average,
-            self.stopping,
-            OutOfMemoryReport(folder / "oom"),
-            Unfreezing({"0": 5}),
-            GrowthSchedule(4, FEATURES, over="8ba", resize=hide),
-            SpeedMonitor(),
-            MemoryMonitor(),
-            Dies(dies_after),
-            model=self.model,
-            train_dataloader=make_loader(rows=1024, batch_size=256),
-            eval_dataloader=make_loader(rows=64, batch_size=64),
-            eval_interval="1ba",
-            max_duration="4ep",
-            memory_limit="430KiB",
-            # Sizes must depend on failures alone: refined sizes depend on measured memory, which
-            # differs slightly in a resumed process.
-            microbatch_size=Halving(refine=False),
-            eval_microbatch_size=Halving(refine=False),
-            seed=4,
-            checkpoint=CheckpointConfig(folder=folder / "checkpoints", interval="3ba"),
-        )
-
-
 def hide(batch: Any, size: int) -> Any:
     """Return the batch with fewer features."""
-    inputs = batch[0].clone()
-    inputs[:, size:] = 0
-    return inputs, batch[1]
+    return batch[0] * (torch.arange(FEATURES) < size), batch[1]
+
+
+def train(folder: Path, dies_after: int = 0) -> tuple[Any, ...]:
+    """Run with every callback, and return its summary, batches and state."""
+    model, stopping = make_model(dropout=0.1), EarlyStopping(patience=10, min_delta=100.0)
+    average = ExponentialMovingAverage(decay=0.9, update_interval="2ba")
+    trainer = trainer_with(
+        *(average, stopping, OutOfMemoryReport(folder / "oom"), Unfreezing({"0": 5})),
+        GrowthSchedule(4, FEATURES, over="8ba", resize=hide),
+        *(SpeedMonitor(), MemoryMonitor(), Dies(dies_after)),
+        model=model,
+        train_dataloader=make_loader(rows=1024, batch_size=256),
+        eval_dataloader=make_loader(rows=64, batch_size=64),
+        eval_interval="1ba",
+        max_duration="4ep",
+        memory_limit="430KiB",
+        # Sizes must depend on failures alone: refined sizes depend on measured memory, which
+        # differs slightly in a resumed process.
+        microbatch_size=Halving(refine=False),
+        eval_microbatch_size=Halving(refine=False),
+        seed=4,
+        checkpoint=CheckpointConfig(folder=folder / "checkpoints", interval="3ba"),
+    )
+    summary = trainer.fit()
+    assert list((folder / "oom").iterdir())
+    state = copy_of(model), average.average_state_dict(), stopping.state_dict()
+    return summary, trainer.state.batch, *state
 
 
 @pytest.mark.parametrize("dies_after", mostly_in_sweeps([4, 6, 9]))
 def test_resumed_run_matches_uninterrupted_run(tmp_path: Path, dies_after: int) -> None:
-    uninterrupted = Job(tmp_path / "uninterrupted")
-    summary = uninterrupted.trainer.fit()
+    summary, *expected, stopping = train(tmp_path / "uninterrupted")
     assert summary.train_ooms > 0
     with pytest.raises(ConnectionError):
-        Job(tmp_path / "interrupted", dies_after=dies_after).trainer.fit()
-    resumed = Job(tmp_path / "interrupted")
-    resumed.trainer.fit()
-    assert resumed.trainer.state.batch == uninterrupted.trainer.state.batch == 11  # stopped early
-    assert_equal(copy_of(resumed.model), copy_of(uninterrupted.model))
-    assert_equal(resumed.average.average_state_dict(), uninterrupted.average.average_state_dict())
-    assert resumed.stopping.state_dict() == uninterrupted.stopping.state_dict()
-    for name in ("interrupted", "uninterrupted"):
-        assert list((tmp_path / name / "oom").iterdir())
+        train(tmp_path / "interrupted", dies_after)
+    _, batch, *found, resumed = train(tmp_path / "interrupted")
+    assert (batch, expected.pop(0)) == (11, 11)  # stopped early
+    for one, other in zip(found, expected, strict=True):
+        assert_equal(one, other)
+    assert resumed == stopping

@@ -35,30 +35,10 @@ def newest_folder(store: CheckpointStore) -> Path:
     return max(store.folder.iterdir())
 
 
-def cut(path: Path) -> None:
-    path.write_bytes(path.read_bytes()[:-1])
-
-
-def halve(path: Path) -> None:
-    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
-
-
-def empty(path: Path) -> None:
-    path.write_bytes(b"")
-
-
 def flip(path: Path) -> None:
     data = bytearray(path.read_bytes())
     data[len(data) // 2] ^= 1
     path.write_bytes(data)
-
-
-def blank(path: Path) -> None:
-    path.write_bytes(bytes(path.stat().st_size))
-
-
-def lengthen(path: Path) -> None:
-    path.write_bytes(path.read_bytes() + b" " if path.name != MANIFEST else b"[]")
 
 
 def replace_with_folder(path: Path) -> None:
@@ -66,12 +46,26 @@ def replace_with_folder(path: Path) -> None:
     path.mkdir()
 
 
-DAMAGES = (cut, halve, empty, flip, blank, lengthen, Path.unlink, replace_with_folder)
+def rewrite(change: Callable[[bytes], bytes]) -> Callable[[Path], object]:
+    return lambda path: path.write_bytes(change(path.read_bytes()))
 
 
-@pytest.mark.parametrize("damage", DAMAGES, ids=lambda damage: damage.__name__)
+cut = rewrite(lambda data: data[:-1])
+DAMAGES: dict[str, Callable[[Path], object]] = {
+    "cut": cut,
+    "empty": rewrite(lambda data: b""),
+    "zeros": rewrite(lambda data: bytes(len(data))),
+    "longer": lambda path: path.write_bytes(
+        b"[]" if path.name == MANIFEST else path.read_bytes() + b" "
+    ),
+    "missing": Path.unlink,
+    "a folder": replace_with_folder,
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES.values(), ids=DAMAGES)
 def test_damaged_checkpoint_is_skipped_and_file_is_named(
-    store: CheckpointStore, damage: Callable[[Path], None], tmp_path: Path
+    store: CheckpointStore, damage: Callable[[Path], object], tmp_path: Path
 ) -> None:
     whole = shutil.copytree(newest_folder(store), tmp_path / "whole")
     assert {path.name for path in whole.iterdir()} == set(FILES)
@@ -111,11 +105,6 @@ def test_incomplete_and_temporary_folders_are_skipped(store: CheckpointStore) ->
     shutil.copytree(store.folder / "00002-step-2", store.folder / ".tmp-host-1-abc")
     with pytest.warns(CheckpointWarning, match=r"00003-step-3/manifest\.json cannot be read"):
         assert store.load().step == 2
-
-
-def test_temporary_folder_is_no_checkpoint(tmp_path: Path) -> None:
-    (tmp_path / ".tmp-host-1-abc").mkdir()
-    assert CheckpointStore(tmp_path).newest() is None
 
 
 def test_error_lists_files_when_all_checkpoints_are_damaged(store: CheckpointStore) -> None:
@@ -174,11 +163,6 @@ def as_pickle(bomb: Bomb, path: Path) -> None:
     path.write_bytes(pickle.dumps(bomb))
 
 
-def as_archive(bomb: Bomb, path: Path) -> None:
-    with path.open("wb") as file:
-        torch.save({"model": bomb}, file)
-
-
 def forge_table(folder: Path, **values: Any) -> None:
     """Change the place of each tensor in the table."""
     table = torch.load(folder / TABLE, weights_only=False)  # this test wrote it
@@ -193,6 +177,11 @@ def forge_manifest(folder: Path) -> None:
     new = NewFolder(folder)
     new.sums = {path.name: FileSum.of(path) for path in folder.iterdir()}
     write_manifest(new, step=2, metrics={})
+
+
+def as_archive(bomb: Bomb, path: Path) -> None:
+    with path.open("wb") as file:
+        torch.save({"model": bomb}, file)
 
 
 @pytest.mark.parametrize("plant", [as_pickle, as_archive])
@@ -215,15 +204,6 @@ def test_planted_pickle_is_refused_without_running(
     assert not exploded(bomb)
 
 
-def test_bomb_in_table_is_refused_without_running(store: CheckpointStore, bomb: Bomb) -> None:
-    folder = newest_folder(store)
-    forge_table(folder, offset=bomb)
-    forge_manifest(folder)
-    with pytest.raises(CheckpointError, match="automicro wrote"):
-        load_checkpoint(folder)
-    assert not exploded(bomb)
-
-
 def test_bomb_explodes_in_unpickling_reader(store: CheckpointStore, bomb: Bomb) -> None:
     folder = newest_folder(store)
     as_pickle(bomb, folder / ".metadata")
@@ -232,27 +212,36 @@ def test_bomb_explodes_in_unpickling_reader(store: CheckpointStore, bomb: Bomb) 
     assert exploded(bomb)
 
 
-@pytest.mark.parametrize("file", ["../00001-step-1/__0_0.distcp", "/etc/hostname"])
-def test_table_path_outside_folder_is_refused(store: CheckpointStore, file: str) -> None:
+OUTSIDE = "outside of the folder"
+WRITTEN = "automicro wrote"
+
+
+@pytest.mark.parametrize(
+    ("place", "table", "message"),
+    [
+        ({"relative_path": "../00001-step-1/__0_0.distcp"}, {}, OUTSIDE),
+        ({"relative_path": "/etc/hostname"}, {}, OUTSIDE),
+        ({}, {"state_dict_metadata": {}}, WRITTEN),
+        ({}, {"state_dict_metadata": {"model.w": BytesStorageMetadata()}}, WRITTEN),
+        ({}, {"storage_data": None}, WRITTEN),
+        ({}, {"storage_data": {}}, WRITTEN),
+    ],
+)
+def test_forged_table_is_refused(
+    store: CheckpointStore, place: dict[str, Any], table: dict[str, Any], message: str
+) -> None:
     folder = newest_folder(store)
-    forge_table(folder, relative_path=file)
+    forge_table(folder, **place)
+    torch.save(replace(torch.load(folder / TABLE, weights_only=False), **table), folder / TABLE)
     forge_manifest(folder)
-    with pytest.raises(CheckpointError, match="outside of the folder"):
+    with pytest.raises(CheckpointError, match=message):
         load_checkpoint(folder)
 
 
-def test_table_that_mismatches_structure_is_refused(store: CheckpointStore) -> None:
+def test_bomb_in_table_is_refused_without_running(store: CheckpointStore, bomb: Bomb) -> None:
     folder = newest_folder(store)
-    changes: tuple[dict[str, Any], ...] = (
-        {"state_dict_metadata": {}},
-        {"state_dict_metadata": {"model.w": BytesStorageMetadata()}},
-        {"storage_data": None},
-        {"storage_data": {}},
-    )
-    for change in changes:
-        table = torch.load(folder / TABLE, weights_only=False)
-        torch.save(replace(table, **change), folder / TABLE)
-        forge_manifest(folder)
-        with pytest.raises(CheckpointError, match="automicro wrote"):
-            load_checkpoint(folder)
-        torch.save(table, folder / TABLE)
+    forge_table(folder, offset=bomb)
+    forge_manifest(folder)
+    with pytest.raises(CheckpointError, match=WRITTEN):
+        load_checkpoint(folder)
+    assert not exploded(bomb)

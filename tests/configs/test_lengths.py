@@ -16,7 +16,6 @@ from automicro.data import LengthBatchSampler, read_lengths
 from automicro.features import MicrobatchUnit
 from automicro.trainer.report import FitSummary
 from tests.config_jobs import build_trainer, load_config
-from tests.sweeps import mostly_in_sweeps
 from tests.trainer.runs import assert_same
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
@@ -27,10 +26,13 @@ def gradient(model: nn.Module) -> Tensor:
     return torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
 
 
+def job(name: str, *options: str) -> Any:
+    return build_trainer(load_config(CONFIGS / f"{name}.yaml", ["progress=false", *options]))
+
+
 @pytest.mark.sweep
 def test_speech_job_learns_in_little_memory() -> None:
-    trainer = build_trainer(load_config(CONFIGS / "speech.yaml", ["progress=false"]))
-    summary = trainer.fit()
+    summary = job("speech").fit()
     assert summary.eval_metrics["letter_error_rate"] < 0.05
     assert summary.train_ooms == summary.eval_ooms == 0, "a rehearsal has found what fits"
     assert summary.microbatch_unit == "seconds"
@@ -40,11 +42,7 @@ def test_speech_job_learns_in_little_memory() -> None:
 
 @pytest.mark.slow
 def test_instructions_job_learns_in_little_memory() -> None:
-    loaded = load_config(
-        CONFIGS / "instructions.yaml",
-        ["progress=false", "max_duration=100ba", "eval_interval=100ba"],
-    )
-    summary = build_trainer(loaded).fit()
+    summary = job("instructions", "max_duration=100ba", "eval_interval=100ba").fit()
     assert summary.eval_metrics["accuracy"] > 0.97
     assert summary.train_ooms == summary.eval_ooms == 0
     assert summary.rehearsed is not None
@@ -57,11 +55,10 @@ def test_instructions_job_learns_in_little_memory() -> None:
     [("speech", "1500KiB"), pytest.param("instructions", "3500KiB", marks=pytest.mark.slow)],
 )
 def test_job_without_rehearsal_recovers_from_oom(name: str, limit: str) -> None:
-    unprepared = ["rehearse=null", f"memory_limit={limit}"]
-    short = ["progress=false", "eval_interval=null", "max_duration=16ba", *unprepared]
-    trainer = build_trainer(load_config(CONFIGS / f"{name}.yaml", short))
+    short = ["eval_interval=null", "max_duration=16ba", "rehearse=null", f"memory_limit={limit}"]
+    trainer = job(name, *short)
     first: list[float] = []
-    trainer._run.optimizer.register_step_post_hook(  # type: ignore[union-attr]
+    trainer._run.optimizer.register_step_post_hook(
         lambda *_: first.append(trainer.state.loss or 0.0)
     )
     summary = trainer.fit()
@@ -75,22 +72,17 @@ def test_job_without_rehearsal_recovers_from_oom(name: str, limit: str) -> None:
 @pytest.mark.parametrize("name", ["instructions", pytest.param("speech", marks=pytest.mark.slow)])
 def test_job_resumed_within_epoch_matches_uninterrupted_run(name: str, tmp_path: Path) -> None:
     def train(*overrides: str) -> tuple[FitSummary, nn.Module]:
-        short = ["progress=false", "eval_interval=null", "max_duration=12ba", *overrides]
-        trainer = build_trainer(load_config(CONFIGS / f"{name}.yaml", short))
+        trainer = job(name, "eval_interval=null", "max_duration=12ba", *overrides)
         return trainer.fit(), trainer._run.model
 
     kept = f"checkpoint={{folder: {tmp_path}}}"
     _, uninterrupted = train()
     stopped, before = train(kept, f"callbacks=[{{call: {STOP}, args: {{batches: 5}}}}]")
     summary, after = train(kept)
-    assert stopped.steps == 5
-    assert summary.steps == 12
+    assert (stopped.steps, summary.steps) == (5, 12)
     assert summary.rehearsed is None, "the sizes are those of the checkpoint"
     assert_same(after, uninterrupted)
-    assert any(
-        not torch.equal(one, other)
-        for one, other in zip(before.parameters(), after.parameters(), strict=True)
-    )
+    assert not all(map(torch.equal, before.parameters(), after.parameters()))
 
 
 @pytest.mark.sweep
@@ -108,10 +100,7 @@ def test_length_sampler_leaves_little_padding() -> None:
 
 
 def test_padding_changes_scores_only_if_lengths_include_it() -> None:
-    torch.manual_seed(0)
-    model = sounds.Recognizer(width=12).double()
-    batch = next(iter(sounds.loader("train", batch_size=16, num_rows=16)))
-    batch["audio"] = batch["audio"].double()
+    model, batch, _ = speech()
     row = int(batch["audio_lengths"].argmin())
     length = int(batch["audio_lengths"][row])
     alone = {name: value[row : row + 1] for name, value in batch.items()}
@@ -124,62 +113,56 @@ def test_padding_changes_scores_only_if_lengths_include_it() -> None:
         assert not torch.allclose(unmasked, expected, rtol=0, atol=1e-6)
 
 
-@pytest.mark.parametrize("unit", ["seconds", "tokens"])
-@pytest.mark.parametrize("size", [4, 20, 60])
-def test_speech_gradient_matches_whole_batch(unit: str, size: int) -> None:
-    torch.manual_seed(0)
+def speech() -> tuple[Any, Any, dict[str, Any]]:
     model = sounds.Recognizer(width=12).double()
     batch = next(iter(sounds.loader("train", batch_size=16, num_rows=16)))
     batch["audio"] = batch["audio"].double()
-    whole = model(**batch)["loss"]
-    whole.backward()
-    expected = gradient(model)
-    model.zero_grad()
-    microbatcher = Microbatcher(
-        model,
-        microbatch_size=size if unit == "seconds" else 50 * size,
-        features=[MicrobatchUnit(unit)],
-        loss_average="samples",
-    )
-    result = microbatcher.backward(batch)
-    assert result.num_microbatches > 1
-    assert float(result.loss) == pytest.approx(float(whole.detach()), abs=1e-12)
-    assert (gradient(model) - expected).abs().max() < 1e-9
+    return model, batch, {"loss_average": "samples"}
 
 
-@pytest.mark.parametrize("size", mostly_in_sweeps([100, 400], quick=[100]))
-def test_instructions_gradient_matches_whole_batch(size: int) -> None:
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=instructions.VOCABULARY,
-        hidden_size=16,
-        intermediate_size=24,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        use_cache=False,
-        bos_token_id=None,
-        eos_token_id=None,
-    )
-    model = LlamaForCausalLM(config).double()
-    batch = next(iter(instructions.loader("train", batch_size=24, num_rows=24)))
+def chat() -> tuple[Any, Any, dict[str, Any]]:
+    small: Any = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2}
+    more: Any = {
+        "num_attention_heads": 2,
+        "use_cache": False,
+        "vocab_size": instructions.VOCABULARY,
+    }
+    model = LlamaForCausalLM(LlamaConfig(bos_token_id=None, eos_token_id=None, **small, **more))
 
     def forward(model: nn.Module, batch: Any) -> Tensor:
         logits = model(batch["input_ids"], batch["attention_mask"]).logits[:, :-1]
         return nn.functional.cross_entropy(logits.flatten(0, 1), batch["labels"][:, 1:].flatten())
 
-    whole = forward(model, batch)
+    def count(batch: Any) -> Any:
+        return (batch["labels"][:, 1:] != instructions.IGNORED).sum()
+
+    batch = next(iter(instructions.loader("train", batch_size=24, num_rows=24)))
+    return model.double(), batch, {"forward": forward, "loss_average": count}
+
+
+@pytest.mark.parametrize(
+    ("make", "unit", "size"),
+    [
+        (speech, "seconds", 4),
+        (speech, "seconds", 60),
+        (speech, "tokens", 1000),
+        (chat, "tokens", 100),
+        pytest.param(chat, "tokens", 400, marks=pytest.mark.sweep),
+    ],
+)
+def test_gradient_matches_whole_batch(make: Any, unit: str, size: int) -> None:
+    torch.manual_seed(0)
+    model, batch, options = make()
+    whole = options["forward"](model, batch) if make is chat else model(**batch)["loss"]
     whole.backward()
     expected = gradient(model)
     model.zero_grad()
     microbatcher = Microbatcher(
-        model,
-        forward=forward,
-        microbatch_size=size,
-        features=[MicrobatchUnit("tokens")],
-        loss_average=lambda batch: (batch["labels"][:, 1:] != instructions.IGNORED).sum(),
+        model, microbatch_size=size, features=[MicrobatchUnit(unit)], **options
     )
     result = microbatcher.backward(batch)
     assert result.num_microbatches > 1
+    assert float(result.loss) == pytest.approx(float(whole.detach()), abs=1e-12)
     assert (gradient(model) - expected).abs().max() < 1e-9
 
 

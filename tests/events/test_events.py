@@ -10,17 +10,11 @@ from torch import Tensor, nn
 
 from automicro import Callback, Evaluator, Microbatcher, Observing, Run, StepResult
 from automicro.events.callback import EVENTS, STEP_EVENTS
-from tests.trainer.runs import make_loader, make_model, make_trainer
+from tests.trainer.runs import assert_same, make_loader, make_model, make_trainer
 
 PER_MICROBATCH = (
-    "microbatch_start",
-    "forward_start",
-    "forward_end",
-    "loss_start",
-    "loss_end",
-    "backward_start",
-    "backward_end",
-    "microbatch_end",
+    *("microbatch_start", "forward_start", "forward_end", "loss_start", "loss_end"),
+    *("backward_start", "backward_end", "microbatch_end"),
 )
 
 
@@ -33,114 +27,71 @@ class Noting(Callback):
             setattr(self, event, self._note(event))
 
     def _note(self, event: str) -> Callable[..., None]:
-        def note(run: Run, subject: Any = None) -> None:
-            self.told.append((event, subject))
+        return lambda run, subject=None: self.told.append((event, subject))
 
-        return note
-
-    def count(self, phase: str = "train") -> Counter[str]:
-        counts: Counter[str] = Counter()
-        for event, subject in self.told:
-            attempt = getattr(subject, "attempt", subject)
-            if getattr(attempt, "phase", phase) == phase:
-                counts[event] += 1
-        return counts
-
-    @property
-    def events(self) -> list[str]:
-        return [event for event, _ in self.told]
+    def of(self, event: str) -> list[Any]:
+        return [subject for name, subject in self.told if name == event]
 
 
-@pytest.mark.parametrize("size", [1, 2, 3, 5, 16, None])
-def test_events_occur_expected_number_of_times(size: int | None) -> None:
+def noted(loader: Any = None, **options: Any) -> Noting:
     noting = Noting()
-    make_trainer(make_model(), callbacks=[noting], microbatch_size=size, max_duration="2ep").fit()
-    counts = noting.count()
-    rows = [16, 16, 16, 2]
-    microbatches = 2 * sum(-(-each // (size or each)) for each in rows)
-    assert {event: counts[event] for event in PER_MICROBATCH} == dict.fromkeys(
-        PER_MICROBATCH, microbatches
-    )
-    for event in ("batch_start", "batch_end", "attempt_start", "attempt_end", "gradients_ready"):
-        assert counts[event] == 8
-    assert (counts["epoch_start"], counts["epoch_end"]) == (2, 2)
-    assert (counts["fit_start"], counts["fit_end"]) == (1, 1)
+    make_trainer(make_model(), loader or make_loader(), callbacks=[noting], **options).fit()
+    return noting
+
+
+@pytest.mark.parametrize("size", [1, 3, 16, None])
+def test_events_occur_expected_number_of_times(size: int | None) -> None:
+    counts = Counter(event for event, _ in noted(microbatch_size=size, max_duration="2ep").told)
+    microbatches = 2 * sum(-(-each // (size or each)) for each in (16, 16, 16, 2))
+    batches = ("batch_start", "batch_end", "attempt_start", "attempt_end", "gradients_ready")
+    expected = {**dict.fromkeys(PER_MICROBATCH, microbatches), **dict.fromkeys(batches, 8)}
+    runs = {"epoch_start": 2, "epoch_end": 2, "fit_start": 1, "fit_end": 1}
+    assert {event: counts[event] for event in expected | runs} == expected | runs
     assert (counts["oom"], counts["resize"]) == (0, 0)
 
 
 def test_events_come_in_order() -> None:
-    noting = Noting()
-    make_trainer(make_model(), make_loader(rows=4), callbacks=[noting], microbatch_size=2).fit()
-    assert noting.events == [
-        "fit_start",
-        "epoch_start",
-        "batch_start",
-        "attempt_start",
+    assert [event for event, _ in noted(make_loader(rows=4), microbatch_size=2).told] == [
+        *("fit_start", "epoch_start", "batch_start", "attempt_start"),
         *PER_MICROBATCH,
         *PER_MICROBATCH,
-        "attempt_end",
-        "gradients_ready",
-        "batch_end",
-        "epoch_end",
-        "fit_end",
+        *("attempt_end", "gradients_ready", "batch_end", "epoch_end", "fit_end"),
     ]
 
 
 def test_retries_are_separate_attempts_of_one_batch() -> None:
-    noting = Noting()
-    summary = make_trainer(
-        make_model(), make_loader(300, 256), callbacks=[noting], memory_limit="200KiB"
-    ).fit()
-    assert summary.train_ooms == 2
-    first = noting.told[: noting.events.index("batch_end") + 1]
-    attempts = [subject for event, subject in first if event == "attempt_start"]
-    assert [(each.number, each.microbatch_size) for each in attempts] == [
-        (1, 256),
-        (2, 128),
-        (3, 64),
-    ]
-    failures = [subject for event, subject in first if event == "oom"]
+    noting = noted(make_loader(256, 256), memory_limit="200KiB")
+    attempts = [(each.number, each.microbatch_size) for each in noting.of("attempt_start")]
+    assert attempts == [(1, 256), (2, 128), (3, 64)]
+    failures = noting.of("oom")
     assert [each.attempt.number for each in failures] == [1, 2]
     assert all("out of memory" in each.message for each in failures)
-    resizes = [subject for event, subject in first if event == "resize"]
-    assert [(each.before, each.after) for each in resizes] == [(256, 128), (128, 64)]
-    [batch] = [subject for event, subject in first if event == "batch_start"]
+    assert [(each.before, each.after) for each in noting.of("resize")] == [(256, 128), (128, 64)]
+    [batch] = noting.of("batch_start")
     assert len(batch[0]) == 256
-    done = [subject for event, subject in first if event == "backward_end"]
-    assert sum(each.attempt.number == 3 for each in done) == 4
-    shares = [each.loss for each in done if each.attempt.number == 3]
-    result = first[-1][1]
+    shares = [each.loss for each in noting.of("backward_end") if each.attempt.number == 3]
+    assert len(shares) == 4
+    [result] = noting.of("batch_end")
     torch.testing.assert_close(torch.stack(shares).sum(), result.loss)
 
 
 def test_evaluation_emits_batch_and_attempt_events() -> None:
-    noting = Noting()
-    make_trainer(
-        make_model(), eval_dataloader=make_loader(), eval_microbatch_size=3, callbacks=[noting]
-    ).fit()
-    counts = noting.count("eval")
-    assert counts["eval_batch_start"] == counts["eval_batch_end"] == 4
-    assert counts["forward_end"] == counts["microbatch_end"] == 6 + 6 + 6 + 1
-    assert counts["eval_start"] == counts["eval_end"] == 1
-    assert not any(
-        subject.attempt.phase == "eval"
-        for event, subject in noting.told
-        if event.startswith(("loss_", "backward_"))
-    )
-    values = next(subject for event, subject in noting.told if event == "eval_end")
-    assert list(values) == ["eval/loss"]
+    noting = noted(eval_dataloader=make_loader(), eval_microbatch_size=3)
+    assert len(noting.of("eval_batch_start")) == len(noting.of("eval_batch_end")) == 4
+    assert len(noting.of("eval_start")) == len(noting.of("eval_end")) == 1
+    for name in PER_MICROBATCH:
+        count = sum(each.attempt.phase == "eval" for each in noting.of(name))
+        assert count == (0 if name.startswith(("loss_", "backward_")) else 6 + 6 + 6 + 1)
+    assert [list(values) for values in noting.of("eval_end")] == [["eval/loss"]]
 
 
 def test_accumulated_batches_emit_one_batch_event() -> None:
-    noting = Noting()
-    make_trainer(make_model(), accumulate_batches=3, callbacks=[noting]).fit()
-    batches = [subject for event, subject in noting.told if event == "batch_start"]
-    assert [len(each) for each in batches] == [3, 1]
+    assert [len(each) for each in noted(accumulate_batches=3).of("batch_start")] == [3, 1]
 
 
 @pytest.mark.parametrize("event", sorted({*STEP_EVENTS} - {"oom", "resize"}))
 def test_exception_in_step_leaves_model_unchanged(event: str) -> None:
-    model, before = make_model(), make_model()
+    model = make_model()
 
     def fail(run: Run, subject: Any) -> None:
         raise KeyError("mine")
@@ -150,9 +101,8 @@ def test_exception_in_step_leaves_model_unchanged(event: str) -> None:
     with pytest.raises(KeyError) as raised:
         make_trainer(model, callbacks=[callback]).fit()
     assert raised.value.__notes__[0] == f"automicro: in the callback Callback, at {event}"
-    for mine, theirs in zip(model.parameters(), before.parameters(), strict=True):
-        assert torch.equal(mine, theirs)
-        assert mine.grad is None
+    assert_same(model, make_model())
+    assert all(each.grad is None for each in model.parameters())
 
 
 def test_callback_can_stop_run_and_log_values() -> None:
@@ -164,6 +114,7 @@ def test_callback_can_stop_run_and_log_values() -> None:
                 run.stop("enough")
 
     trainer = make_trainer(make_model(), callbacks=[Stopping()], max_duration="5ep")
+    assert not trainer._microbatcher._engine.features  # it listens to nothing inside of a step
     summary = trainer.fit()
     assert (summary.steps, summary.stop_reason) == (3, "enough")
     assert any(line.split() == ["stopped", "early", "enough"] for line in str(summary).splitlines())
@@ -174,47 +125,42 @@ def test_training_uses_batches_transformed_by_callbacks() -> None:
         def transform(self, run: Run, batch: Any) -> Any:
             return tuple(each[::2] for each in batch)
 
-    assert make_trainer(make_model(), callbacks=[Halving(), Halving()]).fit().samples == 3 * 4 + 1
-
     class Forgetful(Callback):
         def transform(self, run: Run, batch: Any) -> Any:
             return None
 
+    assert make_trainer(make_model(), callbacks=[Halving(), Halving()]).fit().samples == 3 * 4 + 1
     with pytest.raises(TypeError, match="returned None instead of a batch; return the batch"):
         make_trainer(make_model(), callbacks=[Forgetful()]).fit()
 
 
-def test_unused_step_events_add_no_observer() -> None:
-    class Quiet(Callback):
-        def fit_end(self, run: Run) -> None:
-            """Listens to nothing inside a step."""
-
-    trainer = make_trainer(make_model(), callbacks=[Quiet()])
-    assert not trainer._microbatcher._engine.features
-
-
-@pytest.mark.parametrize("wrong", [Callback, object(), [Callback()]])
-def test_non_callbacks_are_refused(wrong: Any) -> None:
-    with pytest.raises(TypeError, match=r"is not an automicro\.Callback\. Pass instances"):
-        make_trainer(make_model(), callbacks=[wrong])
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        *(
+            ({"callbacks": [wrong]}, TypeError, r"is not an automicro\.Callback\. Pass instances")
+            for wrong in (Callback, [Callback()])
+        ),
+        ({"eval_dataloader": {}}, ValueError, "eval_dataloader={} names no evaluation"),
+        ({"eval_dataloader": {"a/b": [1]}}, ValueError, "names cannot contain '/'"),
+        ({"eval_dataloader": {"a": 3}}, TypeError, r"\['a'\] is a int and cannot be iterated over"),
+        ({"eval_dataloader": {"a": None}}, TypeError, r"\['a'\] is None; pass a loader"),
+    ],
+)
+def test_invalid_callbacks_and_evaluators_are_refused(
+    options: Any, error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        make_trainer(make_model(), **options)
 
 
 def test_evaluators_have_own_names_intervals_and_limits() -> None:
-    noting = Noting()
-    trainer = make_trainer(
-        make_model(),
-        eval_dataloader={
-            "all": make_loader(),
-            "few": Evaluator(
-                dataloader=make_loader(), max_batches=2, microbatch_size=4, interval="2ba"
-            ),
-            "never": Evaluator(dataloader=make_loader(), interval=None),
-        },
-        callbacks=[noting],
-    )
-    summary = trainer.fit()
-    assert set(summary.eval_metrics) == {"all/loss", "few/loss"}
-    values = [list(subject) for event, subject in noting.told if event == "eval_end"]
+    noting, data = Noting(), make_loader()
+    few = Evaluator(dataloader=data, max_batches=2, microbatch_size=4, interval="2ba")
+    evaluations = {"all": data, "few": few, "never": Evaluator(dataloader=data, interval=None)}
+    trainer = make_trainer(make_model(), eval_dataloader=evaluations, callbacks=[noting])
+    assert set(trainer.fit().eval_metrics) == {"all/loss", "few/loss"}
+    values = [list(subject) for subject in noting.of("eval_end")]
     assert values == [["eval/few/loss"], ["eval/few/loss"], ["eval/all/loss"]]
     found = trainer.eval()
     assert set(found) == {"all/loss", "few/loss", "never/loss"}
@@ -222,26 +168,10 @@ def test_evaluators_have_own_names_intervals_and_limits() -> None:
     assert found["few/loss"] != pytest.approx(found["all/loss"])
 
 
-@pytest.mark.parametrize(
-    ("wrong", "error", "message"),
-    [
-        ({}, ValueError, "eval_dataloader={} names no evaluation"),
-        ({"a/b": [1]}, ValueError, "names cannot contain '/'"),
-        ({"a": 3}, TypeError, r"eval_dataloader\['a'\] is a int and cannot be iterated over"),
-        ({"a": None}, TypeError, r"eval_dataloader\['a'\] is None; pass a loader"),
-    ],
-)
-def test_invalid_evaluators_are_refused(wrong: Any, error: type[Exception], message: str) -> None:
-    with pytest.raises(error, match=message):
-        make_trainer(make_model(), eval_dataloader=wrong)
-
-
 class PenaltyByHand(Callback):
     """Adds a penalty's gradient in a forward and backward of its own."""
 
-    def __init__(self) -> None:
-        self.ooms = 0
-        self._batch: Any = None
+    ooms = 0
 
     def batch_start(self, run: Run, batch: Any) -> None:
         self._batch = batch
@@ -256,8 +186,7 @@ class PenaltyByHand(Callback):
 
 
 def test_callback_backward_recovers_from_oom() -> None:
-    ours, theirs = make_model(), make_model()
-    penalty = PenaltyByHand()
+    ours, theirs, penalty = make_model(), make_model(), PenaltyByHand()
     data = make_loader(256, 256)
     limited = make_trainer(ours, data, callbacks=[penalty], memory_limit="220KiB")
     assert limited.fit().train_ooms > 0
@@ -277,8 +206,6 @@ def test_prediction_emits_same_events_as_evaluation() -> None:
     )
     inputs, targets = torch.randn(6, 4), torch.randint(3, (6,))
     microbatcher.evaluate((inputs, targets))
-    evaluated = [*told]
-    told.clear()
     microbatcher.predict(inputs)
     each = ["microbatch_start", "forward_start", "forward_end", "microbatch_end"]
-    assert told == evaluated == ["attempt_start", *each, *each, "attempt_end"]
+    assert told == ["attempt_start", *each, *each, "attempt_end"] * 2

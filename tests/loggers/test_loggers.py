@@ -9,13 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch import nn
 
-from automicro import Microbatcher
 from automicro.errors import LoggerWarning
 from automicro.loggers import JSONLinesLogger, Logger, LoggerGroup, TensorBoardLogger
 from tests.loggers.logged import read_json_lines
-from tests.models import Mlp, x, y
 
 
 class Noting:
@@ -61,70 +58,55 @@ def whole(steps: range) -> list[Any]:
 
 
 def test_failing_logger_warns_once_and_continues() -> None:
-    first, failing, last = Noting(), Noting(3), Noting()
+    first, failing, last = Noting(), Noting(3, "close"), Noting()
     messages = play(LoggerGroup([first, failing, last]), range(1, 6))
-    assert messages == [
+    assert messages[0] == (
         "Noting() could not log step 3 (ConnectionError: the server is gone): the run continues, "
         "but values may be missing in this logger. It is switched off after 3 failures in a row; "
         "check the disk space, the rights and the server"
-    ]
+    )
+    assert messages[1].startswith("Noting() could not close (ConnectionError: the server is gone)")
+    assert len(messages) == 2
     assert first.told == last.told == whole(range(1, 6))
-    assert [told for told in whole(range(1, 6)) if told[0] != 3] == failing.told
+    assert [told for told in whole(range(1, 6))[:-1] if told[0] != 3] == failing.told
 
 
 @pytest.mark.parametrize(
-    ("failing_at", "logged"),
-    {(2, 3, 4): [1], (1, 2, 4, 5, 7, 8): [3, 6, 9]}.items(),
-    ids=["three in a row", "a success resets the count"],
+    ("failing_at", "logged"), {(2, 3, 4): [1], (1, 2, 4, 5, 7, 8): [3, 6, 9]}.items()
 )
-def test_three_consecutive_failures_disable_logger(
+def test_three_consecutive_failures_disable_logger_until_next_fit(
     failing_at: tuple[int, ...], logged: list[int]
 ) -> None:
     failing, other = Noting(*failing_at), Noting()
-    assert len(play(LoggerGroup([failing, other]), range(1, 10))) == max(len(logged), 1)
+    group = LoggerGroup([failing, other])
+    assert len(play(group, range(1, 10))) == max(len(logged), 1)
     assert [told[0] for told in failing.told[1:-1]] == logged
     assert failing.told[-1] == "close"
     assert other.told == whole(range(1, 10))
-
-
-def test_failed_start_is_retried_at_next_log() -> None:
-    failing = Noting("start")
-    group = LoggerGroup([failing])
-    with pytest.warns(LoggerWarning, match=r"could not start \(ConnectionError"):
-        group.start({"seed": 0}, resume_step=4)
-    failing.failing.clear()
-    group.log({"loss": 0.5}, step=5)
-    group.log({"loss": 0.25}, step=6)
-    assert failing.told == [({"seed": 0}, 4), (5, {"loss": 0.5}), (6, {"loss": 0.25})]
-
-
-def test_logger_that_cannot_start_receives_no_values() -> None:
-    failing = Noting("start")
-    assert len(play(LoggerGroup([failing]), range(1, 9))) == 1
-    assert failing.told == ["close"]
-
-
-def test_next_fit_enables_disabled_logger() -> None:
-    failing = Noting(1, 2, 3)
-    group = LoggerGroup([failing])
-    assert len(play(group, range(1, 9))) == 1
     failing.failing, failing.told = set(), []
     assert play(group, range(9, 11)) == []
     assert failing.told == whole(range(9, 11))
 
 
-def test_failed_close_warns_and_closes_other_loggers() -> None:
-    failing, other = Noting("close"), Noting()
-    (message,) = play(LoggerGroup([failing, other]), range(1, 3))
-    assert message.startswith("Noting() could not close (ConnectionError: the server is gone)")
-    assert other.told[-1] == "close"
+def test_failed_start_is_retried_at_next_log() -> None:
+    failing = Noting("start")
+    group = LoggerGroup([failing])
+    with pytest.warns(LoggerWarning, match="could not start"):
+        group.start({"seed": 0}, resume_step=4)
+    failing.failing.clear()
+    group.log({"loss": 0.5}, step=5)
+    group.log({"loss": 0.25}, step=6)
+    assert failing.told == [({"seed": 0}, 4), (5, {"loss": 0.5}), (6, {"loss": 0.25})]
+    never = Noting("start")
+    assert len(play(LoggerGroup([never]), range(1, 9))) == 1
+    assert never.told == ["close"]
 
 
 @pytest.mark.parametrize("what", ["start", 2, "close"])
-@pytest.mark.parametrize("error", [KeyboardInterrupt(), SystemExit(3)], ids=repr)
-def test_exit_exceptions_propagate(what: object, error: BaseException) -> None:
-    with pytest.raises(type(error)):
-        play(LoggerGroup([Noting(what, error=error)]), range(1, 4))
+def test_exit_exceptions_propagate(what: object) -> None:
+    for error in (KeyboardInterrupt(), SystemExit(3)):
+        with pytest.raises(type(error)):
+            play(LoggerGroup([Noting(what, error=error)]), range(1, 4))
 
 
 def test_warnings_as_errors_skip_no_logger() -> None:
@@ -138,60 +120,37 @@ def test_warnings_as_errors_skip_no_logger() -> None:
     assert other.told[-1] == (1, {"loss": 0.5})
 
 
-def test_failing_loggers_do_not_change_training(tmp_path: Path) -> None:
-    def train(group: LoggerGroup) -> list[float]:
-        torch.manual_seed(0)
-        model = Mlp()
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        microbatcher = Microbatcher(model, loss_fn=nn.CrossEntropyLoss(), microbatch_size=4)
-        group.start({"lr": 0.1})
-        losses = []
-        for step in range(1, 6):
-            result = microbatcher.backward((x(), y()))
-            optimizer.step()
-            optimizer.zero_grad()
-            losses.append(result.loss.item())
-            group.log({"train/loss": result.loss, "train/ooms": result.ooms}, step=step)
-        group.close()
-        return losses
-
-    expected = train(LoggerGroup())
+def test_loggers_that_cannot_write_warn_once_each(tmp_path: Path) -> None:
     (tmp_path / "a file").write_text("in the way")
     failing: list[Logger] = [
         JSONLinesLogger(tmp_path),
         JSONLinesLogger(tmp_path / "a file" / "log"),
         TensorBoardLogger(tmp_path / "a file"),
-        Noting("start", "close", *range(9)),
     ]
-    with pytest.warns(LoggerWarning) as caught:
-        losses = train(LoggerGroup([*failing, JSONLinesLogger(tmp_path / "log.jsonl")]))
-    assert len(caught) == len(failing)
-    assert losses == expected
+    group = LoggerGroup([*failing, JSONLinesLogger(tmp_path / "log.jsonl")])
+    assert len(play(group, range(1, 6))) == len(failing)
     rows = read_json_lines(tmp_path / "log.jsonl")
-    assert [value for _, name, value in rows if name == "train/loss"] == losses
+    assert rows == [(step, "loss", float(step)) for step in range(1, 6)]
 
 
 def test_tensors_and_numpy_values_become_python_numbers() -> None:
-    loggers = [Noting(), Noting()]
-    group = LoggerGroup(loggers)
+    noting = Noting()
+    group = LoggerGroup([noting])
     group.start({})
-    group.log(
-        {
-            "loss": torch.tensor(0.5, requires_grad=True),
-            "bf16": torch.tensor([1.5], dtype=torch.bfloat16),
-            "count": torch.tensor(7),
-            "numpy": np.float32(0.25),
-            "array": np.array(3),
-            "flag": True,
-            "nan": math.nan,
-        },
-        step=1,
-    )
-    values = loggers[0].told[-1][1]
+    given = {
+        "loss": torch.tensor(0.5, requires_grad=True),
+        "bf16": torch.tensor([1.5], dtype=torch.bfloat16),
+        "count": torch.tensor(7),
+        "numpy": np.float32(0.25),
+        "array": np.array(3),
+        "flag": True,
+        "nan": math.nan,
+    }
+    group.log(given, step=1)
+    values = noting.told[-1][1]
     assert math.isnan(values.pop("nan"))
     assert values == {"loss": 0.5, "bf16": 1.5, "count": 7, "numpy": 0.25, "array": 3, "flag": 1}
-    types = [type(value) for value in values.values()]
-    assert types == [float, float, int, float, int, int]
+    assert [type(value) for value in values.values()] == [float, float, int, float, int, int]
 
 
 @pytest.mark.parametrize(
@@ -203,7 +162,6 @@ def test_tensors_and_numpy_values_become_python_numbers() -> None:
         ("text", "abc"),
         ("nothing", None),
         ("step", 0.5),
-        ("two\nlines", 0.5),
         ("end\n", 0.5),
         ("", 0.5),
         (3, 0.5),
@@ -224,18 +182,3 @@ def test_invalid_values_are_skipped_with_one_warning(name: Any, value: Any) -> N
 def test_group_without_loggers_ignores_values() -> None:
     assert play(LoggerGroup(), range(1, 3)) == []
     LoggerGroup().log({"loss": "not a number"}, step=1)
-
-
-@pytest.mark.parametrize(
-    ("loggers", "message"),
-    [
-        (JSONLinesLogger("a"), r"loggers is JSONLinesLogger\(.*\) and not a list. Pass a list"),
-        ([JSONLinesLogger], "loggers holds <class '.*JSONLinesLogger'>, which is not an object"),
-        ([JSONLinesLogger("a"), "csv"], "loggers holds 'csv', which is not an object with the met"),
-        (3, "loggers is 3 and not a list. Pass a list of loggers"),
-    ],
-    ids=str,
-)
-def test_non_loggers_are_refused(loggers: Any, message: str) -> None:
-    with pytest.raises(TypeError, match=message):
-        LoggerGroup(loggers)

@@ -34,7 +34,7 @@ def test_sdist_collects_all_tests(unpacked: Path) -> None:
     listed = run([sys.executable, "-m", "pytest", "--collect-only", "-q", "-n0"], unpacked)
     number = re.search(r"^(\d+)/\d+ tests collected", listed, re.MULTILINE)
     assert number is not None, listed[-2000:]
-    assert int(number[1]) > 3000
+    assert int(number[1]) > 2000
 
 
 def test_quick_tests_pass_in_sdist(unpacked: Path) -> None:
@@ -43,5 +43,5 @@ def test_quick_tests_pass_in_sdist(unpacked: Path) -> None:
     said = run(["make", "test-quick", *there], unpacked)
     number = re.search(r"(\d+) passed", said)
     assert number is not None, said[-2000:]
-    assert int(number[1]) > 500
+    assert int(number[1]) > 300
     assert " failed" not in said

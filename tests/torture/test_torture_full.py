@@ -14,27 +14,16 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(3600)]
 # All four faults at each operation of a settled call, for one small model per mechanism. For other
 # subjects, one of the four is drawn.
 ALL_FOUR = {
-    "MLP",
-    "BatchNorm and dropout",
-    "tied weights",
-    "state of every kind",
-    "nested tail",
+    *("MLP", "BatchNorm and dropout", "tied weights", "state of every kind", "nested tail"),
 }
 # Models with four hundred or more operations, whose mechanisms smaller models cover: one fault at
 # every tenth operation. Levels treat the transformer's block like those of "recompute buffers" and
 # "nested tail, recompute + offload"; the tail of GPT-2 covers GPT-2 itself and the other
 # tails.
 LARGE = {
-    "BERT",
-    "nested tail of GPT-2",
-    "nested tail of GPT-2, tokens",
-    "recompute",
-    "recompute BatchNorm",
-    "offload",
-    "recompute + offload",
-    "every level",
-    "nested dropout inside recompute",
-    "exact BatchNorm of a part, recompute + offload",
+    *("BERT", "nested tail of GPT-2", "nested tail of GPT-2, tokens", "recompute", "offload"),
+    *("recompute BatchNorm", "recompute + offload", "every level"),
+    *("nested dropout inside recompute", "exact BatchNorm of a part, recompute + offload"),
 }
 MOST_PLANS, MOST_PLANS_OF_LARGE = 4, 2  # of each other row of the table
 FEWEST_FAULTS = 10_000

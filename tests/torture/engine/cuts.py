@@ -19,14 +19,7 @@ MOST_ATTEMPTS = 60  # of one call; sizes are halved, and there are few levels
 
 @dataclass(frozen=True)
 class Cut:
-    """The cut of the last attempt of a call.
-
-    Attributes:
-        size: the microbatch size.
-        level: the level of its microbatches.
-        parts: rows of the slices of each call of a part, in order, including those recomputed in
-            the backward; None if slices are not forced.
-    """
+    """The cut of the last attempt of a call."""
 
     size: int
     level: int = 0

@@ -36,10 +36,7 @@ ERRORS: dict[str, Callable[[], BaseException]] = {
 
 @dataclass(frozen=True)
 class Fault:
-    """An error at one operation, counted from the first one of the call.
-
-    A fault after an operation loses its result, but not its in-place writes.
-    """
+    """An error at one operation, counted from the first one of the call."""
 
     index: int
     after: bool = False
@@ -47,11 +44,7 @@ class Fault:
 
 
 class FaultMode(CountingMode):
-    """A mode that counts operations and raises the errors of a plan.
-
-    It counts live bytes like a device. To find storages that survive a failed attempt, it keeps a
-    weak reference to each storage created up to the last fault, with the index of the operation.
-    """
+    """A mode that counts operations and raises the errors of a plan."""
 
     def __init__(self, plan: Sequence[Fault] = ()) -> None:
         super().__init__(None)

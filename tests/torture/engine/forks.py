@@ -15,11 +15,7 @@ _THREADS = Path("/proc/self/task")
 
 
 def can_fork() -> bool:
-    """Return whether a fork of this process can run: with a single thread, no lock is held.
-
-    False if an accelerator is in use, if torch has worker threads (they start with the first
-    backward), or if the threads of the process cannot be counted.
-    """
+    """Return whether a fork of this process can run: with a single thread, no lock is held."""
     return hasattr(os, "fork") and _THREADS.is_dir() and len(list(_THREADS.iterdir())) == 1
 
 

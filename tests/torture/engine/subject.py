@@ -25,10 +25,7 @@ from automicro.values import is_generator, state_of
 
 @dataclass(frozen=True, kw_only=True)
 class Subject:
-    """A model in training, and everything that a step may change.
-
-    Small models are sufficient, and take minutes, because only the kinds of operations matter.
-    """
+    """A model in training, and everything that a step may change."""
 
     model: nn.Module
     optimizer: torch.optim.Optimizer
@@ -95,19 +92,8 @@ def build(make: MakeSubject, policy: Policy, eval_policy: Policy) -> TortureRun:
         eval_microbatch_size=eval_policy,
         **with_features(subject.options),
     )
-    run = TortureRun(
-        subject.model,
-        subject.optimizer,
-        microbatcher,
-        subject.metrics,
-        subject.batches,
-        subject.set_to_none,
-        subject.keeps_gradient,
-        subject.clip_norm,
-        subject.scaler,
-        subject.leaves,
-        subject.options,
-    )
+    names = {each.name for each in dataclasses.fields(TortureRun)} - {"microbatcher"}
+    run = TortureRun(microbatcher=microbatcher, **{name: getattr(subject, name) for name in names})
     if subject.first_level:
         run.start_at(subject.first_level)
     return run

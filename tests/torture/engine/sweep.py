@@ -27,10 +27,7 @@ def single_faults(trials: Trials, kinds: Iterable[str]) -> list[Plan]:
 
 
 def faults_at_each(trials: Trials, per_operation: float, seed: int = 0) -> list[Plan]:
-    """Yield this many faults per operation: out of memory before and after it, others before it.
-
-    With less than one, one fault every few operations.
-    """
+    """Yield this many faults per operation: out of memory before and after it, others before it."""
     draw = trials.scene.draw(seed, "each")
     count, one_in = max(1, int(per_operation)), max(1, round(1 / per_operation))
     return [
@@ -50,10 +47,7 @@ def faults_at_each(trials: Trials, per_operation: float, seed: int = 0) -> list[
 def double_faults(
     trials: Trials, kinds: Iterable[str], num_first: int, seed: int = 0
 ) -> list[Plan]:
-    """Yield out of memory at some operations, and another fault at each later one.
-
-    The second fault occurs in the cleanup, the rollback, or the retry at a smaller size.
-    """
+    """Yield out of memory at some operations, and another fault at each later one."""
     count = trials.num_operations
     draw = trials.scene.draw(seed)
     plans: list[Plan] = []
@@ -167,10 +161,7 @@ def torture(
     faults_per_operation: float,
     seed: int = 0,
 ) -> list[Row]:
-    """Fail every operation of a model's step once, and compare the remaining state.
-
-    Sets the global generators to the same seed before each trial.
-    """
+    """Fail every operation of a model's step once, and compare the remaining state."""
     with quiet():
         choice = Choice(most_plans, faults_per_operation, seed)
         return [sweep(*each) for each in _work(make, name, choice)]
@@ -202,13 +193,7 @@ def scenes(name: str, make: MakeSubject, calls: Sequence[str] = CALLS) -> list[S
 
 @dataclass(frozen=True)
 class Choice:
-    """Selection of trials.
-
-    Attributes:
-        most: limit for each row of the table that is not a settled call.
-        per_operation: number of the four single faults to try at each operation of a settled call.
-        seed: for random draws.
-    """
+    """Selection of trials."""
 
     most: int
     per_operation: float

@@ -267,12 +267,7 @@ class Trials:
         return self.reference(self.first_size).num_extra
 
     def get_ready(self) -> None:
-        """Prepare one run for all further trials, if each can run in a fork.
-
-        A fork has the same run, from its weights to the state of the allocator, and the effects of
-        a trial end with the fork. The same holds for runs without faults. If the process cannot
-        fork, each trial prepares its own run.
-        """
+        """Prepare one run for all further trials, if each can run in a fork."""
         if self._prepared is None:
             self.reference(self.first_size)  # its backward starts all threads
             gc.freeze()  # skips imported objects when automicro collects after each failure
@@ -385,14 +380,7 @@ _OF_A_SLICE = {"loss_and_gradients", "compute_part", "_through_stages"}
 
 @dataclass
 class TrialVerdict:
-    """The result of one plan.
-
-    Attributes:
-        outcome: the outcome in words.
-        faults: violations; empty if everything is correct.
-        survivors: storages of failed attempts that are still alive.
-        bytes_alive: live bytes in excess of the same call without faults.
-    """
+    """The result of one plan."""
 
     outcome: str
     faults: list[str] = field(default_factory=list)
@@ -523,11 +511,7 @@ def _judge_half_applied(trials: Trials, trial: Trial) -> TrialVerdict:
 
 
 def _let_go(error: BaseException | None) -> None:
-    """Forget the frames of an error, as its handler does in the end.
-
-    Even when cleared, frames of functions with closures keep the closed-over values. The
-    recomputation of a checkpoint is an example.
-    """
+    """Forget the frames of an error, as its handler does in the end."""
     while error is not None:
         error.__traceback__ = None
         error = error.__cause__ or error.__context__
@@ -546,12 +530,7 @@ def _end_of_last_failed_attempt(trial: Trial) -> int:
 
 
 def _is_experiment(mode: FaultMode) -> bool:
-    """Return whether the last fault hit an experiment of automicro, such as a dry run.
-
-    If the optimizer fails on stand-ins, nothing is reserved. If the model fails on two rows in
-    evaluation mode, they are tried in training mode. A metric may fail on so few rows. None of
-    these may stop a training run that works.
-    """
+    """Return whether the last fault hit an experiment of automicro, such as a dry run."""
     return _absorbed_by(mode) in (DRY_RUN, PROBE, OF_A_METRIC)
 
 

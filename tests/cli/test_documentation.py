@@ -7,12 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from automicro.cli import main
 from automicro.cli.command_line import EXIT_CODES
 from automicro.cli.commands import COMMANDS
 from automicro.cli.config.keys import KEYS
+from tests.cli.conftest import ROOT, Command
 
-ROOT = Path(__file__).resolve().parent.parent
 PAGE = (ROOT / "docs" / "configuration.md").read_text(encoding="utf-8")
 FILES = re.findall(r"^```(?:yaml|python)\n# (\S+)\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
 SHELL = re.findall(r"^```sh\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
@@ -22,35 +21,24 @@ MISTAKES = re.findall(r"^\$ automicro (.*)\n(automicro: .*(?:\n  .*)*)$", PAGE, 
 
 
 @pytest.fixture(autouse=True)
-def documented_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", [each for each in sys.path if each])
+def documented_files(job_folder: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(sys.modules, "my_data", raising=False)
-    monkeypatch.delenv("WORLD_SIZE", raising=False)
     for name, text in FILES:
         Path(name).write_text(text, encoding="utf-8")
 
 
-def test_page_contains_expected_files() -> None:
-    assert [name for name, _ in FILES] == FILE_NAMES
-
-
 @pytest.mark.slow
-def test_every_command_succeeds(capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_command_succeeds(automicro: Command) -> None:
     assert len(LINES) >= 15
     for line in LINES:
         program, *arguments = shlex.split(line)
         assert program == "automicro"
-        assert main(arguments) == 0, f"{line}\n{capsys.readouterr().err}"
+        automicro(*arguments)
 
 
-def test_documented_job_recovers_from_oom(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    assert main(["train", "job.yaml"]) == 0
-    survived = re.search(
-        r"OOMs survived +\d+ \((\d+) in train, (\d+) in eval\)", capsys.readouterr().out
-    )
+def test_documented_job_recovers_from_oom(automicro: Command) -> None:
+    out = automicro("train", "job.yaml").out
+    survived = re.search(r"OOMs survived +\d+ \((\d+) in train, (\d+) in eval\)", out)
     assert survived is not None
     assert int(survived[1]) >= 1
     assert int(survived[2]) >= 1
@@ -58,25 +46,18 @@ def test_documented_job_recovers_from_oom(
 
 @pytest.mark.parametrize(("command", "message"), MISTAKES)
 def test_every_mistake_gives_documented_message(
-    command: str, message: str, capsys: pytest.CaptureFixture[str]
+    command: str, message: str, automicro: Command
 ) -> None:
-    assert main(shlex.split(command)) == 2
-    said = capsys.readouterr().err.splitlines()
-    for line, shown in zip(said, message.splitlines(), strict=True):
+    err = automicro(*shlex.split(command), code=2).err.splitlines()
+    for line, shown in zip(err, message.splitlines(), strict=True):
         assert line.startswith(shown.removesuffix("…").rstrip())
 
 
-def test_page_shows_three_mistakes_and_every_command() -> None:
+def test_page_shows_files_mistakes_commands_codes_and_keys() -> None:
+    assert [name for name, _ in FILES] == FILE_NAMES
     assert len(MISTAKES) == 3
     for name in COMMANDS:
         assert f"\n| `{name}` | " in PAGE
-
-
-def test_documented_exit_codes_match_help() -> None:
-    documented = set(map(int, re.findall(r"^\| (\d+) \|", PAGE, re.MULTILINE)))
-    assert documented == set(EXIT_CODES)
-
-
-def test_referenced_keys_exist() -> None:
+    assert {*map(int, re.findall(r"^\| (\d+) \|", PAGE, re.MULTILINE))} == set(EXIT_CODES)
     for name in re.findall(r"`\$\{([a-z_]+)(?:\.[a-z_.]+)?\}`", PAGE):
         assert name in KEYS or name == "key"
