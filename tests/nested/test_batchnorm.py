@@ -179,6 +179,15 @@ def test_large_means_keep_precision():
     assert (model(x) - wanted).norm() < 4 * whole_error
 
 
+def test_rows_that_differ_by_rounding_are_not_refused():
+    model = nn.Sequential(nn.BatchNorm1d(4), nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3))
+    x = 1e4 + 0.1 * torch.randn(64, 4, generator=torch.Generator().manual_seed(0))
+    microbatcher = Microbatcher(
+        model, loss_fn=nn.CrossEntropyLoss(), batchnorm="exact", microbatch_size=16
+    )
+    assert microbatcher.backward((x, torch.arange(64) % 3)).nested_sizes == {"model": 16}
+
+
 def test_dropout_masks_are_drawn_per_slice_and_replayed():
     first, norm, last = nn.Linear(3, 8), nn.BatchNorm1d(8), nn.Linear(8, 2)
     part = nn.Sequential(first, nn.Dropout(0.5), norm, nn.Dropout(0.3), last).double()
@@ -449,6 +458,18 @@ def without_gradient(m, x):
     return m.bn(m.conv(x) + fixed)
 
 
+class MoreDropoutForAWhile(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.bn, self.dropout = nn.BatchNorm2d(CHANNELS), nn.Dropout(0.1)
+
+    def forward(self, x):
+        self.dropout.p = 0.5
+        x = self.dropout(self.bn(x))
+        self.dropout.p = 0.1
+        return x
+
+
 def hooked():
     model = nn.Sequential(conv(), nn.BatchNorm2d(CHANNELS))
     model[0].register_forward_hook(lambda *_: None)
@@ -469,6 +490,7 @@ REFUSED: dict[str, Any] = {
     "another result than its forward": nn.Sequential(ScaledInTraining(CHANNELS)),
     "is a SyncBatchNorm": nn.Sequential(nn.SyncBatchNorm(CHANNELS)),
     "'0' has hooks": hooked(),
+    "another dropout than its forward": MoreDropoutForAWhile(),
 }
 
 

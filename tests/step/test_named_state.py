@@ -54,6 +54,10 @@ def setting(name: str, new: Any) -> Any:
     return lambda m, x: setattr(m, name, new(m, x))
 
 
+def add_to_weight(m, share):
+    m.weight.seen = getattr(m.weight, "seen", 0) + share
+
+
 def duration(m, x):
     """Return the duration of a call on a busy machine."""
     now = time.perf_counter_ns()
@@ -66,7 +70,9 @@ KEPT: dict[str, tuple[str, Any]] = {
     "a moving average": ("mean", setting("mean", lambda m, x: m.mean * 0.9 + x.mean(0) * 0.1)),
     "a record": ("records", lambda m, x: m.records["loss"].append(float(x.sum()))),
     "a queue": ("recent", lambda m, x: m.recent.append(x.mean(0))),
+    "an average on a parameter": ("weight", lambda m, x: add_to_weight(m, x.mean(0))),
     # These do not, and are not named.
+    "rows on a parameter": ("", lambda m, x: add_to_weight(m, len(x))),
     "rows that add up": ("", setting("rows", lambda m, x: m.rows + len(x))),
     "first-call value": ("", setting("mask", lambda m, x: m.mask or [1])),
     "the time": ("", setting("at", lambda m, x: time.perf_counter())),
@@ -151,6 +157,26 @@ def test_buffer_that_starts_changing_later_is_named():
     with pytest.warns(BufferWarning, match="changes buffers: queue"):
         microbatcher.backward(data())
     microbatcher.backward(data())  # the warning is given once
+
+
+@pytest.mark.parametrize("adds_up", [True, False])
+def test_buffer_is_named_only_if_it_depends_on_number_of_calls(adds_up):
+    class Counted(nn.Linear):
+        def __init__(self):
+            super().__init__(4, 3, dtype=torch.float64)
+            self.register_buffer("used", torch.zeros(4))
+
+        def forward(self, x):
+            positive = (x > 0).double()
+            self.used += positive.sum(0) if adds_up else positive.mean(0)
+            return super().forward(x)
+
+    mb = Microbatcher(Counted(), loss_fn=nn.MSELoss(), microbatch_size=4)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for step in range(3):
+            mb.backward(data(step))
+    assert len(caught) == (not adds_up)
 
 
 def test_instance_norm_is_exact_and_warns_about_statistics():

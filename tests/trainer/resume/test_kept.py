@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, Sampler, TensorDataset
 from torchmetrics import Metric, MetricCollection, MinMaxMetric
 from torchmetrics.classification import MulticlassAccuracy, MulticlassAUROC, MulticlassPrecision
 from torchmetrics.wrappers import Running
@@ -288,3 +288,31 @@ class Window(OwnMetric):
 def test_metric_that_cannot_be_saved_is_named(tmp_path: Path) -> None:
     with pytest.warns(CheckpointWarning, match=r"hold last \(a deque\) of the metric Window"):
         trainer(linear(), tmp_path, metrics={"w": Window()}, max_duration="2ba").fit()
+
+
+class Forgetful(Sampler[int]):
+    """Holds an iterator, and cannot load its own state."""
+
+    def __init__(self) -> None:
+        self.rest = iter(())
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(ROWS))
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        raise KeyError("rest")
+
+
+def test_evaluation_whose_loader_refuses_its_state_is_named(tmp_path: Path) -> None:
+    rows = TensorDataset(torch.randn(ROWS, FEATURES), torch.zeros(ROWS).long())
+
+    def fit(duration: str) -> None:
+        loader = DataLoader(rows, BATCH_SIZE, sampler=Forgetful())
+        trainer(linear(), tmp_path, max_duration=duration, eval_dataloader=loader).fit()
+
+    fit("1ba")
+    with pytest.warns(CheckpointWarning, match=r"cannot be loaded \(KeyError: 'rest'\)"):
+        fit("2ba")

@@ -265,6 +265,13 @@ class Unsavable(Callback):
         return {"history": np.array([object()])}
 
 
+class Sharing(torch.optim.SGD):
+    """An optimizer whose ranks have to exchange states before it returns them, like ZeRO."""
+
+    def state_dict(self) -> dict[str, Any]:
+        raise RuntimeError("state has not been consolidated on this rank")
+
+
 class Stateless:
     """A scheduler without a state."""
 
@@ -277,6 +284,7 @@ class Stateless:
     ("options", "message"),
     [
         ({"callbacks": [Unsavable()]}, r"callbacks\.Unsavable\.history is of type ndarray"),
+        ({"optimizer": Sharing}, r"of Sharing cannot be saved \(RuntimeError: state has not"),
         ({"scheduler": Stateless}, "scheduler is a Stateless without state_dict and load"),
     ],
 )
