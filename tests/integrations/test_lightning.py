@@ -672,7 +672,8 @@ def test_sizes_are_restored_from_checkpoints_of_the_same_policy(size: Any, tmp_p
     fit(callbacks=[again], ckpt_path=tmp_path / "ours.ckpt", **case)
     gc.enable()
     assert told.count("attempt_start") > 0
-    assert (told.count("oom") == 0) == (size == "auto")
+    # A run that goes on may try one larger size; a new one begins with the whole batch.
+    assert (told.count("oom") < 2) == (size == "auto")
 
 
 EVALUATIONS = ("validation_step", "test_step", "predict_step")

@@ -220,9 +220,11 @@ def shard(trainer: Any) -> Any:
     from accelerate.utils import FullyShardedDataParallelPlugin
 
     accelerator = trainer.accelerator
-    plugin = FullyShardedDataParallelPlugin(
-        fsdp_version=2, auto_wrap_policy="size_based_wrap", min_num_params=100
-    )
+    policy: dict[str, Any] = {"auto_wrap_policy": "size_based_wrap", "min_num_params": 100}
+    if isinstance(trainer.model, GPT2LMHeadModel):
+        blocks = {"transformer_cls_names_to_wrap": ["GPT2Block"]}
+        policy = {"auto_wrap_policy": "transformer_based_wrap", **blocks}
+    plugin = FullyShardedDataParallelPlugin(fsdp_version=2, **policy)
     plugin.cpu_ram_efficient_loading = False
     PartialState._shared_state["distributed_type"] = DistributedType.FSDP
     accelerator.state.distributed_type = DistributedType.FSDP
