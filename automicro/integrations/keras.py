@@ -257,7 +257,7 @@ class Enabled(Results):
         counts = average if callable(average) else None
         new = _Made(key=key, is_sum=average == "none")
         new.microbatcher = microbatcher_of(
-            Variables(self._model, variables),
+            _Variables(self._model, variables),
             self._options,
             forward=lambda _, flat: self._recording(new, flat),
             backward=self._backward,
@@ -408,7 +408,7 @@ class Enabled(Results):
         return found
 
 
-class Variables(nn.Module):
+class _Variables(nn.Module):
     """A model's variables as torch parameters and as buffers, which a forward may change."""
 
     def __init__(self, model: Any, variables: list[Any]) -> None:

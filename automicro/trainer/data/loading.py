@@ -152,8 +152,7 @@ class Standing:
         }
         # A class may count the passes of all its instances.
         kinds = dict.fromkeys(kind for each in owners.values() for kind in type(each).__mro__)
-        named = {f"{each.__module__}.{each.__qualname__}": each for each in kinds}
-        return owners | {name: each for name, each in named.items() if not is_library(each)}
+        return owners | {f"{k.__module__}.{k.__qualname__}": k for k in kinds if not is_library(k)}
 
 
 def _attributes(owners: Mapping[str, Any]) -> dict[str, dict[Any, Any]]:

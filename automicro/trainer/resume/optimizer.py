@@ -34,8 +34,7 @@ def optimizer_state(
     except RuntimeError as error:  # of ZeroRedundancyOptimizer, unless ranks have exchanged states
         raise CheckpointError(
             f"the state of {type(optimizer).__name__} cannot be saved ({describe_error(error)}). "
-            "Use an optimizer with a state_dict() on each rank, such as torch.optim.AdamW with "
-            "parallel='fsdp', or leave out checkpoint="
+            "Use another, such as torch.optim.AdamW with parallel='fsdp', or leave out checkpoint="
         ) from error
     _refuse_unsharded(optimizer, names)
     state = saved["state"]
