@@ -179,7 +179,7 @@ def test_first_call_with_copies_matches_later_calls_bitwise(width: int) -> None:
     [(nn.Conv2d, torch.channels_last), (nn.Conv3d, torch.channels_last_3d)],
 )
 def test_accumulated_gradients_keep_memory_format(conv: Any, memory_format: Any) -> None:
-    model = nn.Sequential(conv(3, 8, 3, padding=1), nn.ReLU(), conv(8, 5, 3), nn.Flatten())
+    model: Any = nn.Sequential(conv(3, 8, 3, padding=1), nn.ReLU(), conv(8, 5, 3), nn.Flatten())
     model[2].weight.data = model[2].weight.data.to(memory_format=memory_format)
     inputs = torch.randn(6, 3, *[4] * (model[0].weight.dim() - 2))
     for _ in range(2):

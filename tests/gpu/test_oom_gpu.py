@@ -10,7 +10,7 @@ from torch import nn
 
 from automicro import SampleTooLargeError
 from automicro.memory.oom import release
-from automicro.torch_private import tell_no_more, tell_of_shortage
+from automicro.torch_private_execution import tell_no_more, tell_of_shortage
 from tests.gpu.conftest import Record
 from tests.gpu.device import (
     DEVICE,

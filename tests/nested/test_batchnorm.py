@@ -14,9 +14,9 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from automicro import Halving, MemoryBudget, Microbatcher, split
+from automicro.checking.bench import foreign_states
 from automicro.errors import UnsplittableModelError
 from automicro.features import Nested, WhenTooLarge, with_features
-from automicro.transaction.rng import foreign_states
 from tests.outside import Outside
 from tests.torture.engine.subject import begin_at_level
 

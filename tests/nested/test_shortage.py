@@ -22,7 +22,7 @@ from automicro import (
 from automicro.errors import LossAverageError
 from automicro.features import Nested, WhenTooLarge
 from automicro.savers.levels import make_levels
-from automicro.torch_private import in_backward
+from automicro.torch_private_execution import in_backward
 from tests.nested.parts_in_slices import copy_of, floats, gradients, same
 from tests.torture.engine.faults import Fault, FaultMode
 from tests.torture.engine.subject import begin_at_level

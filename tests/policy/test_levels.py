@@ -73,6 +73,16 @@ def test_batches_fitting_whole_at_level_0_ignore_chosen_level() -> None:
     assert job.batch(num_rows=32, cost=0.05)[0] == 0
 
 
+def test_long_rows_climb_while_short_rows_keep_fastest_level() -> None:
+    job = Job(fastest(), [1, 0.1], overhead(0.01, [1, 1.3]), capacity=64)
+    levels = []
+    for number in range(150):
+        level, _ = job.batch(cost=100.0 if number % 3 == 0 else 8.0)
+        levels.append(level)
+    assert levels[-3:] == [1, 0, 0]
+    assert job.batch(cost=8.0) == (0, 8)
+
+
 def test_suggested_level_is_final_choice() -> None:
     policy = fastest()
     assert policy.suggest(16, None, level=1)

@@ -27,7 +27,7 @@ from torchmetrics import Metric
 from automicro import Callback, Trainer
 from automicro.features import RememberSizes
 from automicro.ranks.guards import guard
-from automicro.torch_private import is_collective
+from automicro.torch_private_execution import is_collective
 from automicro.values import same_values
 from tests.outside import Outside
 from tests.ranks.world import World, WorldStuckError, world_of

@@ -13,8 +13,9 @@ from automicro.errors import DesyncError, PeerFailedError, PeerLostError, PeerSt
 from automicro.ranks.coordinated import CoordinatedRanks
 from automicro.ranks.exchange import FAN_OUT, Ballot, failed, fold, healthy
 from automicro.ranks.guards.collectives import Call
-from automicro.ranks.interface import Proposal, Report, Status, rows_of_microbatches
+from automicro.ranks.interface import Proposal, Report, Status
 from automicro.ranks.votes import Votes
+from automicro.step.agreement import rows_of_microbatches
 from tests.ranks.simulated import SimulatedWorld
 
 # Number of ranks, and ranks per node.

@@ -28,7 +28,7 @@ from tests.trainer.runs import assert_same
 
 def failed(batch: Any, phase: str = "train") -> FailedBatch:
     words = {"message": "too large", "where": "in a test", "device": "cpu"}
-    return FailedBatch(batches=[batch], phase=phase, limit_bytes=4096, **words)  # type: ignore[arg-type]
+    return FailedBatch(batches=[batch], phase=phase, limit_bytes=4096, **words)
 
 
 def tokens(rows: int, length: int) -> tuple[Tensor, Tensor]:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from automicro import Callback, DeterminismWarning, Explore, Halving, Microbatcher, Outcome, Trainer
-from automicro.torch_private import inductor_is_deterministic
+from automicro.torch_private_execution import inductor_is_deterministic
 from automicro.trainer.same_on_all_ranks import outline_options
 from automicro.trainer.surroundings import CUBLAS_VARIABLE, deterministic_algorithms, prepare_cublas
 from tests.trainer.runs import FEATURES, assert_same, make_loader, make_model, make_trainer

@@ -66,7 +66,7 @@ def loss_of(model: nn.Module) -> nn.Module | None:
 
 def plan(model: nn.Module, data: Any, **options: Any) -> automicro.PlanReport:
     own = {"loss_fn": loss_of(model), "optimizer": adam, "device": "cpu"}
-    return automicro.plan(model, data, **{**own, **options})  # type: ignore[arg-type]
+    return automicro.plan(model, data, **{**own, **options})
 
 
 CASES: dict[str, tuple[type[Model], Any, dict[str, Any]]] = {
