@@ -16,13 +16,13 @@ from automicro.loss.averages import (
     Counted,
     CutBatch,
     Divisors,
+    LossMean,
     Samples,
     Sum,
     Tokens,
     read_average,
 )
 from automicro.ranks.interface import OneRank
-from automicro.trainer.evaluation import LossMean
 from tests.cases import count_targets, difference, gradients, masked_mean
 from tests.models import IGNORED, ROWS, Encoder, Mlp, classes, tokens, with_ignored, x, y
 
@@ -312,10 +312,9 @@ def test_weighted_backward_is_bit_identical_to_scaled_loss(added):
 def test_microbatch_losses_keep_no_other_tensors_alive(reduction):
     """A mean of squares is stored in the memory of the squares."""
     batch = torch.randn(64, 4), torch.zeros(64, 512)
-    loss_fn, sizes = nn.MSELoss(reduction=reduction), {"microbatch_size": 4}
-    microbatcher = Microbatcher(
-        nn.Linear(4, 512), loss_fn=loss_fn, **sizes, eval_microbatch_size=4, probe=False
-    )
+    sizes: Any = {"microbatch_size": 4, "eval_microbatch_size": 4}
+    loss_fn = nn.MSELoss(reduction=reduction)
+    microbatcher = Microbatcher(nn.Linear(4, 512), loss_fn=loss_fn, **sizes, probe=False)
     for run in (microbatcher.backward, microbatcher.evaluate):
         with MemoryBudget(None) as budget:
             assert run(batch).num_microbatches == 16

@@ -64,7 +64,7 @@ def test_overwritten_gradient_bucket_is_restored(size):
 
 
 def test_sparse_gradients_are_accumulated():
-    embedding = nn.Embedding(4, 2, sparse=True)
+    embedding: Any = nn.Embedding(4, 2, sparse=True)
     embedding(torch.tensor([1])).sum().backward()
     given: Any = embedding.weight.grad
     transaction = Transaction([Gradients({id(embedding.weight): embedding.weight})])

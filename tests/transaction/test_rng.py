@@ -6,8 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from automicro.checking.bench import foreign_states
-from automicro.transaction.rng import _NUMPY, _PYTHON, RandomState
+from automicro.transaction.rng import _NUMPY, _PYTHON, RandomState, foreign_states
 
 PYTHONS: list[Any] = [
     lambda: None,
