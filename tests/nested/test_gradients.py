@@ -59,7 +59,7 @@ def test_dropout_draws_same_numbers_as_manual_slices(name):
 def test_gradients_accumulate_and_hooks_run_once(name):
     part, given = make_part(name)
     split(part, microbatch_size=2)
-    _, [_, *of_parameters] = gradients(part, part, given)
+    of_parameters: list[Any] = gradients(part, part, given)[1][1:]
     seen: list[Any] = []
     for each in part.parameters():
         each.grad = torch.ones_like(each)

@@ -383,7 +383,12 @@ def test_shared_state_of_blocks_is_restored_for_recompute(caplog):
 def test_recomputed_tensors_are_compared_rarely(monkeypatch):
     model, counts, saved = Noting(Steps), list[int](), list[Tensor]()
     level = level_of("recompute", model)
-    monkeypatch.setattr(_Saved, "add", lambda _, tensor: (saved.append(tensor), tensor)[1])
+
+    def add(_, tensor):
+        saved.append(tensor)
+        return tensor
+
+    monkeypatch.setattr(_Saved, "add", add)
     for _ in range(18):
         take_step(model, mean_square, level)
         counts.append(len(saved))

@@ -270,7 +270,7 @@ def test_predictions_on_host_use_no_device_memory(has_own_limit):
     model = nn.Sequential(nn.Linear(16, 64), nn.ReLU(), nn.Linear(64, 256))
     batches = [torch.randn(64, 16) for _ in range(40)]  # 64 KiB of outputs each
     options: dict[str, Any] = {"loss_fn": nn.MSELoss(), "progress": False, "device": "cpu"}
-    limit = {"memory_limit": "512KiB"} if has_own_limit else {}
+    limit: Any = {"memory_limit": "512KiB"} if has_own_limit else {}
     with contextlib.nullcontext() if has_own_limit else MemoryBudget("512KiB"):
         outputs = Trainer(model, **limit, **options).predict(batches)
     model.eval()
