@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, ParamSpec
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from automicro.data.sampler import read_amount
 from automicro.durations import duration_meant
 from automicro.errors import suggestion
 from automicro.options import (
@@ -24,6 +23,7 @@ from automicro.options import (
     SCHEDULER_INTERVALS,
     SYNCS,
     check_choice,
+    read_amount,
     read_flag,
 )
 from automicro.step.feature import Feature as Feature

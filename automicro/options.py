@@ -1,5 +1,6 @@
 """Early checks of arguments, with errors that suggest a remedy."""
 
+import numbers
 from collections.abc import Iterable, Mapping
 from typing import Any, NoReturn
 
@@ -213,3 +214,15 @@ def read_flag(name: str, value: object) -> bool:
     if not isinstance(value, bool):
         raise TypeError(f"{name} is {value!r}; pass True or False")
     return value
+
+
+def read_amount(name: str, value: float | None) -> float | None:
+    """Return a positive number as a float, or None for None."""
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+        raise TypeError(f"{name} is {value!r}, not a number; pass one such as 1.0, or None")
+    # Written so that NaN is refused, too.
+    if not value > 0:
+        raise ValueError(f"{name}={value} must be above 0; pass a number such as 1.0, or None")
+    return float(value)

@@ -32,7 +32,7 @@ LAYERS = (
         *("accepted_optimizers", "durations", "errors", "files", "sharding", "torch_private"),
         *("torch_private_distributed", "version"),
     ),
-    ("showing",),
+    ("showing", "torch_private_execution"),
     ("batchnorm", "loggers", "modules", "policy", "units"),
     ("memory", "options", "values"),
     ("reach", "schedules", "state"),
@@ -63,13 +63,17 @@ NEVER_AT_MODULE_TOP = (
 )
 NEEDED_AS_A_WHOLE = ("demo", "integrations")  # their users need everything in them
 # All names that a new version of torch might remove.
-PRIVATE_NAMES_OF_TORCH_IN = ("torch_private", "torch_private_distributed")
+PRIVATE_NAMES_OF_TORCH_IN = (
+    "torch_private",
+    "torch_private_distributed",
+    "torch_private_execution",
+)
 
 # Modules that each step needs. All others are imported by the batch, metric or failure using them.
 NEEDED_BY_EACH_STEP = {
     *("__init__", "batch", "batchnorm", "errors", "loss", "memory"),
     *("microbatcher", "modules", "options", "policy", "ranks", "reach", "sharding", "state"),
-    *("step", "torch_private", "transaction", "units", "values", "version"),
+    *("step", "torch_private", "transaction", "values", "version"),
 }
 
 FORBIDDEN_STEMS = {"common", "helper", "helpers", "manager", "misc", "util", "utils"}

@@ -259,12 +259,11 @@ def test_first_split_after_whole_batches_is_checked() -> None:
 def test_parameter_that_grows_before_oom_gets_back_its_shape_and_gradient() -> None:
     model: Any = Mlp()
 
-    calls = 0
+    seen = Outside(calls=0)
 
     def grow(model: Any, batch: Batch) -> Tensor:
-        nonlocal calls
-        calls += 1
-        if calls == 2:
+        seen.calls += 1
+        if seen.calls == 2:
             model[0].bias.data = torch.cat([model[0].bias.data] * 2)
             raise torch.OutOfMemoryError("CUDA out of memory.")
         return loss_of(model, batch)

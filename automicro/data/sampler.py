@@ -31,7 +31,6 @@ import csv
 import functools
 import itertools
 import json
-import numbers
 import re
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -45,7 +44,7 @@ import torch.distributed as dist
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Sampler
 
 from automicro.errors import CheckpointError
-from automicro.options import check_choice, read_count
+from automicro.options import check_choice, read_amount, read_count
 from automicro.torch_private_execution import forget_workers
 
 Array = np.ndarray[Any, Any]
@@ -898,15 +897,3 @@ def _read_place(rank: int | None, world_size: int | None) -> tuple[int, int] | N
     if not 0 <= read_count("rank", rank, least=0) < world_size:
         raise ValueError(f"rank={rank} of {world_size} ranks: give 0 to {world_size - 1}")
     return rank, world_size
-
-
-def read_amount(name: str, value: float | None) -> float | None:
-    """Return a positive number as a float, or None for None."""
-    if value is None:
-        return None
-    if isinstance(value, bool) or not isinstance(value, numbers.Real):
-        raise TypeError(f"{name} is {value!r}, not a number; pass one such as 1.0, or None")
-    # Written so that NaN is refused, too.
-    if not value > 0:
-        raise ValueError(f"{name}={value} must be above 0; pass a number such as 1.0, or None")
-    return float(value)

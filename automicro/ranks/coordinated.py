@@ -359,7 +359,7 @@ class CoordinatedRanks(Ranks):
                 f"{reasons}\n{self._votes.state_here(rolls_back=rolls_back)} Fix the cause on "
                 "that rank (its log has the traceback), and start again from the last checkpoint."
             )
-        _note_told(own, "the other ranks were notified and stop too")
+        _note_told(own, self.rank, self.world_size, "the other ranks were notified and stop too")
 
 
 TIMEOUT_SECONDS = 600.0
@@ -464,7 +464,7 @@ def announce_absence(error: Exception) -> None:
         CoordinatedRanks(group.votes).fail(error)
         return
     _say_failed(describe_error(error))
-    _note_told(error, "the other ranks were notified")
+    _note_told(error, dist.get_rank(), dist.get_world_size(), "the other ranks were notified")
 
 
 def wait_for_all(point: str) -> None:
@@ -578,7 +578,6 @@ def open_exchange() -> Exchange:
     return Exchange(own, height=len(levels), rank=rank, world_size=world_size)
 
 
-def _note_told(error: BaseException, told: str) -> None:
-    where = f"rank {dist.get_rank()} of {dist.get_world_size()}"
-    add_note(error, f"automicro: this happened on {where}; {told}")
+def _note_told(error: BaseException, rank: int, world_size: int, told: str) -> None:
+    add_note(error, f"automicro: this happened on rank {rank} of {world_size}; {told}")
     remember(error, is_told=True)

@@ -58,15 +58,16 @@ class Counter:
             raise TypeError(f"{self._name}={count!r} cannot be called. {_HOW[unit]}")
         # Whether batches have token counts is known only when the first one arrives.
         self._may_be_known = is_known or count is not None or unit is Unit.TOKENS
-        self._wanted: str | None = None  # the argument that needs the count, if any
+        self._wanted: dict[str, str] = {}  # the arguments that need the count, by name
         for name, duration in durations.items():
             if duration is not None:
                 self.require_for(name, duration)
 
     def require_for(self, name: str, duration: Duration) -> None:
         """Require a count for every batch from now on, if a duration is measured in it."""
+        self._wanted.pop(name, None)  # that of an earlier call
         if duration.unit is self._unit:
-            self._wanted = self._wanted or f"{name}='{duration}'"
+            self._wanted[name] = f"{name}='{duration}'"
             if not self._may_be_known:
                 raise self._refusal("their number in a batch is unknown")
 
@@ -76,7 +77,7 @@ class Counter:
             return known
         amounts = [self._amount(batch) for batch in batches]
         if None in amounts:
-            if self._wanted is not None:
+            if self._wanted:
                 batch = batches[amounts.index(None)]
                 fields = ", ".join(sorted(map(str, _fields(batch))))
                 raise self._refusal(
@@ -108,9 +109,8 @@ class Counter:
         return float(number)
 
     def _refusal(self, why: str) -> ValueError:
-        return ValueError(
-            f"{self._wanted} counts {_WORDS[self._unit]}, but {why}. {_HOW[self._unit]}"
-        )
+        wanted = next(iter(self._wanted.values()))
+        return ValueError(f"{wanted} counts {_WORDS[self._unit]}, but {why}. {_HOW[self._unit]}")
 
 
 def _tokens_of(batch: Any) -> int | None:

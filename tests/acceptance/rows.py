@@ -213,6 +213,12 @@ def images(d: Draws) -> Any:
     return d.normal(16, 3, 6, 6), d.whole(0, 3, 16)
 
 
+def sequences(d: Draws) -> Any:
+    labels = d.whole(0, 3, 16, 7)
+    keep = d.mask(16, 7)
+    return {"x": d.normal(16, 7, 6), "keep": keep, "labels": labels.where(keep, -100)}
+
+
 # Losses of rows, and a loss over tokens
 
 

@@ -51,55 +51,66 @@ def detected(model: Any, batch: Any) -> Any:
     return model(batch["images"], batch["targets"])
 
 
-def of(name: str, place: str = "", **options: Any) -> Any:
-    """Return a class or function of torchvision, made with options at its call."""
-    given = {"num_classes": 3, **options}
-    return lambda: getattr(importlib.import_module(f"torchvision.models{place}"), name)(**given)
-
-
 def detector() -> nn.Module:
+    of = importlib.import_module("torchvision.models.detection")
     backbone: Any = nn.Sequential(nn.Conv2d(3, 8, 3, 4, 1), nn.ReLU())
     backbone.out_channels = 8
-    detection = importlib.import_module("torchvision.models.detection")
-    sizes: dict[str, Any] = {"sizes": ((8, 16),), "aspect_ratios": ((1.0,),)}
-    anchors = detection.anchor_utils.AnchorGenerator(**sizes)
-    found: nn.Module = detection.RetinaNet(
-        backbone, 3, anchor_generator=anchors, min_size=32, max_size=32
+    anchors = of.anchor_utils.AnchorGenerator(sizes=((8, 16),), aspect_ratios=((1.0,),))
+    return of.RetinaNet(backbone, 3, anchor_generator=anchors, min_size=32, max_size=32)  # type: ignore[no-any-return]
+
+
+def model_of(name: str, **options: Any) -> Callable[[], nn.Module]:
+    def make() -> nn.Module:
+        kind = getattr(importlib.import_module("torchvision.models"), name)
+        made: nn.Module = kind(**options)
+        return made
+
+    return make
+
+
+def segmenter(name: str) -> Callable[[], nn.Module]:
+    return lambda: importlib.import_module("torchvision.models.segmentation").__dict__[name](
+        weights=None, weights_backbone=None, num_classes=3
     )
-    return found
+
+
+def film_model(name: str) -> Callable[[], nn.Module]:
+    return lambda: importlib.import_module("torchvision.models.video").__dict__[name](num_classes=3)
+
+
+def vit() -> nn.Module:
+    sizes = {"image_size": 16, "patch_size": 4, "hidden_dim": 16, "mlp_dim": 24, "num_classes": 3}
+    return model_of("VisionTransformer", num_layers=2, num_heads=2, **sizes)()
+
+
+def swin() -> nn.Module:
+    sizes = {"patch_size": [4, 4], "embed_dim": 8, "depths": [1, 1], "num_heads": [1, 2]}
+    return model_of("SwinTransformer", window_size=[4, 4], stochastic_depth_prob=0.0, num_classes=3, **sizes)()  # fmt: skip
 
 
 def convnext() -> nn.Module:
     block = importlib.import_module("torchvision.models.convnext").CNBlockConfig
     stages = [block(8, 16, 1), block(16, None, 1)]
-    made: nn.Module = of("ConvNeXt", block_setting=stages, stochastic_depth_prob=0.0)()
-    return made
+    return model_of("ConvNeXt", block_setting=stages, stochastic_depth_prob=0.0, num_classes=3)()
 
 
-SIDES = {
-    "alexnet": 64, "vgg11": 32, "vgg11_bn": 32, "squeezenet1_1": 32, "resnet18": 32,
-    "mobilenet_v2": 32, "mobilenet_v3_small": 32, "shufflenet_v2_x0_5": 32, "mnasnet0_5": 32,
-    "efficientnet_b0": 32, "regnet_y_400mf": 32, "densenet121": 32,
-}  # fmt: skip
 TORCHVISION: dict[str, tuple[Callable[[], nn.Module], Batch]] = {
-    **{name: (of(name), pictures(side)) for name, side in SIDES.items()},
-    "googlenet": (of("googlenet", aux_logits=False, init_weights=True), pictures(32)),
-    "VisionTransformer": (
-        of("VisionTransformer", image_size=16, patch_size=4, hidden_dim=16, mlp_dim=24,
-           num_layers=2, num_heads=2),
-        pictures(16),
+    **{
+        name: (model_of(name, num_classes=3), pictures(side))
+        for name, side in (
+            ("alexnet", 64), ("vgg11", 32), ("vgg11_bn", 32), ("squeezenet1_1", 32), ("resnet18", 32),
+            ("mobilenet_v2", 32), ("mobilenet_v3_small", 32), ("shufflenet_v2_x0_5", 32),
+            ("mnasnet0_5", 32), ("efficientnet_b0", 32), ("regnet_y_400mf", 32), ("densenet121", 32),
+        )
+    },
+    "googlenet": (
+        model_of("googlenet", num_classes=3, aux_logits=False, init_weights=True), pictures(32)
     ),
-    "SwinTransformer": (
-        of("SwinTransformer", patch_size=[4, 4], embed_dim=8, depths=[1, 1], num_heads=[1, 2],
-           window_size=[4, 4], stochastic_depth_prob=0.0),
-        pictures(16),
-    ),
+    "VisionTransformer": (vit, pictures(16)),
+    "SwinTransformer": (swin, pictures(16)),
     "ConvNeXt": (convnext, pictures(32)),
-    "lraspp_mobilenet_v3_large": (
-        of("lraspp_mobilenet_v3_large", ".segmentation", weights=None, weights_backbone=None),
-        pixels,
-    ),
-    "r3d_18": (of("r3d_18", ".video"), films),
+    "lraspp_mobilenet_v3_large": (segmenter("lraspp_mobilenet_v3_large"), pixels),
+    "r3d_18": (film_model("r3d_18"), films),
     "RetinaNet": (detector, boxes),
 }  # fmt: skip
 

@@ -1,7 +1,6 @@
 """Families of transformers, from tiny configurations, with the batches they train on."""
 
 import dataclasses
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -12,43 +11,67 @@ from tests.acceptance.rows import Batch, Draws
 
 V, ROWS, LENGTH, IMAGE = 37, 8, 9, 8
 SMALL: dict[str, Any] = {
-    "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 24,
-}  # fmt: skip
+    "hidden_size": 16,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "intermediate_size": 24,
+}
 TINY: dict[str, Any] = {**SMALL, "vocab_size": V, "max_position_embeddings": 64}
 ENDS: dict[str, Any] = {"bos_token_id": 0, "eos_token_id": 2, "pad_token_id": 1}
 GPT: dict[str, Any] = {
-    "vocab_size": V, "n_positions": 16, "n_embd": 16, "n_layer": 1, "n_head": 2, **ENDS,
-}  # fmt: skip
-DECODING: dict[str, Any] = {
-    **ENDS, "vocab_size": V, "d_model": 16, "encoder_layers": 1, "decoder_layers": 1,
-    "encoder_attention_heads": 2, "decoder_attention_heads": 2, "encoder_ffn_dim": 24,
-    "decoder_ffn_dim": 24, "decoder_start_token_id": 2,
-}  # fmt: skip
-SEQ2SEQ: dict[str, Any] = {**DECODING, "max_position_embeddings": 64}
+    "vocab_size": V,
+    "n_positions": 16,
+    "n_embd": 16,
+    "n_layer": 1,
+    "n_head": 2,
+    **ENDS,
+}
+SEQ2SEQ: dict[str, Any] = {
+    **ENDS,
+    "vocab_size": V,
+    "d_model": 16,
+    "encoder_layers": 1,
+    "decoder_layers": 1,
+    "encoder_attention_heads": 2,
+    "decoder_attention_heads": 2,
+    "max_position_embeddings": 64,
+    "encoder_ffn_dim": 24,
+    "decoder_ffn_dim": 24,
+    "decoder_start_token_id": 2,
+}
 T5: dict[str, Any] = {
-    "vocab_size": V, "d_model": 16, "d_kv": 8, "d_ff": 24, "num_layers": 1, "num_heads": 2,
+    "vocab_size": V,
+    "d_model": 16,
+    "d_kv": 8,
+    "d_ff": 24,
+    "num_layers": 1,
+    "num_heads": 2,
     "decoder_start_token_id": 0,
-}  # fmt: skip
+}
 VISION: dict[str, Any] = {**SMALL, "image_size": IMAGE, "patch_size": 4, "num_labels": 3}
 TOWERS: dict[str, Any] = {
     "text_config": {**TINY, "max_position_embeddings": 16, "projection_dim": 8, "eos_token_id": 2},
     "vision_config": {**SMALL, "image_size": IMAGE, "patch_size": 4, "projection_dim": 8},
 }
 WAVES: dict[str, Any] = {
-    **SMALL, "vocab_size": V, "conv_dim": (8, 8), "conv_kernel": (8, 5), "conv_stride": (5, 4),
-    "num_conv_pos_embeddings": 4, "num_conv_pos_embedding_groups": 2, "mask_time_prob": 0.0,
-    "layerdrop": 0.0, "ctc_zero_infinity": True, "num_feat_extract_layers": 2,
-}  # fmt: skip
-SERIES: dict[str, Any] = {
-    "prediction_length": 4, "context_length": 8, "lags_sequence": [1, 2], "input_size": 1,
-    "num_time_features": 1, "d_model": 16, "encoder_layers": 1, "decoder_layers": 1,
-    "encoder_attention_heads": 2, "decoder_attention_heads": 2, "encoder_ffn_dim": 16,
-    "decoder_ffn_dim": 16,
-}  # fmt: skip
+    **SMALL,
+    "vocab_size": V,
+    "conv_dim": (8, 8),
+    "conv_kernel": (8, 5),
+    "conv_stride": (5, 4),
+    "num_conv_pos_embeddings": 4,
+    "num_conv_pos_embedding_groups": 2,
+    "mask_time_prob": 0.0,
+    "layerdrop": 0.0,
+    "ctc_zero_infinity": True,
+    "num_feat_extract_layers": 2,
+}
 # One expert after another, because torch's grouped product supports only float32.
 EAGER: dict[str, Any] = {
-    "num_key_value_heads": 1, "num_experts_per_tok": 2, "experts_implementation": "eager",
-}  # fmt: skip
+    "num_key_value_heads": 1,
+    "num_experts_per_tok": 2,
+    "experts_implementation": "eager",
+}
 MOE: dict[str, Any] = {**EAGER, "output_router_logits": True, "router_aux_loss_coef": 0.1}
 
 # Batches
@@ -65,6 +88,11 @@ def ignored(d: Draws, labels: Tensor) -> Tensor:
     return labels.where(keep, -100)
 
 
+def language(d: Draws) -> Any:
+    drawn = ids(d)
+    return {"input_ids": drawn, "labels": ignored(d, drawn.clone())}
+
+
 def long(length: int) -> Batch:
     def batch(d: Draws) -> Any:
         drawn = ids(d, length)
@@ -73,37 +101,37 @@ def long(length: int) -> Batch:
     return batch
 
 
-language = long(LENGTH)
-
-
-def words(**labels: Callable[[Draws], Any]) -> Batch:
-    """Return words, and what is drawn for them."""
-    return lambda d: {"input_ids": ids(d), **{name: make(d) for name, make in labels.items()}}
-
-
-def of_classes(d: Draws) -> Tensor:
-    return d.whole(0, 3, ROWS)
-
-
-def places(d: Draws) -> Tensor:
-    return d.whole(0, LENGTH, ROWS)
-
-
-translation = words(labels=lambda d: ignored(d, ids(d)))
-tags = words(labels=lambda d: ignored(d, d.whole(0, 3, ROWS, LENGTH)))
-labels = words(labels=of_classes)
-bits = words(labels=lambda d: d.whole(0, 2, ROWS, 3).to(d.real))
-scores = words(labels=lambda d: d.normal(ROWS))
-spans = words(start_positions=places, end_positions=places)
-captions = words(pixel_values=lambda d: d.normal(ROWS, 3, IMAGE, IMAGE), return_loss=lambda d: True)
-
-
 def masked(d: Draws) -> Any:
     return {**language(d), "attention_mask": torch.ones(ROWS, LENGTH, dtype=torch.int64)}
 
 
+def translation(d: Draws) -> Any:
+    return {"input_ids": ids(d), "labels": ignored(d, ids(d))}
+
+
+def tags(d: Draws) -> Any:
+    return {"input_ids": ids(d), "labels": ignored(d, d.whole(0, 3, ROWS, LENGTH))}
+
+
+def labels(d: Draws) -> Any:
+    return {"input_ids": ids(d), "labels": d.whole(0, 3, ROWS)}
+
+
+def bits(d: Draws) -> Any:
+    return {"input_ids": ids(d), "labels": d.whole(0, 2, ROWS, 3).to(d.real)}
+
+
+def scores(d: Draws) -> Any:
+    return {"input_ids": ids(d), "labels": d.normal(ROWS)}
+
+
 def choices(d: Draws) -> Any:
     return {"input_ids": d.whole(5, V, ROWS, 2, LENGTH), "labels": d.whole(0, 2, ROWS)}
+
+
+def spans(d: Draws) -> Any:
+    places = {f"{end}_positions": d.whole(0, LENGTH, ROWS) for end in ("start", "end")}
+    return {"input_ids": ids(d), **places}
 
 
 def two_tasks(d: Draws) -> Any:
@@ -116,6 +144,14 @@ def pictures(size: int = IMAGE) -> Batch:
 
 def segments(d: Draws) -> Any:
     return {"pixel_values": d.normal(ROWS, 3, 32, 32), "labels": d.whole(0, 3, ROWS, 32, 32)}
+
+
+def captions(d: Draws) -> Any:
+    return {
+        "input_ids": ids(d),
+        "pixel_values": d.normal(ROWS, 3, IMAGE, IMAGE),
+        "return_loss": True,
+    }
 
 
 def talks(d: Draws) -> Any:
@@ -149,16 +185,22 @@ def boxes(d: Draws) -> Any:
 
 
 def pictures_in_text(d: Draws) -> Any:
-    drawn, seen = language(d), torch.full((ROWS, 4), 3)
-    found = {"input_ids": torch.cat([seen, drawn["input_ids"]], 1)}
-    found["labels"] = torch.cat([torch.full_like(seen, -100), drawn["labels"]], 1)
-    return {**found, "pixel_values": d.normal(ROWS, 3, IMAGE, IMAGE)}
+    words = language(d)
+    seen = torch.full((ROWS, 4), 3)
+    return {
+        "input_ids": torch.cat([seen, words["input_ids"]], 1),
+        "labels": torch.cat([torch.full_like(seen, -100), words["labels"]], 1),
+        "pixel_values": d.normal(ROWS, 3, IMAGE, IMAGE),
+    }
 
 
 def bytes_of_text(d: Draws) -> Any:
-    drawn = long(16)(d)
-    mask = torch.ones(ROWS, 16)
-    return {"inputs": drawn["input_ids"], "labels": drawn["labels"], "attention_mask": mask}
+    words = long(16)(d)
+    return {
+        "inputs": words["input_ids"],
+        "labels": words["labels"],
+        "attention_mask": torch.ones(ROWS, 16),
+    }
 
 
 # Families
@@ -184,8 +226,16 @@ def dynamic(name: str) -> dict[str, Any]:
 
 
 PLAIN = [
-    *("Llama", "Mistral", "Qwen2", "StableLm", "Starcoder2", "Granite", "Olmo", "Olmo2"),
-    *("Cohere", "Phi3"),
+    "Llama",
+    "Mistral",
+    "Qwen2",
+    "StableLm",
+    "Starcoder2",
+    "Granite",
+    "Olmo",
+    "Olmo2",
+    "Cohere",
+    "Phi3",
 ]
 HEADED = ["Gemma", "Gemma2", "Qwen3", "Glm", "Helium", "Nemotron", "SmolLM3", "Ernie4_5"]
 TRANSFORMERS: dict[str, Family] = {
@@ -257,7 +307,7 @@ TRANSFORMERS: dict[str, Family] = {
     "Blenderbot": family("BlenderbotForConditionalGeneration", translation, **SEQ2SEQ),
     "M2M100": family("M2M100ForConditionalGeneration", translation, **SEQ2SEQ),
     "Marian": family("MarianMTModel", translation, "MarianConfig", **SEQ2SEQ, decoder_vocab_size=V, forced_eos_token_id=2),
-    "LED": family("LEDForConditionalGeneration", translation, **DECODING, attention_window=[4], max_encoder_position_embeddings=64, max_decoder_position_embeddings=64),
+    "LED": family("LEDForConditionalGeneration", translation, **{k: v for k, v in SEQ2SEQ.items() if k != "max_position_embeddings"}, attention_window=[4], max_encoder_position_embeddings=64, max_decoder_position_embeddings=64),
     "ProphetNet": family("ProphetNetForConditionalGeneration", translation, vocab_size=V, hidden_size=16, num_encoder_layers=1, num_decoder_layers=1, num_encoder_attention_heads=2, num_decoder_attention_heads=2, encoder_ffn_dim=24, decoder_ffn_dim=24, decoder_start_token_id=0),
     # Pictures
     "ViT": family("ViTForImageClassification", pictures(), **VISION),
@@ -286,11 +336,11 @@ TRANSFORMERS: dict[str, Family] = {
     "HuBERT": family("HubertForCTC", talks, **WAVES, ctc_loss_reduction="sum"),
     "HuBERT, BatchNorm": family("HubertForCTC", talks, **WAVES, ctc_loss_reduction="sum", conv_pos_batch_norm=True),
     "UniSpeech": family("UniSpeechForCTC", talks, **WAVES, ctc_loss_reduction="sum"),
-    "Whisper": family("WhisperForConditionalGeneration", spectra, **DECODING, num_mel_bins=16, max_source_positions=20, max_target_positions=32),
+    "Whisper": family("WhisperForConditionalGeneration", spectra, **{k: v for k, v in SEQ2SEQ.items() if k != "max_position_embeddings"}, num_mel_bins=16, max_source_positions=20, max_target_positions=32),
     "PatchTST, classes": family("PatchTSTForClassification", classes_of_series, num_input_channels=2, context_length=16, patch_length=4, patch_stride=4, d_model=16, num_attention_heads=2, num_hidden_layers=1, ffn_dim=24, norm_type="layernorm", num_targets=3),
     "PatchTST, forecasts": family("PatchTSTForPrediction", forecasts, num_input_channels=2, context_length=16, prediction_length=4, patch_length=4, patch_stride=4, d_model=16, num_hidden_layers=1, num_attention_heads=2, ffn_dim=16),
-    "Informer": family("InformerForPrediction", probable_forecasts, **SERIES),
-    "time series": family("TimeSeriesTransformerForPrediction", probable_forecasts, **SERIES),
+    "Informer": family("InformerForPrediction", probable_forecasts, prediction_length=4, context_length=8, lags_sequence=[1, 2], input_size=1, num_time_features=1, d_model=16, encoder_layers=1, decoder_layers=1, encoder_attention_heads=2, decoder_attention_heads=2, encoder_ffn_dim=16, decoder_ffn_dim=16),
+    "time series": family("TimeSeriesTransformerForPrediction", probable_forecasts, prediction_length=4, context_length=8, lags_sequence=[1, 2], input_size=1, num_time_features=1, d_model=16, encoder_layers=1, decoder_layers=1, encoder_attention_heads=2, decoder_attention_heads=2, encoder_ffn_dim=16, decoder_ffn_dim=16),
 }  # fmt: skip
 
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from automicro import SampleTooLargeError, torch_private
+from automicro import SampleTooLargeError, torch_private_execution
 from automicro.callbacks import OutOfMemoryReport, oom_report
 from automicro.errors import AutomicroWarning
 from automicro.features import RememberSizes
@@ -117,7 +117,7 @@ class Allocator:
         self.held = "empty"
         attach = "torch._C._cuda_attach_out_of_memory_observer"
         monkeypatch.setattr(attach, self.observers.append, raising=False)
-        monkeypatch.setattr(torch_private, "_observes_shortage", False)
+        monkeypatch.setattr(torch_private_execution, "_observes_shortage", False)
         monkeypatch.setattr(oom_report, "can_record_memory", lambda device: True)
         monkeypatch.setattr(oom_report, "dump_memory_snapshot", self.dump)
 

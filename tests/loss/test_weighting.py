@@ -16,13 +16,13 @@ from automicro.loss.averages import (
     Counted,
     CutBatch,
     Divisors,
-    LossMean,
     Samples,
     Sum,
     Tokens,
     read_average,
 )
 from automicro.ranks.interface import OneRank
+from automicro.trainer.evaluation import LossMean
 from tests.cases import count_targets, difference, gradients, masked_mean
 from tests.models import IGNORED, ROWS, Encoder, Mlp, classes, tokens, with_ignored, x, y
 

@@ -58,7 +58,7 @@ def test_warning_names_pluggable_allocator(mocker, caplog) -> None:
         "yet support this), so sizes are only halved and no memory is reported. Use torch's own "
         "allocator for both"
     ]
-    with pytest.raises(ValueError, match=r"pluggable allocator .*use torch's own allocator"):
+    with pytest.raises(ValueError, match=r"devices like CUDA with torch.s own allocator"):
         limit_memory("1MiB", "cuda:6")
 
 

@@ -463,4 +463,4 @@ def test_first_line_and_summary_report_average_batch(capsys: pytest.CaptureFixtu
     assert f"average batch {rows:.2g} rows, {5 * rows:.2g} tokens, {seconds:.1f} s per dev" in first
     assert "per device × 1 device × 4 accumulated = " in first
     assert f"\ndata                     {sum(SECONDS) / 60:.1f} min\n" in out
-    assert re.search(r"\nglobal batch +[\d.]+ rows, [\d.]+ s per device", out)
+    assert re.search(r"\nglobal batch .* on average [\d.]+ rows, [\d.]+ s per device", out)

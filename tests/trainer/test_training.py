@@ -405,6 +405,13 @@ def test_tokens_are_counted_over_accumulated_batches() -> None:
     assert summary.tokens_per_second * 8 == pytest.approx(summary.samples_per_second * 44)
 
 
+def test_refused_duration_does_not_count_in_later_fits() -> None:
+    trainer = make_trainer(make_model(), make_loader(), max_duration="1ep")
+    with pytest.raises(ValueError, match="duration='2tok' counts tokens"):
+        trainer.fit(duration="2tok")
+    assert trainer.fit(duration="1ep").steps == len(make_loader())
+
+
 IDS = torch.arange(12).reshape(3, 4)
 MASK = torch.tensor([[1, 1, 1, 1], [1, 1, 0, 0], [1, 0, 0, 0]])
 

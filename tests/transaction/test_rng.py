@@ -6,7 +6,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from automicro.transaction.rng import _NUMPY, _PYTHON, RandomState, foreign_states
+from automicro.checking.bench import foreign_states
+from automicro.transaction.rng import _NUMPY, _PYTHON, RandomState
 
 PYTHONS: list[Any] = [
     lambda: None,

@@ -59,7 +59,7 @@ class CutRecorder:
             for (owner, name, _), original in zip(seams, before, strict=True):
                 setattr(owner, name, original)
 
-    def _attempt(self, original: Any, work: Any, plan: Any, *args: Any, **kwargs: Any) -> Any:
+    def _attempt(self, original: Any, transaction: Any, work: Any, plan: Any, *args: Any) -> Any:
         self._last = plan.size, plan.level
         self._calls.clear()
         self.begun_at.append(self._count())
@@ -67,7 +67,7 @@ class CutRecorder:
             raise AssertionError(f"{MOST_ATTEMPTS} attempts, and no end")
         self._is_attempt = True
         try:
-            return original(work, plan, *args, **kwargs)
+            return original(transaction, work, plan, *args)
         finally:
             self._is_attempt = False
 

@@ -541,7 +541,7 @@ def _absorbed_by(mode: FaultMode) -> str:
 
 def _absorbing(stack: Sequence[str]) -> str | None:
     # A probe of a part belongs to an attempt; what may fail in it is listed separately.
-    is_in_attempt = "attempt" in stack
+    is_in_attempt = "fit" in stack and "attempt" in stack[stack.index("fit") :]
     for name in reversed(stack):
         if name in ABSORBED and not (is_in_attempt and ABSORBED[name] == PROBE):
             return ABSORBED[name]
