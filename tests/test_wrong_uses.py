@@ -585,7 +585,7 @@ def rows_apart() -> object:
 
 
 def import_removed_name() -> None:
-    from automicro.callbacks import FreezeSchedule  # type: ignore[attr-defined]  # noqa: F401
+    from automicro.callbacks import FreezeSchedule  # noqa: F401
 
 
 RATES = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=1.0)

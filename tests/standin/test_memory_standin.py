@@ -7,6 +7,8 @@ import pytest
 import torch
 
 from automicro.memory import device as memory
+from automicro.memory.budget import limit_bytes, limit_memory
+from automicro.remembered.recollection import usable_bytes
 from automicro.trainer.device import choose_device, describe_device
 from automicro.trainer.processes import Process, own_device
 from tests.gpu.device import MIB
@@ -54,30 +56,30 @@ def test_peak_spans_several_laps() -> None:
 
 
 def test_capacity_is_free_and_cached_memory_within_share() -> None:
-    assert memory.total_bytes(DEVICE) == memory.usable_bytes(DEVICE) == 16 * GIB
+    assert memory.total_bytes(DEVICE) == usable_bytes(DEVICE) == 16 * GIB
     block(100)  # now in the cache
     assert memory.capacity_bytes(DEVICE) == 16 * GIB
     torch.ops.standin.set_occupied(0, GIB)  # by another process
     assert memory.capacity_bytes(DEVICE) == 15 * GIB
-    with memory.limit_memory("25%", DEVICE):
-        assert memory.capacity_bytes(DEVICE) == memory.usable_bytes(DEVICE) == 4 * GIB
+    with limit_memory("25%", DEVICE):
+        assert memory.capacity_bytes(DEVICE) == usable_bytes(DEVICE) == 4 * GIB
         with pytest.raises(torch.OutOfMemoryError):
             block(4 * 1024 + 2)
-    assert memory.usable_bytes(DEVICE) == 16 * GIB
+    assert usable_bytes(DEVICE) == 16 * GIB
 
 
 def test_unenforceable_limit_is_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(
         ValueError, match=r"the limit of 17.00 GiB exceeds the 16.00 GiB of standin"
     ):
-        memory.limit_memory("17GiB", DEVICE)
+        limit_memory("17GiB", DEVICE)
     monkeypatch.delattr(standin, "set_per_process_memory_fraction")
     with pytest.raises(ValueError, match="cannot limit the memory of standin:0"):
-        memory.limit_memory("1GiB", DEVICE)
+        limit_memory("1GiB", DEVICE)
     monkeypatch.delattr(standin, "get_device_properties")
-    assert memory.total_bytes(DEVICE) is memory.usable_bytes(DEVICE) is None
+    assert memory.total_bytes(DEVICE) is usable_bytes(DEVICE) is None
     with pytest.raises(ValueError, match="has no memory of its own"):
-        memory.limit_bytes("50%", DEVICE)
+        limit_bytes("50%", DEVICE)
     monkeypatch.undo()
 
 
@@ -100,7 +102,7 @@ def test_allocator_without_statistics_is_queried_once(monkeypatch: pytest.Monkey
         assert memory.read_counts(DEVICE) == memory.NO_COUNTS
     assert len(asked) == 1
     assert memory.capacity_bytes(DEVICE) is None
-    assert memory.usable_bytes(DEVICE) == 16 * GIB  # for this allocator no share is computed
+    assert usable_bytes(DEVICE) == 16 * GIB  # for this allocator no share is computed
     monkeypatch.undo()
 
 

@@ -186,7 +186,7 @@ def test_training_metrics_change_neither_training_nor_batches(size: int | None) 
         ([accuracy(), MulticlassF1Score(CLASSES)], ["MulticlassAccuracy", "MulticlassF1Score"]),
         (MetricCollection({"a": accuracy()}), ["a"]),
         (nn.ModuleDict({"a": accuracy()}), ["a"]),
-        *((none, []) for none in (None, {}, [], MetricCollection({}))),
+        *[(None, []), ({}, []), ([], []), (MetricCollection({}), [])],
     ],
 )
 def test_model_metrics_are_found(metrics: Any, names: list[str]) -> None:

@@ -4,6 +4,7 @@ import contextlib
 import re
 import signal
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -119,7 +120,7 @@ def test_evaluation_returns_loss_and_metrics_of_all_data() -> None:
     model = make_model(dropout=0.5)
     inputs, targets = make_data()[:]
     targets[: ROWS // 2] = -100  # some batches have only ignored targets
-    ignored = {"num_classes": CLASSES, "ignore_index": -100}
+    ignored: dict[str, Any] = {"num_classes": CLASSES, "ignore_index": -100}
     trainer = make_trainer(
         model,
         metrics=MetricCollection(
@@ -166,7 +167,7 @@ def test_prediction_needs_outputs() -> None:
 
 
 def test_training_is_independent_of_evaluations_and_earlier_random_numbers() -> None:
-    models = []
+    models: list[Any] = []
     for interval, seed in (("1ba", 5), ("3ba", 5), (None, 5), (None, 6)):
         torch.rand(len(models) + 1)
         models.append(make_model(dropout=0.3))
@@ -434,7 +435,7 @@ def test_seconds_are_those_of_sampler_or_callable() -> None:
     trainer = make_trainer(make_model(), features=[count], max_duration="200sec")
     assert trainer.fit().data_seconds == 10.0 * trainer.state.samples == 320.0
     for wrong in ("1", -1.0):
-        count = CountData(seconds=lambda batch, wrong=wrong: wrong)
+        count = CountData(seconds=partial(lambda wrong, batch: wrong, wrong))
         with pytest.raises((TypeError, ValueError), match="count_seconds gave"):
             make_trainer(make_model(), features=[count]).fit()
 
@@ -446,8 +447,8 @@ def test_size_selects_fewest_batches_that_reach_it() -> None:
         assert summary.global_batch.most_rows == rows
     loader = by_seconds()
     average = sum(SECONDS) / len(loader)
-    for size, batches in {int(3 * average): 3, int(3 * average) + 1: 4}.items():
-        summary = make_trainer(make_model(), loader, accumulate_batches=f"{size}sec").fit()
+    for seconds, batches in {int(3 * average): 3, int(3 * average) + 1: 4}.items():
+        summary = make_trainer(make_model(), loader, accumulate_batches=f"{seconds}sec").fit()
         assert summary.steps == -(-len(loader) // batches)
     summary = make_trainer(make_model(), loader, accumulate_batches="3ba").fit()
     assert summary.global_batch.accumulation > 2

@@ -275,7 +275,7 @@ class KnownCosts(Sampler[list[int]]):
 
 def test_each_rank_finds_costs_of_its_own_batches() -> None:
     sampler = KnownCosts({(0,): 1.0, (1, 2): 9.0, (3, 4, 5): 2.0, (6,): 5.0})
-    loader = DataLoader([], batch_sampler=sampler)  # type: ignore[arg-type]
+    loader: Any = DataLoader([], batch_sampler=sampler)  # type: ignore[arg-type]
     found = []
     for rank in range(2):
         place = Process(rank=rank, world_size=2, local_rank=rank)

@@ -214,7 +214,7 @@ class Keeping(Rotating):
             last=deque([1], 2), seen=Counter[Any](), of=defaultdict[int, list[int]](list)
         )
         self.held.all = {"held": Attributes(a=1), "of": self.held.of, "last": self.held.last}
-        self.inner = {"samplers": [CountsPasses()], "passes": 0}
+        self.inner: dict[str, Any] = {"samplers": [CountsPasses()], "passes": 0}
         self.orders: list[Any] = [[*range(ROWS)], np.arange(ROWS)]
         self.batches = [[0, 1], [2, 3], [4, 5], [6, 7]]
         self.made: list[int] | None = None
@@ -232,7 +232,7 @@ class Keeping(Rotating):
         for each in (*self.orders, self.batches):
             random.Random(5).shuffle(each)
         self.made = [*range(ROWS)] if self.made is None else [*self.made[5:], *self.made[:5]]
-        [inner], rows = self.inner["samplers"], [*range(turn, ROWS), *range(turn)]  # type: ignore[misc]
+        inner, rows = next(iter(self.inner["samplers"])), [*range(turn, ROWS), *range(turn)]
         for order in (*self.orders, [*itertools.chain(*self.batches)], self.made, [*inner]):
             rows = [rows[place] for place in order]
         return iter(rows)

@@ -13,8 +13,10 @@ from tests.trainer.resume.subjects import Subject
 from tests.trainer.resume.trials import KINDS, assert_same, check_logs, kill_and_resume
 
 # The first kill of each run has this kind, and some runs are killed again.
-SAMPLE = ("write", "fsync", "rename", "optimizer step", "batch end")
-SAMPLE += ("line logged", "folder removed", "evaluation")
+SAMPLE = (
+    *("write", "fsync", "rename", "optimizer step", "batch end"),
+    *("line logged", "folder removed", "evaluation"),
+)
 TRIALS = 150
 FIRST = int(os.environ.get("AUTOMICRO_SEED", "0"))
 

@@ -74,7 +74,8 @@ ADDITIVE: dict[str, tuple[Any, Any]] = {
 
 @pytest.mark.parametrize(("make", "updates"), ADDITIVE.values(), ids=ADDITIVE)
 def test_first_rank_resumes_with_counts_of_all_ranks(make: Any, updates: Any) -> None:
-    states = [counted(make, *part).state_dict() for part in (updates[:1], updates[1:2], [])]
+    parts: list[Any] = [updates[:1], updates[1:2], []]
+    states = [counted(make, *part).state_dict() for part in parts]
     first, other = counted(make), counted(make)
     first.load_state_dict(first.reshard(states, rank=0))
     other.load_state_dict(other.reshard(states, rank=1))

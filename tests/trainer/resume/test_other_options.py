@@ -40,8 +40,8 @@ def start(folder: Path, options: Options, duration: str) -> Trainer:
     return trainer(given.pop("model"), folder, max_duration=duration, **given)
 
 
-def case(name: str, saved: Options, here: Options, message: str) -> Any:
-    return pytest.param(saved, here, message, id=name)
+def case(name: str, *given: Any) -> Any:
+    return pytest.param(*given, id=name)
 
 
 def steps(optimizer: torch.optim.Optimizer) -> Any:
