@@ -182,7 +182,7 @@ class _Part(Convention):
         )
         return Bench(computation, conditions)
 
-    def train(self, model: nn.Module, microbatch: Any, **_: Any) -> Output:
+    def train(self, model: nn.Module, microbatch: Any) -> Output:
         """Read the average of the loss from its graph, and release the graph."""
         leaves = tensor_leaves(microbatch)
         real = [path for path, leaf in leaves if leaf.is_floating_point() or leaf.is_complex()]
@@ -317,7 +317,7 @@ class _Traced(Convention):
     def __init__(self, call: Call, stages: Stages | None) -> None:
         self._sliced, self.stages = call, stages
 
-    def train(self, model: nn.Module, microbatch: Any, **_: Any) -> Output:
+    def train(self, model: nn.Module, microbatch: Any) -> Output:
         call = self._sliced
         if self.stages is None:
             output = call.compute(microbatch, ())
