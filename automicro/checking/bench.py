@@ -72,6 +72,7 @@ class Conditions:
     # are kept; "numbers": losses and other numbers only; "outputs": these and the outputs.
     wants: Wanted = "parameters"
     batchnorm: bool = False  # whether BatchNorm averages over rows, as in training
+    shakes_rows: bool = False  # whether chance includes the rounding of the rows
     carries: bool = True  # whether a part starts from the state that the part before it left
     watches: bool = False  # whether inputs and outputs of modules are recorded
     notes_state: bool = False  # whether changes to attributes and variables are recorded
@@ -432,11 +433,12 @@ class Bench:
 
     @contextlib.contextmanager
     def _shaking(self, shake: int, rows: Any) -> Iterator[None]:
-        """Change parameters in their last bits, in place; before a BatchNorm also the rows."""
+        """Change parameters in their last bits, in place, and rows if the conditions say so."""
         # Bits are flipped, not numbers added, so flipping again restores them exactly.
         shaken: list[tuple[Tensor, Tensor, int]] = []  # with the first value of each
-        # Rows that differ by little are normalized to differences that are mostly rounding.
-        rows = [leaf for _, leaf in tensor_leaves(rows)] if self.conditions.batchnorm else []
+        leaves = tensor_leaves(rows) if self.conditions.shakes_rows else ()
+        # Not masks, because a forward may compare them with 1.
+        rows = [e for _, e in leaves if e.dtype in _INTEGERS and e.detach().frac().any()]
         for each in [*self._shaken, *rows] if shake else ():
             kind = _INTEGERS.get(each.dtype)
             # Bits of a subclass, such as a quantized tensor, might mean something else.

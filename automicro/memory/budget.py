@@ -271,7 +271,7 @@ def tensors_of(residents: Iterable[object]) -> Iterator[torch.Tensor]:
 
 def limit_memory(
     limit: str | int | float, device: torch.device | str
-) -> "contextlib.AbstractContextManager[MemoryBudget | None]":
+) -> contextlib.AbstractContextManager[MemoryBudget | None]:
     """Return a context in which a device has at most a limit of memory.
 
     >>> with limit_memory("1MiB", "cpu") as budget:
@@ -283,8 +283,6 @@ def limit_memory(
     device = torch.device(device)
     num_bytes = limit_bytes(limit, device)
     if device.type == "cpu":
-        from automicro.memory.budget import MemoryBudget
-
         return MemoryBudget(num_bytes)
     total = total_bytes(device)
     has_limits = ability(device, "set_per_process_memory_fraction") is not None
@@ -328,7 +326,7 @@ def _limited(fraction: float, device: torch.device) -> Iterator[None]:
         module.set_per_process_memory_fraction(before, device.index)
 
 
-def track_residents(budget: "MemoryBudget", residents: Iterable[object]) -> None:
+def track_residents(budget: MemoryBudget, residents: Iterable[object]) -> None:
     """Count residents in a budget, with a note to the error if they alone exceed it."""
     try:
         budget.track(*(each for each in residents if each is not None))

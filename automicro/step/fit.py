@@ -5,10 +5,10 @@
 
 import functools
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NoReturn, Protocol, TypeVar
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from automicro.batchnorm import needs_two_rows
-from automicro.errors import RollbackError, add_note, describe_error, remember, text_of
+from automicro.errors import RollbackError, add_note, describe_error, facts_of, remember, text_of
 from automicro.memory.device import Measured, highs_of, measured_by_all, peak_bytes
 from automicro.memory.oom import Failure, caught, classify, empty_cache, first_line, release, surely
 from automicro.ranks.interface import Ranks, Report, Status, StrayedError, announcing_failure
@@ -141,10 +141,10 @@ def _undo(
         The status of all ranks, and what the attempt measured.
     """
     ranks, meter, device = phase.ranks, sizes.meter, phase.device
-    status = _status(failure, plan, phase, sizes)
-    # The meter reads what the attempt held, before `release` frees it.
-    measured = None if meter is None else meter.end(failure)
     try:
+        status = _status(failure, plan, phase, sizes)
+        # The meter reads what the attempt held, before `release` frees it.
+        measured = None if meter is None else meter.end(failure)
         # The frames of a fatal error on a single rank stay for debuggers.
         if status is not Status.FATAL or not ranks.is_alone:
             release(failure, device)
@@ -169,7 +169,8 @@ def _status(error: BaseException, plan: Plan, phase: Phase, sizes: Sizes) -> Sta
         return Status.TWO_ROWS
     if isinstance(error, StrayedError | TouchedGradientsError):
         return Status.STRAYED
-    if classify(error) is not Failure.RETRYABLE:
+    # A batch whose commit ran out of memory, in a part of the caller's, must not be added again.
+    if classify(error) is not Failure.RETRYABLE or facts_of(error).is_committed:
         return Status.FATAL
     # If parts have already shrunk their own sizes, the batch is tried again at the same size.
     return Status.SMALLER_PART if phase.has_smaller_parts() else Status.OUT_OF_MEMORY
@@ -187,8 +188,10 @@ def _roll_back(transaction: Transaction, cause: BaseException, ranks: Ranks | No
                 lost = f"the device is lost, so nothing could be restored ({text_of(failure)})"
                 add_note(cause, f"automicro: {lost}")
                 return
-            _refuse_to_go_on(failure, cause)
-        raise failure  # an interrupt (Ctrl-C), after which the state was restored
+            if isinstance(failure, Exception):
+                raise _lost_state(failure, cause) from cause
+            add_note(failure, "automicro: the state before the batch could not be restored")
+        raise failure  # an interrupt (Ctrl-C), or an error after which the state was restored
     except BaseException as error:
         if ranks is not None:
             ranks.fail(error)
@@ -197,13 +200,10 @@ def _roll_back(transaction: Transaction, cause: BaseException, ranks: Ranks | No
         del failure  # break the reference cycle with the traceback
 
 
-def _refuse_to_go_on(failure: BaseException, cause: BaseException) -> NoReturn:
+def _lost_state(failure: Exception, cause: BaseException) -> RollbackError:
     if isinstance(failure, RollbackError):
-        raise failure from cause
-    if not isinstance(failure, Exception):
-        add_note(failure, "automicro: the state before the batch could not be restored")
-        raise failure
-    raise RollbackError(
+        return failure
+    return RollbackError(
         f"an attempt failed ({describe_error(cause)}), and the state before it could not be "
         f"restored ({describe_error(failure)}). Resume from a checkpoint"
-    ) from cause
+    )

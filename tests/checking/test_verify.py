@@ -384,3 +384,15 @@ def test_gradient_at_rounding_level_is_ignored() -> None:
     split = Reading(gradients={"w": torch.tensor([1.0]), "b": torch.tensor([-1e-17])})
     assert max(relative_errors(split, whole).values()) < 1e-14
     assert relative_errors(Reading(), whole)["w"] == 1.0
+
+
+def test_batchnorm_is_named_although_a_mask_is_compared_with_one() -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 1))
+    draws = torch.Generator().manual_seed(0)
+    batch = torch.randn(12, 8, generator=draws), (torch.arange(12) % 3 > 0).float()
+
+    def forward(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+        inputs, mask = batch
+        return (model(inputs)[:, 0].square() * (mask == 1)).mean()
+
+    assert kinds(verify(model, batch, forward=forward, loss_average="samples")) == ["batchnorm"]

@@ -1,5 +1,6 @@
 """The retry loop: which sizes it tries, records, cleans up after and raises."""
 
+import functools
 import gc
 import logging
 import types
@@ -249,6 +250,16 @@ def test_rollback_is_retried_after_oom():
     assert run(fits(2), 4, Halving(), parts=[part]).failed_sizes == (4,)
     assert part.num_rollbacks == 2
     assert not part.is_open
+
+
+def test_batch_is_not_added_again_if_commit_runs_out_of_memory():
+    tried: list[Any] = []
+    part: Any = Stubborn()
+    part.commit = functools.partial(raising(torch.OutOfMemoryError(OOM)), [])
+    with pytest.raises(torch.OutOfMemoryError) as caught:
+        run(fits(4, tried), 4, Halving(), parts=[part])
+    assert tried == [[4]]
+    assert "the batch was committed" in caught.value.__notes__[0]
 
 
 @pytest.mark.parametrize("cause", [torch.OutOfMemoryError(OOM), ValueError(), None])
