@@ -1,11 +1,16 @@
 """On a device, the gradient equals that of the whole batch, wherever the batch is stored."""
 
 import dataclasses
+from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
 
+from automicro import Contrastive, Microbatcher
 from automicro.batch.tensors import map_tensors
+from automicro.contrastive import InfoNCE
 from tests.cases import difference, gradients
 from tests.gpu.device import DEVICE, GPU
 from tests.gpu.subjects import ROWS, batch, microbatcher, model
@@ -60,3 +65,43 @@ def test_microbatched_bf16_error_matches_full_batch_bf16() -> None:
     exact, *others = found
     whole, split = (float((each - exact).norm() / exact.norm()) for each in others)
     assert 0 < split < 2 * whole + 1e-4
+
+
+def layers() -> nn.Module:
+    torch.manual_seed(1)
+    net = nn.Sequential(nn.Linear(64, 32), nn.BatchNorm1d(32), nn.Tanh(), nn.Linear(32, 16))
+    return net.double().to(DEVICE)
+
+
+def double_rows() -> Tensor:
+    return torch.randn(32, 64, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
+
+
+@pytest.mark.parametrize("ignored", [0, 11])
+def test_exact_batchnorm_and_ignored_targets_match_whole_batch(ignored: int) -> None:
+    net, plain, loss_fn = layers(), layers(), nn.CrossEntropyLoss()
+    targets = (torch.arange(32) % 16).index_fill(0, torch.arange(ignored), -100)
+    options: dict[str, Any] = {"microbatch_size": 5, "batchnorm": "exact"}
+    if ignored:  # all targets of the first two microbatches
+        plain[1].eval()  # type: ignore[index]
+        net[1].eval()  # type: ignore[index]
+        options = {"microbatch_size": 5, "loss_average": "tokens"}
+    Microbatcher(net, loss_fn=loss_fn, **options).backward((double_rows(), targets))
+    loss_fn(plain(double_rows().to(DEVICE)), targets.to(DEVICE)).backward()
+    assert difference(gradients(net), gradients(plain)) < 1e-9
+    for one, other in zip(net.buffers(), plain.buffers(), strict=True):
+        assert torch.allclose(one.double(), other.double(), rtol=1e-12, atol=0)
+
+
+def test_sliced_contrastive_loss_matches_whole_batch() -> None:
+    encoder, plain = layers().eval(), layers().eval()
+    loss = InfoNCE(trains_temperature=False, microbatch_size=7)
+    net = Contrastive({"one": encoder, "other": encoder}, loss, microbatch_size=5)
+    pair = double_rows(), double_rows().flip(1)
+    options: dict[str, Any] = {"microbatch_size": None, "eval_microbatch_size": None}
+    microbatcher = Microbatcher(net, loss_average="samples", **options)
+    microbatcher.backward(dict(zip(("one", "other"), pair, strict=True)))
+    one, other = (F.normalize(plain(rows.to(DEVICE))) for rows in pair)
+    scores, right = one @ other.T / loss.temperature, torch.arange(32, device=DEVICE)
+    ((F.cross_entropy(scores, right) + F.cross_entropy(scores.T, right)) / 2).backward()
+    assert difference(gradients(net), gradients(plain)) < 1e-6  # the temperature is a float32
