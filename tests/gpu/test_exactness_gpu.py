@@ -1,5 +1,6 @@
 """On a device, the gradient equals that of the whole batch, wherever the batch is stored."""
 
+import copy
 import dataclasses
 from typing import Any
 
@@ -67,41 +68,40 @@ def test_microbatched_bf16_error_matches_full_batch_bf16() -> None:
     assert 0 < split < 2 * whole + 1e-4
 
 
-def layers() -> nn.Module:
+def made() -> tuple[nn.Module, nn.Module, Tensor, Tensor]:
+    """Return a model, a copy of it, rows and targets, of which the first 11 are ignored."""
     torch.manual_seed(1)
     net = nn.Sequential(nn.Linear(64, 32), nn.BatchNorm1d(32), nn.Tanh(), nn.Linear(32, 16))
-    return net.double().to(DEVICE)
+    targets = (torch.arange(32) % 16).index_fill(0, torch.arange(11), -100)
+    net = net.double().to(DEVICE)
+    return net, copy.deepcopy(net), torch.randn(32, 64, dtype=torch.float64), targets
 
 
-def double_rows() -> Tensor:
-    return torch.randn(32, 64, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
-
-
-@pytest.mark.parametrize("ignored", [0, 11])
-def test_exact_batchnorm_and_ignored_targets_match_whole_batch(ignored: int) -> None:
-    net, plain, loss_fn = layers(), layers(), nn.CrossEntropyLoss()
-    targets = (torch.arange(32) % 16).index_fill(0, torch.arange(ignored), -100)
-    options: dict[str, Any] = {"microbatch_size": 5, "batchnorm": "exact"}
-    if ignored:  # all targets of the first two microbatches
-        plain[1].eval()  # type: ignore[index]
-        net[1].eval()  # type: ignore[index]
-        options = {"microbatch_size": 5, "loss_average": "tokens"}
-    Microbatcher(net, loss_fn=loss_fn, **options).backward((double_rows(), targets))
-    loss_fn(plain(double_rows().to(DEVICE)), targets.to(DEVICE)).backward()
+@pytest.mark.parametrize("frozen", [False, True])
+def test_exact_batchnorm_and_ignored_targets_match_whole_batch(frozen: bool) -> None:
+    net, plain, rows, targets = made()
+    loss_fn, options = nn.CrossEntropyLoss(), dict[str, Any](batchnorm="exact")
+    if frozen:  # two microbatches have no targets
+        net.eval(), plain.eval()
+        options = {"loss_average": "tokens"}
+    else:
+        targets = targets.clamp(min=0)
+    Microbatcher(net, loss_fn=loss_fn, microbatch_size=5, **options).backward((rows, targets))
+    loss_fn(plain(rows.to(DEVICE)), targets.to(DEVICE)).backward()
     assert difference(gradients(net), gradients(plain)) < 1e-9
     for one, other in zip(net.buffers(), plain.buffers(), strict=True):
         assert torch.allclose(one.double(), other.double(), rtol=1e-12, atol=0)
 
 
 def test_sliced_contrastive_loss_matches_whole_batch() -> None:
-    encoder, plain = layers().eval(), layers().eval()
+    encoder, plain, rows, _ = made()
+    encoder.eval(), plain.eval()
     loss = InfoNCE(trains_temperature=False, microbatch_size=7)
     net = Contrastive({"one": encoder, "other": encoder}, loss, microbatch_size=5)
-    pair = double_rows(), double_rows().flip(1)
-    options: dict[str, Any] = {"microbatch_size": None, "eval_microbatch_size": None}
-    microbatcher = Microbatcher(net, loss_average="samples", **options)
-    microbatcher.backward(dict(zip(("one", "other"), pair, strict=True)))
-    one, other = (F.normalize(plain(rows.to(DEVICE))) for rows in pair)
+    options: Any = {"microbatch_size": None, "eval_microbatch_size": None}
+    step = Microbatcher(net, loss_average="samples", **options)
+    step.backward({"one": rows, "other": rows.flip(1)})
+    one, other = (F.normalize(plain(each.to(DEVICE))) for each in (rows, rows.flip(1)))
     scores, right = one @ other.T / loss.temperature, torch.arange(32, device=DEVICE)
     ((F.cross_entropy(scores, right) + F.cross_entropy(scores.T, right)) / 2).backward()
-    assert difference(gradients(net), gradients(plain)) < 1e-6  # the temperature is a float32
+    assert difference(gradients(encoder), gradients(plain)) < 1e-6  # a float32 temperature
