@@ -152,12 +152,3 @@ def test_moved_lines_are_found_and_changed_lines_are_gone(tree: Path) -> None:
     assert places["return rows <= most"] is None
     numbers = {line: place.number for line, place in places.items() if place is not None}
     assert numbers == {"return rows % 2 == 1": 9, "return rows == 0": 13, "return not rows": 17}
-
-
-def test_ambiguous_line_is_gone(tree: Path) -> None:
-    drawn = pick(tree, seed=0, count=MISTAKES)
-    assert pick(tree, seed=0, count=MISTAKES) == drawn
-    (mutant,) = (each for each in drawn if "not rows" in each.line)
-    renamed = "def {name}(rows):\n    return not rows\n"
-    code_of(tree).write_text(renamed.format(name="one") + renamed.format(name="other"))
-    assert find(tree, [mutant]) == [None]

@@ -81,10 +81,6 @@ def test_status_line_is_trimmed_to_window_width(columns: int, shown: str) -> Non
     assert len(shown) < columns
 
 
-def test_ascii_terminal_shows_ascii_status_line() -> None:
-    assert STATUS.in_window(50, ascii_only=True).plain == "#-----  25% - 0:01:15 left - loss 0.5000"
-
-
 def test_time_left_needs_two_updates_of_one_run() -> None:
     now = [0.0]
     left = TimeLeft(clock=lambda: now[0])

@@ -162,6 +162,20 @@ def test_values_that_are_not_means_warn_once() -> None:
     assert metric_warnings(forward, batch(), probe=False, **sizes) == []
 
 
+@pytest.mark.sweep
+def test_late_difference_is_found_at_next_power_of_ten() -> None:
+    begins = False
+
+    def forward(model: Any, batch: Any) -> Any:
+        return hardest(model, batch) if begins else each(model, batch).mean()
+
+    microbatcher = Microbatcher(net(), forward=forward, microbatch_size=16, loss_average="samples")
+    assert not warnings_of(microbatcher, *(batch() for _ in range(100)))
+    begins = True
+    assert not warnings_of(microbatcher, *(batch() for _ in range(899)))
+    assert len(warnings_of(microbatcher, batch())) == 1
+
+
 def test_comparison_is_postponed_after_oom() -> None:
     def forward(model: Any, batch: Any) -> Any:
         if len(batch[0]) > 3:

@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 import sounds
@@ -148,17 +147,3 @@ def test_gradient_matches_whole_batch(unit: str, nested: Any, size: int | None) 
     assert (nested is None) == (result.nested_sizes == {})
     assert float(result.loss) == pytest.approx(float(whole.detach()), abs=1e-10)
     assert (gradient(model) - expected).abs().max() < 1e-9
-
-
-def test_padding_does_not_change_outputs() -> None:
-    model, batch = model_and_batch()
-    model.eval()
-    with torch.no_grad():
-        outputs = model(**batch)
-        for row in range(10):
-            alone = {key: each[row : row + 1] for key, each in batch.items()}
-            alone["audio"] = alone["audio"][:, : int(alone["audio_lengths"])]
-            alone["labels"] = alone["labels"][:, : int(alone["label_lengths"])]
-            read = model(**alone)["read"][0]
-            padded = F.pad(read, (0, outputs["read"].shape[1] - len(read)))
-            assert torch.equal(padded, outputs["read"][row])

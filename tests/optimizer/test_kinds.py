@@ -183,18 +183,6 @@ class Noisy(torch.optim.SGD):
             parameter.add_(drawn + torch.randn_like(parameter), alpha=0.01 * noise)
 
 
-class HoldsModel(torch.optim.SGD):
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__(model.parameters(), lr=0.1)
-        self.model = model
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> Any:
-        for parameter in self.model.parameters():
-            parameter.mul_(0.99)
-        return super().step(closure)
-
-
 class Patched:
     """An optimizer whose step is replaced on the instance, as in many libraries."""
 
@@ -241,7 +229,6 @@ MAKE: dict[str, Make] = {
     "on its class": decaying("class"),
     "by number": lambda m: ByNumber(m.parameters()),
     "noise": lambda m: Noisy(m.parameters(), lr=0.1, momentum=0.9),
-    "holds the model": HoldsModel,
     "patched": Patched,
     "duck": lambda m: Duck(torch.optim.Adam(m.parameters(), lr=0.1)),
     "accelerate": lambda m: accelerate.Accelerator(cpu=True).prepare(
@@ -313,7 +300,6 @@ def train(make: Make, *, ours: bool) -> tuple[list[Tensor], Any]:
 UNKNOWN = {
     "closure of a tensor": "its step uses (aten.mul_.Tensor) a tensor that is neither a parameter",
     "list": "its step uses (aten.lerp_.Scalar) a tensor that is neither a parameter nor state",
-    "holds the model": "its step uses (aten.mul_.Tensor) a tensor that is neither a parameter",
     "adafactor": "_local_scalar_dense",
     "half built, alone": "its step calls no hooks",
 }

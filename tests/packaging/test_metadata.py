@@ -94,9 +94,3 @@ def test_readme_and_project_links_point_into_repository(
 def test_invalid_repository_addresses_are_refused(text: str) -> None:
     with pytest.raises(ValueError, match="is not the address of a repository: give one that a br"):
         hatch_build.read_repository(text)
-
-
-def test_code_in_readme_is_unchanged() -> None:
-    code = "```python\nlayers[0](batch)\n```\n"
-    assert hatch_build.for_an_index(code, REPOSITORY) == code
-    assert hatch_build.for_an_index("[a](https://b.org)", None) == "[a](https://b.org)"

@@ -1,7 +1,6 @@
 """Levels and other settings combined with sizes: which are tried and which are chosen."""
 
 import json
-import random
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -192,53 +191,6 @@ def test_guarantees_hold_for_any_batches(name: str, data: st.DataObject) -> None
             assert other.batch(rows, float(cost)) == found
             assert other.plans[-1] == one.plans[-1]
     assert json.dumps(other.policy.state_dict()) == json.dumps(one.policy.state_dict())
-
-
-@pytest.mark.parametrize("name", ["auto", "all"])
-def test_ranks_decide_alike_from_shared_measurements(name: str) -> None:
-    """Each rank has its own batches and proposals; agreement and outcome are shared."""
-    policies, draw = [POLICIES[name]() for _ in range(3)], random.Random(3)
-    for _ in range(120):
-        batches = [
-            (policy, draw.choice([24, 32, 7]), draw.choice([4.0, 8.0, 30.0])) for policy in policies
-        ]
-        rows, cost = max(rows for _, rows, _ in batches), max(cost for *_, cost in batches)
-        failed: tuple[int, int, str] | None = None
-        while True:
-            for policy, own, own_cost in batches:
-                policy.level = policy.level_for(own, own_cost)
-            level = max(policy.level for policy in policies)
-            sizes = [
-                policy.propose(own, own_cost)
-                for policy, own, own_cost in batches
-                if policy.level == level
-            ]
-            for policy in policies:
-                policy.level = level
-            size = canonical_size(rows, min(sizes))
-            [chosen] = {json.dumps(dict(policy.settings)) for policy in policies}
-            if failed and level <= failed[0] and size >= failed[1] and chosen == failed[2]:
-                assert {policy.climb(cost) for policy in policies} == {True}
-                continue
-            need = int(size * cost * [4, 1, 1.5, 0.3][level])
-            outcome = Outcome(
-                num_rows=rows,
-                microbatch_size=size,
-                fits=need <= 100,
-                peak_bytes=1000 + need,
-                resident_bytes=1000,
-                capacity_bytes=1100,
-                seconds=rows * cost * ([1, 1.3, 2, 2.5][level] + 4 / size),
-                cost=cost,
-                level=level,
-                settings=json.loads(chosen),
-            )
-            for policy in policies:
-                policy.record(outcome)
-            assert len({json.dumps(policy.state_dict()) for policy in policies}) == 1
-            if outcome.fits:
-                break
-            failed = level, size, chosen
 
 
 class Choice(NamedTuple):

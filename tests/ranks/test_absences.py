@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from automicro import Microbatcher, SampleTooLargeError, Trainer
 from automicro.errors import DesyncError
+from automicro.features import Carry
 from automicro.policy.auto import Halving
 from automicro.ranks.guards import guard
 from tests.ranks.faulty_models import Fault
@@ -288,3 +289,29 @@ def test_killed_peer_is_named(kind: str, size: int, victim: int, step: int) -> N
         named = re.search(rf"ranks? ([\d, ]+) of {size} gone or stuck", found["text"])
         assert named is not None, found["text"]
         assert str(victim) in named[1].split(", ")
+
+
+@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
+@on_ranks()
+def test_each_rank_keeps_outputs_and_state_of_its_rows(kind: str) -> None:
+    torch.manual_seed(0)
+    inner, rank = nn.GRU(3, 4, batch_first=True).double(), dist.get_rank()
+    twin = copy.deepcopy(inner)
+
+    def forward(model: Any, batch: Any, carry: Any) -> dict[str, Any]:
+        outputs, carry = model(batch, carry)
+        return {"loss": outputs.square().mean(), "outputs": outputs, "carry": carry}
+
+    options: dict[str, Any] = {"loss_average": "samples", "features": [Carry(1)]}
+    found = Microbatcher(wrapped(kind, inner), forward=forward, microbatch_size=2, **options)
+    rows, carry, expected = (5, 3)[rank], None, None
+    for has_rows in (True, True, rank == 0):
+        given = torch.randn(rows, 6, 3).double() if has_rows else None
+        result = found.backward(given, carry=carry, return_outputs=True)
+        if given is not None:
+            with torch.no_grad():
+                outputs, expected = twin(given, expected)
+            carry = result.carry
+            assert carry.shape[1] == rows
+            assert float((result.outputs["outputs"] - outputs).abs().max()) < 1e-12
+            assert float((carry - expected).abs().max()) < 1e-12

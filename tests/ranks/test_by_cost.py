@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from automicro import Microbatcher, PaddingWarning
 from automicro.features import MicrobatchUnit
-from tests.ranks.world import World
+from tests.ranks.world import World, on_ranks
 from tests.ranks.wrapping import furthest, whole_gradients, wrapped
 from tests.step.texts import IGNORED, Reader, texts
 from tests.sweeps import mostly_in_sweeps
@@ -159,3 +159,25 @@ def test_padding_that_no_rank_can_check_stays_with_warning(world2: World) -> Non
     for rank in require_same(world2, "fsdp", ranks, padded=20, declared=True):
         assert not rank["warned"]
         assert all(length < 20 for _, length in rank["ran"])
+
+
+@pytest.mark.parametrize("kind", DECLARED)
+@on_ranks()
+def test_evaluation_and_prediction_keep_row_order(kind: str) -> None:
+    """The second rank has no rows, then fewer ones."""
+    microbatcher = by_tokens(reader(kind), DECLARED[kind], eval_microbatch_size="auto")
+    for rows in ([LONG, []], [LONG, SHORT]):
+        own = rows[dist.get_rank()]
+        batch = texts(own) if own else None
+        result = microbatcher.evaluate(batch, return_outputs=True)
+        predicted = microbatcher.predict(batch)
+        if batch is None:
+            assert result.loss is None
+            continue
+        with torch.no_grad():
+            alone = reader(None).eval()(**batch)
+        real = batch["attention_mask"].bool()
+        assert abs(result.loss - alone["loss"]) <= 1e-9
+        for outputs in (result.outputs, predicted):
+            found = outputs["logits"][real], outputs["pooled"]
+            assert furthest(found, [alone["logits"][real], alone["pooled"]]) <= 1e-12

@@ -14,10 +14,12 @@ import torch.distributed as dist
 from automicro import Halving
 from automicro.features import Nested, WhenTooLarge
 from automicro.savers import offload
+from automicro.savers.recompute import repeated_blocks
 from tests.ranks.faulty_models import Fault, Faults, build, random_plan
 from tests.ranks.jobs import batch
 from tests.ranks.steps import Stepper
-from tests.ranks.world import World
+from tests.ranks.world import World, on_ranks
+from tests.ranks.wrapping import wrapped
 from tests.sweeps import SEED, mostly_in_sweeps
 from tests.torture.engine.cuts import Cut, CutRecorder
 from tests.torture.engine.subject import begin_at_level
@@ -172,3 +174,25 @@ def test_random_plans_recover(world2: World, kind: str, what: str, seeds: range)
         fired += sum(result["fired"] for result in results)
         climbed += any(level for _, level in results[0]["outer"])
     print(f"{kind}, {what}: {len(seeds)} plans, {fired} faults, {climbed} with levels, all equal")
+
+
+FAMILIES = (
+    *("bert", "convnext", "funnel", "gemma3n", "gpt2", "llama", "mamba", "mistral", "mixtral"),
+    *("swin", "t5", "vit", "wav2vec2"),
+)
+
+
+@pytest.mark.filterwarnings("ignore")  # from transformers' models
+@pytest.mark.parametrize(("name", "kind"), mostly_in_sweeps(FAMILIES, KINDS, few=2))
+@on_ranks()
+def test_transformers_keep_all_bits_at_each_level(name: str, kind: str) -> None:
+    pytest.importorskip("transformers")
+    from tests.savers.test_families import EVERY, assert_bit_identical
+
+    def make() -> Any:
+        model = EVERY[name].make()
+        return wrapped(kind, model, *repeated_blocks(model).values())
+
+    with mock.patch.object(offload, "SMALL_BYTES", 1 << 10):
+        family = dataclasses.replace(EVERY[name], make=make)
+        assert_bit_identical(family, is_measured=False)

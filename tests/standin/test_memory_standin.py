@@ -10,7 +10,6 @@ from automicro.memory import device as memory
 from automicro.memory.budget import limit_bytes, limit_memory
 from automicro.remembered.recollection import usable_bytes
 from automicro.trainer.device import choose_device, describe_device
-from automicro.trainer.processes import Process, own_device
 from tests.gpu.device import MIB
 from tests.standin import device as standin
 
@@ -124,14 +123,3 @@ def test_device_is_chosen_and_described() -> None:
         choose_device("gpu:0")
     with pytest.raises(ValueError, match="cannot be used here"):
         choose_device("cuda:0")
-
-
-def test_each_process_uses_device_of_its_local_rank() -> None:
-    for rank in range(standin.NUM_DEVICES):
-        place = Process(rank=rank, world_size=2, local_rank=rank)
-        assert own_device("auto", place) == own_device("standin", place)
-        assert own_device("auto", place) == torch.device("standin", rank)
-    beyond = Process(rank=2, world_size=3, local_rank=2)
-    with pytest.raises(ValueError, match="LOCAL_RANK=2, but this machine has 2 standin devices"):
-        own_device("auto", beyond)
-    assert own_device("standin:0", beyond) == "standin:0"

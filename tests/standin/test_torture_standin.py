@@ -5,7 +5,6 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from torch import nn
 
 from tests.torture.conftest import without_log_and_long_collections  # noqa: F401
 from tests.torture.engine.subject import Subject
@@ -52,11 +51,3 @@ def test_device_failure_is_recovered_or_leaves_no_trace(
     assert row.plans == len(plans)
     if trials.scene.is_transaction and warm_steps:  # a first batch consists mostly of checks
         assert row.outcomes["recovered"] > 0
-
-
-def test_sweep_detects_missing_rollback_on_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    trials = trials_of("BatchNorm and dropout", "backward", 1)
-    plans = sample(trials, single_faults(trials, ["oom"]), 6, "one")
-    assert isinstance(trials.scene.make().model, nn.Module)
-    monkeypatch.setattr("automicro.state.capture.Captured.put_back", lambda self: None)
-    assert any("running_mean" in each for each in sweep(trials, "faults", plans).wrong)

@@ -62,7 +62,7 @@ def test_texts_match_gradient_of_whole_batch(size, left):
     ran = model.seen[-result.num_microbatches :]
     assert sum(rows for rows, _ in ran) == len(LENGTHS)
     assert result.microbatch_size == max(rows * length for rows, length in ran)
-    assert all(length <= 17 for _, length in ran), "padding that nobody needs was computed"
+    assert all(length <= 17 for _, length in ran), "padding was computed that no row needs"
     if isinstance(size, int):
         assert all(rows * length <= size or rows == 1 for rows, length in ran)
     # Outputs match those of the whole batch, in its order and with its padding.

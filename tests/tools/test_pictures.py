@@ -1,7 +1,6 @@
 """Pictures: axis labels, drawn points, and file formats."""
 
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -34,13 +33,6 @@ def test_plot_shows_all_points_and_chosen_size() -> None:
     assert legend is not None
     assert [text.get_text() for text in legend.get_texts()] == ["chosen: 24 rows"]
     assert np.unique(memory.lines[-1].get_xdata()) == [24]
-
-
-def test_invalid_points_are_rejected() -> None:
-    cases: list[Any] = [[], [(4, None, None)], [(0, 1.0, 1)]]
-    for points in cases:
-        with pytest.raises(ValueError, match=f"{len(points)} points cannot be drawn: give sizes"):
-            speed_and_memory(points)
 
 
 def test_picture_format_follows_file_suffix(tmp_path: Path) -> None:

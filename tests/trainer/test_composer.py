@@ -12,7 +12,7 @@ from torchmetrics import Metric, MetricCollection
 from torchmetrics.classification import MulticlassAccuracy, MulticlassF1Score
 
 from automicro import LossError, Microbatcher, Trainer
-from automicro.trainer.metrics import MetricSet, model_metrics
+from automicro.trainer.metrics import model_metrics
 from benchmarks.beside_composer import CASES, is_exact, table
 from tests.trainer.runs import CLASSES, FEATURES, adam, assert_same, make_loader
 
@@ -197,11 +197,6 @@ def test_model_metrics_are_found(metrics: Any, names: list[str]) -> None:
         assert list(each or []) == names
         assert (each is None) == (not names)
         assert all(isinstance(metric, Metric) for metric in (each or {}).values())
-
-
-def test_invalid_metric_is_refused() -> None:
-    with pytest.raises(TypeError, match=r"3 \(of type int\) is not a metric"):
-        MetricSet(model_metrics(Classifier(3), is_train=True), torch.device("cpu"))
 
 
 def test_docs_page_matches_measured_results() -> None:

@@ -3,6 +3,7 @@
 import copy
 import random
 from collections.abc import Iterable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from torchmetrics.classification import MulticlassAccuracy
 from automicro import Callback, Microbatcher, SampleTooLargeError
 from automicro.callbacks import ExponentialMovingAverage
 from automicro.checkpoints.rng import rng_state
+from automicro.checkpoints.store import CheckpointConfig
 from automicro.trainer.data.sharing import LoaderSharing
 from automicro.trainer.processes import Process
 from automicro.trainer.rehearsal import (
@@ -129,6 +131,30 @@ def test_rehearsal_with_ooms_matches_run_with_found_sizes() -> None:
     assert_same(model, other)
     # Without these sizes, the run itself runs out of memory.
     assert trainer(Model(), rehearse=None).fit().ooms > 0
+
+
+@pytest.mark.sweep
+def test_resumed_run_skips_rehearsal_and_is_bit_identical(tmp_path: Path) -> None:
+    class Stopper(Callback):
+        def batch_end(self, run: Any, result: Any) -> None:
+            if run.state.batch == 3:
+                run.stop("enough for now")
+
+    def train(folder: str, *callbacks: Callback) -> Any:
+        saved = CheckpointConfig(folder=tmp_path / folder, interval="1ba")
+        options: dict[str, Any] = {"max_duration": "2ep", "memory_limit": limit_for([40], rows=3)}
+        loader = loader_of(log_normal(7, 48), shuffle=True)
+        trainer = make_trainer(
+            Model(dropout=0.3), loader, callbacks=callbacks, checkpoint=saved, **options
+        )
+        trainer.fit()
+        return trainer
+
+    whole = train("one")
+    assert train("two", Stopper()).state.batch == 3
+    resumed = train("two")
+    assert resumed._fit.rehearsal.report is None
+    assert_same(whole._run.model, resumed._run.model)
 
 
 def test_longest_batch_that_never_fits_fails_before_first_step() -> None:

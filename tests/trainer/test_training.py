@@ -221,6 +221,14 @@ def test_optimizer_with_train_and_eval_matches_manual_loop() -> None:
     assert abs(looks.seen[0] - used[0]) > 1e-6
 
 
+def test_samplers_receive_epoch() -> None:
+    told: list[int] = []
+    loader: Any = make_loader()
+    loader.sampler.set_epoch = told.append
+    make_trainer(make_model(), loader, max_duration="3ep").fit()
+    assert told == [0, 1, 2]
+
+
 def test_only_given_parameters_train_and_weights_can_be_saved(tmp_path: Path) -> None:
     model = make_model()
     trainer = make_trainer(model, optimizer=adam(model[5].parameters()))

@@ -129,15 +129,6 @@ def test_documented_pages_match_output(page: str, name: str, tmp_path: Path) -> 
     assert PAGES
 
 
-def test_growth_is_reported_from_second_to_last_pass(tmp_path: Path) -> None:
-    diagnosis = diagnose(dump(fail("bank").snapshot, tmp_path))
-    (bank,) = (each for each in diagnosis.holders if each.growth)
-    features = 256 * 512 * 4  # per batch
-    assert bank.passes == [features * number for number in range(1, len(bank.passes) + 1)]
-    assert bank.owner in diagnosis.causes[0].text
-    assert diagnosis.causes[0].num_bytes == bank.passes[-1] - bank.passes[1]
-
-
 def test_growth_counts_steady_increase_between_passes() -> None:
     cases: list[Any] = [
         ([0, 1, 2, 3, 4], 3),

@@ -31,8 +31,9 @@ def test_killed_run_ends_like_undisturbed_run(tmp_path: Path) -> None:
     kills: list[str] = []
     for seed, kind in enumerate(SAMPLE, 101):
         kills += kill_and_resume(seed, tmp_path / str(seed), first_kind=kind)
-    assert len(kills) > len(SAMPLE)  # some runs are killed again
-    assert len({*kills}) >= len(SAMPLE)
+    assert sum(kind in KINDS for kind in kills) >= 10  # some runs are killed again
+    assert len({*kills} & {*KINDS}) >= len(SAMPLE)
+    assert "cut short" in kills
 
 
 @pytest.fixture(scope="module")
@@ -51,9 +52,10 @@ def test_more_killed_runs_end_like_undisturbed_ones(
 
 @pytest.mark.slow
 def test_kills_were_many_and_of_every_kind(kills: list[str]) -> None:
-    assert len(kills) >= 200
-    assert {*kills} == {*KINDS}
-    print(f"\n{len(kills)} kills of {TRIALS} runs")
+    count = sum(kind in KINDS for kind in kills)
+    assert count >= 200
+    assert {*kills} == {*KINDS, "cut short"}
+    print(f"\n{count} kills of {TRIALS} runs")
 
 
 def test_comparison_detects_one_changed_bit() -> None:

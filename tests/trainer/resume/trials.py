@@ -25,7 +25,7 @@ KINDS = (*DISK.values(), LOG_WRITE, STEP, *dict.fromkeys(EVENTS.values()))
 
 
 def kill_and_resume(seed: int, folder: Path, *, first_kind: str = "") -> list[str]:
-    """Kill the run of a seed up to three times, compare its end, and return the kinds of kills."""
+    """Kill the run of a seed up to three times, compare its end, and return the kinds of damage."""
     subject, choose = draw(seed), random.Random(seed + 1)
     undisturbed = live(subject, folder / "undisturbed", name="only")
     steps = [0, *undisturbed.saved, undisturbed.begun[-1]]
@@ -61,6 +61,7 @@ def kill_and_resume(seed: int, folder: Path, *, first_kind: str = "") -> list[st
         if choose.random() < 0.2 and len(good) > 1:
             _cut_short(good[0], choose)
             damaged.add(good[0])
+            kinds.append("cut short")
     assert_same(life.ending, undisturbed.ending)
     check_logs(subject, disturbed, folder / "undisturbed")
     return kinds
