@@ -13,13 +13,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.modules.batchnorm import _BatchNorm as AnyBatchNorm
 from torch.nn.parameter import UninitializedTensorMixin  # type: ignore[attr-defined]
 from torch.utils._python_dispatch import _disable_current_modes as without_modes
 
 # Names of torch itself that other modules import from here.
-__all__ = ["AnyBatchNorm", "FakeTensor", "FakeTensorMode", "without_modes"]
+__all__ = ["AnyBatchNorm", "FakeTensor", "without_modes"]
 
 
 # With map(), these read thousands of parameters without Python-level steps.

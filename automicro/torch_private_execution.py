@@ -18,11 +18,9 @@ from torch.utils.checkpoint import _StopRecomputationError, checkpoint
 
 from automicro.torch_private import forward_of_class, is_wrapper
 
-__all__ = ["FakeTensorMode"]
-
+__all__ = ["FakeTensorMode"]  # of torch itself
 
 _F = TypeVar("_F", bound=Callable[..., Any])
-
 
 # Fused attention kernels, and attention with the whole score matrix.
 _ATEN = torch.ops.aten

@@ -210,7 +210,7 @@ class Bench:
                     # Rows without any target have a NaN loss and no share in the batch.
                     if loss.requires_grad and not weights.is_nothing[index]:
                         if wants in ("parameters", "seams"):
-                            check_own_graph(loss, first_node)
+                            _check_own_graph(loss, first_node)
                         reading.seams.append([*self._backward(loss, shake, given, sums)])
             self._take(reading, sums)
             self._note_foreign(before)
@@ -768,7 +768,7 @@ def _rows_apart(modules: Sequence[nn.Module]) -> Iterator[None]:
         yield
 
 
-def check_own_graph(loss: Tensor, first_node: int) -> None:
+def _check_own_graph(loss: Tensor, first_node: int) -> None:
     """Refuse a backward through a graph that the caller built before the forward."""
     older = next((node for node in nodes_of(loss) if is_older(node, first_node)), None)
     if older is not None:

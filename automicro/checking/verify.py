@@ -120,7 +120,7 @@ class _Examination:
     def can_tell(self) -> bool:
         """Return whether this batch would reveal that an assumed average is wrong."""
         targets = None
-        with ignoring_errors():  # the caller's code might run here
+        with _ignoring_errors():  # the caller's code might run here
             targets = self.convention.targets(self.batch)
         is_plain = isinstance(targets, Tensor) and not targets.is_nested
         if self.is_known or not is_plain or targets.is_floating_point() or targets.dim() < 2:
@@ -219,7 +219,7 @@ class _Examination:
         # On the whole batch alone an average might fit by chance, if all its counts are equal.
         few = telling_rows(self.layout, self.batch, self.num_rows)
         cut: Mapping[str, Any] = {"sizes": [*map(len, few)], "rows": [*few[0], *few[1]]}
-        with ignoring_errors():
+        with _ignoring_errors():
             given: Sequence[Mapping[str, Any]] = ({"sizes": sizes}, cut)
             return not any(self.compare(**g, value=candidate.value, **_STILL).found for g in given)
         return False
@@ -233,7 +233,7 @@ class _Examination:
             fitting: dict[str, _Candidate] = {}
             for each in every:
                 value = dict.fromkeys(self.losses, each.value)
-                with ignoring_errors():
+                with _ignoring_errors():
                     found = self.compare(sizes, value=value, **_STILL).found
                     fitting = {**dict.fromkeys(self.losses - found.keys(), each), **fitting}
             # Sorted, so that the code shown is the same in each run.
@@ -498,10 +498,10 @@ def _cast(batch: Any, dtype: torch.dtype) -> Any:
 
 
 @contextlib.contextmanager
-def ignoring_errors() -> Iterator[None]:
+def _ignoring_errors() -> Iterator[None]:
     """Ignore any error of an optional attempt, unless memory ran out or the device was lost.
 
-    >>> with ignoring_errors():
+    >>> with _ignoring_errors():
     ...     raise ValueError("it does not know this target")
     """
     try:
@@ -517,7 +517,7 @@ def _candidates(batch: Any, convention: Convention) -> Iterator[_Candidate]:
     yield _Candidate("'none'", "a sum")
     yield _Candidate("'tokens'", "a mean over the targets that are not ignored")
     targets: Any = None
-    with ignoring_errors():  # the caller's code might run here
+    with _ignoring_errors():  # the caller's code might run here
         targets = convention.targets(batch)
     # The caller's functions get the inner batch only.
     places = _places(batch.batch if isinstance(batch, Carried) else batch, "batch")
