@@ -164,9 +164,8 @@ def test_padding_that_no_rank_can_check_stays_with_warning(world2: World) -> Non
 @pytest.mark.parametrize("kind", DECLARED)
 @on_ranks()
 def test_evaluation_and_prediction_keep_row_order(kind: str) -> None:
-    """The second rank has no rows, then fewer ones."""
     microbatcher = by_tokens(reader(kind), DECLARED[kind], eval_microbatch_size="auto")
-    for rows in ([LONG, []], [LONG, SHORT]):
+    for rows in ([LONG, []], [LONG, SHORT]):  # of the ranks
         own = rows[dist.get_rank()]
         batch = texts(own) if own else None
         result = microbatcher.evaluate(batch, return_outputs=True)
