@@ -167,7 +167,8 @@ class EarlyStopping(Callback):
         self._without_better += 1
         if self._without_better >= self._patience:
             than = "a number" if best is None else f"better than {best:.6g}"
-            whats = what if self._patience == 1 else f"{self._patience} {what}s in a row"
+            whats = f"{self._patience} {'batches' if what == 'batch' else what + 's'} in a row"
+            whats = what if self._patience == 1 else whats
             verb = "was not" if self._patience == 1 else "has not been"
             run.stop(f"{self._monitor} {verb} {than} in {whats} (at last {value:.6g})")
 

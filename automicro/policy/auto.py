@@ -549,7 +549,7 @@ class Halving(Policy):
         learned = dataclasses.asdict(self._learned)
         # As lists, because JSON does not allow tuples as keys.
         learned |= {name: list(learned[name].values()) for name in ("fits", "failures")}
-        return {"kind": "Halving", "learned": learned}
+        return {"kind": type(self).__name__, "learned": learned}
 
     def _load(self, state: dict[str, Any]) -> None:
         told = dict(state["learned"])

@@ -359,7 +359,7 @@ class Fixed(Policy):
     def state_dict(self) -> dict[str, Any]:
         """Return the size for readers of the state; loading it changes nothing."""
         # The size is a setting, not learned: a resumed run with another size should use that one.
-        return {"kind": "Fixed", "microbatch_size": self._microbatch_size}
+        return {"kind": type(self).__name__, "microbatch_size": self._microbatch_size}
 
 
 def make_policy(

@@ -25,7 +25,8 @@ class Sizes:
 
     def __init__(self, step: Step, phase: Phase) -> None:
         self._step, self._phase, self._policy = step, phase, step.policy
-        self.meter, self._recalled_size = phase.meter, phase.begin(step)
+        self.meter = phase.meter
+        self._recalled_size = phase.begin(step)
         # A copy that `_give_up` restores: an impossible batch teaches nothing about others.
         self._whole_fits_below = dict(phase.ranks.whole_fits_below)
         self._last_size = phase.size

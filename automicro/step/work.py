@@ -218,7 +218,7 @@ class _Work(Generic[T]):
             spare, min_rows = self._engine.spare, self._phase.rule.min_rows
             every = [*every, *[spare.filler(self._spares(cuts), min_rows)] * num_fillers]
         try:
-            compute = self._begin(plan, cuts)
+            compute = self._computing(plan, cuts)
             moved = on_device(every, self._passes.device, isolate=self._watch.isolate)
             # Own microbatches come first, then fillers, so that all ranks run the same number.
             for index, inputs in enumerate(moved):
@@ -258,7 +258,7 @@ class _Work(Generic[T]):
         # A rehearsal is measured, and then rolled back like a step that is not accepted.
         return not self._phase.is_rehearsing
 
-    def _begin(self, plan: Plan, cuts: Sequence[CutBatch]) -> Compute:
+    def _computing(self, plan: Plan, cuts: Sequence[CutBatch]) -> Compute:
         """Return the function that computes forward and, in training, backward of a microbatch."""
         raise NotImplementedError
 
@@ -349,7 +349,7 @@ class TrainingWork(_Work[Losses]):
             *self._phase.own_parts,
         ]
 
-    def _begin(self, plan: Plan, cuts: Sequence[CutBatch]) -> Compute:
+    def _computing(self, plan: Plan, cuts: Sequence[CutBatch]) -> Compute:
         passes = self._passes
         if plan.num_microbatches > len(plan.cuts):
             for batch, cut in zip(self._step.raw, plan.cuts, strict=True):
@@ -454,7 +454,7 @@ class EvaluationWork(_Work[Evaluated]):
             *self._phase.own_parts,
         ]
 
-    def _begin(self, plan: Plan, cuts: Sequence[CutBatch]) -> Compute:
+    def _computing(self, plan: Plan, cuts: Sequence[CutBatch]) -> Compute:
         self._cuts = cuts
         return self._compute
 

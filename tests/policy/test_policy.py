@@ -118,6 +118,12 @@ def test_wrong_values_are_rejected_with_remedy() -> None:
             make()
 
 
+@pytest.mark.parametrize("kind", [Halving, Fixed, Explore])
+def test_subclass_loads_its_own_state(kind: Any) -> None:
+    own = type("Own", (kind,), {})
+    own(*[4] * (kind is Fixed)).load_state_dict(own(*[4] * (kind is Fixed)).state_dict())
+
+
 def test_wrong_state_is_rejected_without_changes() -> None:
     cases: list[Any] = [
         (Fixed(4), Halving().state_dict(), "a Fixed policy .* state of 'Halving'"),
