@@ -231,7 +231,6 @@ class Recorded:
         self._looks = collections.defaultdict[bool, collections.Counter[str]](collections.Counter)
         self._dims, self._sorted_by, self._concat = dims, sorted_by, concat
         self._verdicts: dict[_Key, str] = {}
-        self._fits: dict[_Key, set[str]] = {}  # reductions that no check has excluded
         self._checked: set[_Key] = set()
         self._named: set[str] = set()
         self._single: set[str] = set()
@@ -603,17 +602,11 @@ class Recorded:
                 # unchanged.
                 if not adds_up or (number and values[-1]):
                     self._verdicts[key] = "sum" if adds_up else "another"
-                continue
-            # Equal numbers fit mean, max and min alike, and a range whose ends are in one part fits
-            # max. So only what fits in all checks counts.
-            self._fits[key] = fits = self._fits.get(key, {*_FOLDS}) & {*fitting}
-            earlier = self._verdicts.pop(key, "mean")
-            if "mean" in fits and "sum" not in fits:
-                self._verdicts[key] = "mean"
-            elif len(fits) == 1:
-                [self._verdicts[key]] = fits
-            elif not fits and earlier != "mean":  # earlier checks had not asked about the mean
-                self._checked.discard(key)
+            # Equal numbers fit mean, max and min alike, and decide nothing.
+            elif len(fitting) == 1:
+                self._verdicts[key] = fitting[0]
+            elif "mean" in fitting and "sum" not in fitting:  # the same number in all parts
+                self._verdicts.setdefault(key, "mean")
 
     # After the batch
 

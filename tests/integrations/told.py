@@ -2,12 +2,17 @@
 
 A program draws a few reports. It runs in the host alone, then with automicro in microbatches or
 after running out of memory. Each of its numbers must equal that of the host or cause a warning.
+
+    python -m tests.integrations.told lightning 500
 """
 
 import collections
+import contextlib
+import importlib
 import operator
 import random
 import re
+import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -24,21 +29,24 @@ ROWS, BATCH = 24, 10  # batches of 10, 10 and 4 rows
 
 Values = Mapping[str, Any]
 VALUES: dict[str, Callable[[Values], Any]] = {
-    "the loss": lambda v: v["loss"],
-    "half of the loss": lambda v: v["loss"] / 2,
-    "a mean": lambda v: v["out"][:, 0].mean(),
-    "a mean as a number": lambda v: float(v["out"][:, 0].mean()),
+    "the loss": lambda v: v["loss"].detach(),
+    "half of the loss": lambda v: v["loss"].detach() / 2,
+    "a mean": lambda v: v["out"].detach()[:, 0].mean(),
+    "a mean as a number": lambda v: float(v["out"].detach()[:, 0].mean()),
     "a mean over some entries": lambda v: v["x"][v["x"] > 0].mean(),
-    "a sum": lambda v: v["out"].abs().sum(),
-    "the most": lambda v: v["out"].max(),
-    "a deviation": lambda v: v["out"].std(),
-    "hits": lambda v: (v["out"].argmax(1) == v["y"]).sum(),
+    "a sum": lambda v: v["out"].detach().abs().sum(),
+    "the most": lambda v: v["out"].detach().max(),
+    "the least": lambda v: v["out"].detach().min(),
+    "a deviation": lambda v: v["out"].detach().std(),
+    "a norm": lambda v: v["out"].detach().norm(),
+    "hits": lambda v: (v["out"].detach().argmax(1) == v["y"]).sum(),
     "rows": lambda v: len(v["x"]),
     "a setting": lambda v: 0.5,
+    "a share": lambda v: (v["out"].detach().argmax(1) == v["y"]).double().mean(),
 }
 PER_ROW: dict[str, Callable[[Values], Any]] = {
-    "each row's": lambda v: v["out"][:, 1],
-    "each row's several": lambda v: v["out"],
+    "each row's": lambda v: v["out"].detach()[:, 1],
+    "each row's several": lambda v: v["out"].detach(),
 }
 
 
@@ -51,8 +59,7 @@ class Report:
     where: str
 
     def of(self, values: Values) -> Any:
-        detached = {name: each.detach() for name, each in values.items()}
-        return (VALUES | PER_ROW)[self.value](detached)
+        return (VALUES | PER_ROW)[self.value](values)
 
 
 @dataclass(frozen=True)
@@ -62,17 +69,6 @@ class Program:
     tellings: tuple[Report, ...]
     cut: str  # "size" or "oom"
     seed: int
-
-    @property
-    def sizes(self) -> dict[str, int]:
-        """Return the options of automicro."""
-        names = ("microbatch_size", "eval_microbatch_size") if self.cut == "size" else ()
-        return dict.fromkeys(names, 3)
-
-    @property
-    def most(self) -> int | None:
-        """Return the number of rows above which memory runs out, or None."""
-        return 4 if self.cut == "oom" else None
 
     @classmethod
     def drawn(cls, host: Any, seed: int) -> "Program":
@@ -208,22 +204,32 @@ def flat(value: Any) -> list[float]:
     return [float(value)]
 
 
-def silent(host: Any, program: Program) -> list[str]:
-    """Return what differs without a warning between a host alone and with automicro."""
+@dataclass(frozen=True)
+class Verdict:
+    """The outcome of a program: "right", "named", "refused" or "silent", with details."""
+
+    kind: str
+    about: str = ""
+
+
+def judge(host: Any, program: Program) -> Verdict:
+    """Run a program in a host alone, then with automicro, and compare all reported values."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
             plain = host.run(program, ours=False)
-        except TypeError:  # the host does not accept such a value
-            return []
+        except TypeError as error:  # the host does not accept such a value
+            return Verdict("the host's own", str(error))
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         try:
             ours = host.run(program, ours=True)
-        except AutomicroError:
-            return []
+        except AutomicroError as error:
+            return Verdict("refused", f"{type(error).__name__}: {error}")
     told = [str(each.message) for each in said if "automicro" in each.category.__module__]
-    found = [f"a check is lost: {told}"] if any("could not check" in each for each in told) else []
+    if any("could not check" in each for each in told):
+        return Verdict("silent", f"a check is lost: {told}")
+    named = False
     for nth, telling in enumerate(program.tellings):
         one, other = flat(plain[f"n{nth}"]), flat(ours[f"n{nth}"])
         is_close = len(one) == len(other) and all(
@@ -235,5 +241,37 @@ def silent(host: Any, program: Program) -> list[str]:
         # `n1` must not match the beginning of `n10`.
         ends = [re.escape(n) + r"(?!\d)" * n[-1].isdigit() for n in host.names(program, nth)]
         if not any(re.search(end, text) for end in ends for text in told):
-            found.append(f"{telling}: {one[:4]} became {other[:4]}; said {told}")
-    return found
+            return Verdict("silent", f"{telling}: {one[:4]} became {other[:4]}; said {told}")
+        named = True
+    return Verdict("named" if named else "right")
+
+
+@contextlib.contextmanager
+def quietly() -> Iterator[None]:
+    with contextlib.redirect_stdout(None), contextlib.redirect_stderr(None):
+        yield
+
+
+def host_of(name: str) -> Any:
+    return importlib.import_module(f"tests.integrations.told_{name}").HOST
+
+
+def main() -> None:
+    host, count = host_of(sys.argv[1]), int(sys.argv[2])
+    start = int(sys.argv[3]) if len(sys.argv) > 3 else 0
+    kinds: collections.Counter[str] = collections.Counter()
+    for seed in range(start, start + count):
+        program = Program.drawn(host, seed)
+        try:
+            with quietly():
+                verdict = judge(host, program)
+        except Exception as error:
+            verdict = Verdict("crash", f"{type(error).__name__}: {error}")
+        kinds[verdict.kind] += 1
+        if verdict.kind in ("silent", "crash"):
+            print(seed, verdict.kind, program, verdict.about, flush=True)
+    print(dict(kinds))
+
+
+if __name__ == "__main__":
+    main()

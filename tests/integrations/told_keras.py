@@ -32,9 +32,10 @@ def update(model: Any, name: str, value: Any) -> None:
 
 
 NOW: dict[str, Any] = {}  # of the current step
-MEAN = keras.metrics.Mean
-METRICS = {"mean": MEAN, "sum": keras.metrics.Sum, "own": OwnMean, "weighted": MEAN}
-METRICS |= {"rows to a mean": MEAN, "rows to an own": OwnMean}
+METRICS = {
+    "mean": keras.metrics.Mean, "sum": keras.metrics.Sum, "own": OwnMean,
+    "weighted": keras.metrics.Mean, "rows to a mean": keras.metrics.Mean, "rows to an own": OwnMean,
+}  # fmt: skip
 WAYS: dict[str, Any] = {
     "mean metric": update,
     "sum metric": update,
@@ -121,8 +122,9 @@ class Host:
         model(torch.zeros(1, 6))
         kept = Kept(model, program)
         if ours:
-            enable(model, **program.sizes)
-            model.most = program.most or 0
+            sizes = {"microbatch_size": 3, "eval_microbatch_size": 3}
+            enable(model, **(sizes if program.cut == "size" else {}))
+            model.most = 4 if program.cut == "oom" else 0
         rows: list[dict[str, Any]] = []
         note = keras.callbacks.LambdaCallback(
             on_train_batch_end=lambda batch, logs: rows.append(dict(logs))

@@ -12,8 +12,17 @@ from torchmetrics import MaxMetric, MeanMetric, Metric, MinMetric, SumMetric
 from torchmetrics.wrappers import MetricTracker, Running
 
 from automicro.integrations.lightning import AutoMicrobatch
-from tests.integrations import told
-from tests.integrations.told import KEEPING, SETTING, Kept, Program, add, values_of
+from tests.integrations.told import (
+    BATCH,
+    KEEPING,
+    SETTING,
+    Kept,
+    Net,
+    Program,
+    add,
+    data,
+    values_of,
+)
 
 
 class Each(Metric):
@@ -108,7 +117,7 @@ class Module(pl.LightningModule):
 
     def __init__(self, program: Program) -> None:
         super().__init__()
-        self.net, self.program = told.Net(), program
+        self.net, self.program = Net(), program
         self.returned: dict[str, Any] = {}
         self.seen: dict[str, list[Any]] = {}
         for nth, each in enumerate(program.tellings):
@@ -136,12 +145,15 @@ class Module(pl.LightningModule):
         return self.step(batch, "validate")
 
     def on_train_batch_end(self, outputs: Any, *_: Any) -> None:
+        self.keep(outputs)
+
+    def on_validation_batch_end(self, outputs: Any, *_: Any) -> None:
+        self.keep(outputs)
+
+    def keep(self, outputs: Any) -> None:
         for name, value in outputs.items():
             if name != "loss":
                 self.seen.setdefault(name, []).append(value)
-
-    def on_validation_batch_end(self, outputs: Any, *_: Any) -> None:
-        self.on_train_batch_end(outputs)
 
     def configure_optimizers(self) -> Any:
         return torch.optim.SGD(self.parameters(), lr=0.1)
@@ -159,19 +171,20 @@ class Host:
         return [f"n{nth}", CALLED.get(program.tellings[nth].way, f"n{nth}")]
 
     def run(self, program: Program, *, ours: bool) -> dict[str, Any]:
-        module, logger = Module(program), RecordingLogger()
+        module, told = Module(program), RecordingLogger()
         kept = Kept(module, program)
         callbacks: list[Any] = []
         if ours:
-            callbacks = [AutoMicrobatch(**program.sizes)]
-            module.net.most = program.most
+            sizes = {"microbatch_size": 3, "eval_microbatch_size": 3}
+            callbacks = [AutoMicrobatch(**(sizes if program.cut == "size" else {}))]
+            module.net.most = 4 if program.cut == "oom" else None
         logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
         trainer = pl.Trainer(
-            accelerator="cpu", max_epochs=2, logger=logger, callbacks=callbacks,
+            accelerator="cpu", max_epochs=2, logger=told, callbacks=callbacks,
             enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
             log_every_n_steps=1, num_sanity_val_steps=0, default_root_dir=tempfile.gettempdir(),
         )  # fmt: skip
-        loader: Any = DataLoader(TensorDataset(*told.data()), told.BATCH)
+        loader: Any = DataLoader(TensorDataset(*data()), BATCH)
         trainer.fit(module, loader, loader)
         found: dict[str, Any] = kept.found()
         for nth in range(len(program.tellings)):
@@ -181,7 +194,7 @@ class Host:
                 found[name] += [v for v in metric.metric_state.values() if isinstance(v, Tensor)]
             if isinstance(metric, MetricTracker):
                 found[name] += [*metric.compute_all()] if metric.n_steps else []
-            found[name] += [v for row in logger.rows for k, v in row.items() if name in k]
+            found[name] += [v for row in told.rows for k, v in row.items() if name in k]
             found[name] += [module.seen.get(name, []), getattr(trainer, name, [])]
         return found
 

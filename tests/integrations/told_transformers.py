@@ -1,6 +1,5 @@
 """Values that steps report inside the ``Trainer`` of transformers, for `told`."""
 
-import contextlib
 import tempfile
 from typing import Any
 
@@ -39,25 +38,21 @@ class Reporting(Trainer):
     """Run a program."""
 
     program: Program
+    returned: dict[str, Any]
+    is_odd: bool
 
     def compute_loss(
         self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
         out = model(**inputs)["logits"]
-        values = values_of(inputs["x"], inputs["labels"], out)
+        values, where = values_of(inputs["x"], inputs["labels"], out), "evaluate"
         where = "train" if model.training else "evaluate"
-        self.returned: dict[str, Any] = {}
-        self.is_odd = float(inputs["x"][0, 0]) > 0
+        self.returned, self.is_odd = {}, float(inputs["x"][0, 0]) > 0
         for nth, each in enumerate(self.program.tellings):
             if each.where == where:
                 WAYS[each.way](self, f"n{nth}", each.of(values))
         outputs = {"loss": values["loss"], "logits": out, **self.returned}
         return (values["loss"], outputs) if return_outputs else values["loss"]
-
-
-def sums(found: Any) -> dict[str, float]:
-    several = found.predictions if isinstance(found.predictions, tuple) else ()
-    return {f"n_{k}": float(abs(each).sum()) for k, each in enumerate(several)}
 
 
 class Host:
@@ -80,29 +75,36 @@ class Host:
             logging_steps=1, report_to=[], save_strategy="no", disable_tqdm=True, use_cpu=True,
             seed=3, remove_unused_columns=False, eval_strategy="epoch", optim="sgd",
         )  # fmt: skip
-        given: Any = {"train_dataset": rows, "eval_dataset": rows, "compute_metrics": sums}
-        trainer: Any = Reporting(NamedInputs(), arguments, **given)
+        trainer: Any = Reporting(
+            NamedInputs(), arguments, train_dataset=rows, eval_dataset=rows,
+            compute_metrics=lambda found: {
+                f"n_{k}": float(abs(each).sum())
+                for k, each in enumerate(
+                    found.predictions if isinstance(found.predictions, tuple) else ()
+                )
+            },
+        )  # fmt: skip
         trainer.program = program
         kept = Kept(trainer, program)
-        metrics = {
-            f"n{nth}": MeanMetric()
-            for nth, each in enumerate(program.tellings)
-            if "mean metric" in each.way
-        }
+        of_means = [n for n, each in enumerate(program.tellings) if "mean metric" in each.way]
+        metrics = {f"n{nth}": MeanMetric() for nth in of_means}
         vars(trainer).update(metrics)
         if ours:
-            enable(trainer, **program.sizes)
-            trainer.model.most = program.most
-        with contextlib.redirect_stdout(None):
-            trainer.train()
-        found, history = kept.found(), trainer.state.log_history
+            sizes = {"microbatch_size": 3, "eval_microbatch_size": 3}
+            enable(trainer, **(sizes if program.cut == "size" else {}))
+            trainer.model.most = 4 if program.cut == "oom" else None
+        trainer.train()
+        found = kept.found()
+        evaluated = [
+            v for row in trainer.state.log_history for k, v in row.items() if "eval_n_" in k
+        ]
         for nth, each in enumerate(program.tellings):
             name = f"n{nth}"
             owner = trainer.control if "control" in each.way else trainer.state
-            marked = "eval_n_" if "returned" in each.way else name
-            found[name] += [v for row in history for k, v in row.items() if marked in k]
+            logged = [v for row in trainer.state.log_history for k, v in row.items() if name in k]
+            returned = evaluated if "returned" in each.way else []
             metric = metrics[name].metric_state if name in metrics else {}
-            found[name] += [getattr(owner, name, []), metric]
+            found[name] += [logged, returned, getattr(owner, name, []), metric]
         return found
 
 

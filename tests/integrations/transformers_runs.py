@@ -2,7 +2,7 @@
 
 import copy
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,18 +23,27 @@ from transformers import (
 )
 
 from automicro.integrations.transformers import enable
-from tests.integrations.hosts import Ran, max_diff
+from tests.integrations.both import Ran
 
 VOCABULARY, LENGTH, ROWS = 50, 40, 44  # 44 rows: 5 batches of 8, and one of 4
-Rows = list[dict[str, Tensor]]
 
 
-# Data
+class Scales(TrainerCallback):
+    """Record the fp16 loss scale after each step, on a device without fp16."""
+
+    def __init__(self, trainer: Any, start: float) -> None:
+        self.scaler = torch.amp.GradScaler("cpu", init_scale=start, growth_interval=2)
+        self.seen: list[float] = []
+        trainer.accelerator.scaler = self.scaler
+        trainer.add_callback(self)
+
+    def on_step_end(self, *args: Any, **kwargs: Any) -> None:
+        self.seen.append(self.scaler.get_scale())
 
 
-def tokens(rows: int = ROWS) -> Rows:
+def tokens(rows: int = ROWS, *, seed: int = 0) -> list[dict[str, Tensor]]:
     """Return language model rows with different numbers of ignored targets."""
-    drawn = torch.Generator().manual_seed(0)
+    drawn = torch.Generator().manual_seed(seed)
     found = []
     for _ in range(rows):
         ids = torch.randint(2, VOCABULARY, (LENGTH,), generator=drawn)
@@ -44,15 +53,12 @@ def tokens(rows: int = ROWS) -> Rows:
     return found
 
 
-def classes(rows: int = ROWS) -> Rows:
+def classes(rows: int = ROWS) -> list[dict[str, Tensor]]:
     return [{**row, "labels": row["input_ids"][0] % 3} for row in tokens(rows)]
 
 
-def unlabeled(rows: int = ROWS) -> Rows:
+def unlabeled(rows: int = ROWS) -> list[dict[str, Tensor]]:
     return [{"input_ids": row["input_ids"]} for row in tokens(rows)]
-
-
-# Models
 
 
 def gpt2(dropout: float) -> nn.Module:
@@ -74,13 +80,13 @@ def t5(dropout: float) -> nn.Module:
     return model
 
 
-def bert(dropout: float, kind: Any = BertForSequenceClassification) -> nn.Module:
+def bert(dropout: float) -> nn.Module:
     config = BertConfig(  # type: ignore[call-arg]
         vocab_size=VOCABULARY, hidden_size=32, num_hidden_layers=1, num_attention_heads=2,
         intermediate_size=32, num_labels=3,
         hidden_dropout_prob=dropout, attention_probs_dropout_prob=dropout,
     )  # fmt: skip
-    model: nn.Module = kind(config)
+    model: nn.Module = BertForSequenceClassification(config)
     return model
 
 
@@ -95,110 +101,182 @@ class Own(nn.Module):
 
     def forward(self, input_ids: Tensor, labels: Tensor | None = None) -> dict[str, Tensor]:
         logits = self.head(self.body(self.embedding(input_ids)).mean(1))
-        loss = {} if labels is None else {"loss": F.cross_entropy(logits, labels)}
-        return {**loss, "logits": logits}
+        found = {"logits": logits}
+        if labels is not None:
+            found = {"loss": F.cross_entropy(logits, labels), **found}
+        return found
 
 
 class IgnoresItems(Own):
     """Accept ``num_items_in_batch`` but ignore it: still a mean over its targets."""
 
-    def forward(self, input_ids: Tensor, labels: Any = None, **kwargs: Any) -> dict[str, Tensor]:
+    def forward(
+        self, input_ids: Tensor, labels: Tensor | None = None, **kwargs: Any
+    ) -> dict[str, Tensor]:
         return super().forward(input_ids, labels)
 
 
-# Runs
+class TwoLosses(Own):
+    """Divide one loss by the number of items and add a second, undivided one."""
+
+    def forward(
+        self, input_ids: Tensor, labels: Tensor | None = None, **kwargs: Any
+    ) -> dict[str, Tensor]:
+        found = super().forward(input_ids, labels)
+        total = found["loss"] * len(input_ids) / kwargs["num_items_in_batch"]
+        return {**found, "loss": total + 0.01 * found["logits"].square().mean()}
+
+
+def peft_gpt2(dropout: float) -> nn.Module:
+    from peft import LoraConfig, get_peft_model
+
+    config = LoraConfig(
+        r=2, target_modules=["c_attn"], lora_dropout=dropout, task_type="CAUSAL_LM",
+        fan_in_fan_out=True,
+    )  # fmt: skip
+    model: nn.Module = get_peft_model(gpt2(dropout), config)
+    return model
+
+
+def sum_over_items(outputs: Any, labels: Tensor, num_items_in_batch: Any = None) -> Tensor:
+    logits = outputs["logits"][:, :-1].flatten(0, 1)
+    summed = F.cross_entropy(logits, labels[:, 1:].flatten(), reduction="sum")
+    loss: Tensor = summed / num_items_in_batch
+    return loss
+
+
+def mean_of_rows(outputs: Any, labels: Tensor, num_items_in_batch: Any = None) -> Tensor:
+    return F.cross_entropy(outputs["logits"], labels)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Case:
+    """A kind of trainer: its model, data and arguments."""
+
+    model: Callable[[float], nn.Module] = gpt2
+    data: Callable[..., list[Any]] = tokens
+    kind: Any = Trainer
+    arguments: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # also of the trainer
+    options: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # options of `enable`
+
+
+_NAMES = {each.name for each in dataclasses.fields(TrainingArguments)}
+CHECKPOINTING = next(
+    each for each in ("activation_checkpointing", "gradient_checkpointing") if each in _NAMES
+)
+
+CASES = {
+    "causal": Case(),
+    "accumulation 4": Case(arguments={
+        "gradient_accumulation_steps": 4, "max_grad_norm": 0.05, "warmup_steps": 2,
+        "lr_scheduler_type": "cosine",
+    }),
+    "smoothing, accumulation": Case(
+        arguments={"label_smoothing_factor": 0.1, "gradient_accumulation_steps": 2}
+    ),
+    "gradient checkpointing": Case(arguments={CHECKPOINTING: True}),
+    "encoder-decoder": Case(model=t5),
+    "classifier": Case(model=bert, data=classes),
+    "own module": Case(model=Own, data=classes, arguments={"gradient_accumulation_steps": 4}),
+    "ignores num_items": Case(
+        model=IgnoresItems, data=classes, arguments={"gradient_accumulation_steps": 2}
+    ),
+    "loss function, a sum": Case(
+        arguments={"gradient_accumulation_steps": 2, "compute_loss_func": sum_over_items}
+    ),
+    "loss function, a mean": Case(
+        model=Own, data=classes, arguments={"compute_loss_func": mean_of_rows}
+    ),
+    "frozen base": Case(model=peft_gpt2),
+}  # fmt: skip
+
+
+# TRL cases: the kind of trainer and its arguments.
+OF_TRL: dict[str, tuple[str, dict[str, Any]]] = {
+    "SFT": ("sft", {}),
+    "SFT, accumulation": ("sft", {"gradient_accumulation_steps": 2}),
+    "SFT, packed": ("sft", {"packing": True}),
+    "SFT, without padding": ("sft", {"padding_free": True, "max_length": None}),
+    "SFT, DFT": ("sft", {"loss_type": "dft"}),
+    "DPO": ("dpo", {}),
+    "Reward": ("reward", {}),
+}
 
 
 class Events(TrainerCallback):
     """Record the order of all callback events of a trainer."""
 
     def __init__(self) -> None:
-        self.told: list[tuple[str, tuple[()]]] = []
+        self.told: list[str] = []
 
     def __getattribute__(self, name: str) -> Any:
         if name.startswith("on_"):
-            return lambda *args, **kwargs: self.told.append((name, ()))
+            return lambda *args, **kwargs: self.told.append(name)
         return super().__getattribute__(name)
 
 
-_NAMES = {each.name for each in dataclasses.fields(TrainingArguments)}
-
-
 def make(
+    case: Case | str,
     folder: Path,
-    options: Mapping[str, Any] | None = None,
     *,
-    model: Callable[[float], nn.Module] = gpt2,
-    data: Callable[..., Any] = tokens,
-    kind: Any = Trainer,
+    with_us: bool = False,
     dtype: torch.dtype = torch.float32,
     dropout: float = 0.0,
-    declared: Any = None,
+    options: Mapping[str, Any] | None = None,
+    kind: Any = None,
     **arguments: Any,
 ) -> Any:
     """Return a trainer of two epochs: 12 steps of at most 8 rows, the last of each epoch of 4.
 
-    Without options, automicro is not enabled. `declared` is what they always contain.
+    A string names a case of TRL.
     """
+    if isinstance(case, str):
+        from tests.integrations import trl_runs
+
+        how: dict[str, Any] = {"dtype": dtype, "dropout": dropout, "options": options, **arguments}
+        return trl_runs.make(case, folder, with_us=with_us, **how)
     torch.manual_seed(0)
+    model = case.model(dropout).to(dtype)
     given = {
-        "output_dir": str(folder), "per_device_train_batch_size": 8, "report_to": [], "seed": 3,
-        "per_device_eval_batch_size": 8, "num_train_epochs": 2, "learning_rate": 1e-3,
-        "logging_steps": 1, "save_strategy": "no", "disable_tqdm": True, "use_cpu": True,
+        "output_dir": str(folder),
+        "per_device_train_batch_size": 8,
+        "per_device_eval_batch_size": 8,
+        "num_train_epochs": 2,
+        "learning_rate": 1e-3,
+        "logging_steps": 1,
+        "report_to": [],
+        "save_strategy": "no",
+        "disable_tqdm": True,
+        "use_cpu": True,
+        "seed": 3,
+        **case.arguments,
         **arguments,
-    }  # fmt: skip
+    }
     own = {name: given.pop(name) for name in list(given) if name not in _NAMES}
-    made, args = model(dropout).to(dtype), TrainingArguments(**given)
-    trainer = kind(made, args, train_dataset=data(), eval_dataset=data(20), **own)
-    return trainer if options is None else enable(trainer, **(declared or {}), **options)
+    trainer = (kind or case.kind)(
+        model,
+        TrainingArguments(**given),
+        train_dataset=case.data(),
+        eval_dataset=case.data(20),
+        **own,
+    )
+    return enable(trainer, **{**case.options, **(options or {})}) if with_us else trainer
 
 
-def run(trainer: Any, *, evaluates: bool = True) -> Ran:
-    """Train to the end, evaluate, and return the results."""
+def run(trainer: Any) -> Ran:
+    """Train to the end and return the results."""
     events = Events()
     trainer.add_callback(events)
     trainer.train()
-    if evaluates:
-        trainer.evaluate()
-    ours = getattr(trainer, "automicro", None)
-    scaler = trainer.accelerator.scaler
-    return Ran(
-        parameters(trainer),
-        logged(trainer),
-        events.told,
-        trainer,
-        ours.last.num_microbatches if ours else 0,
-        scaler and scaler.get_scale(),
-    )
-
-
-class Stop(TrainerCallback):
-    """Evaluate at a step, and stop the training there."""
-
-    def __init__(self, at: int) -> None:
-        self.at = at
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        control.should_training_stop = state.global_step >= self.at
-        control.should_evaluate = state.global_step == self.at
-
-
-def resumed(make: Callable[..., Any], folder: Path, first: bool, second: bool) -> Ran:
-    """Stop a run at its second step, and resume it, each with automicro or without."""
-    saving: dict[str, Any] = {"save_strategy": "steps", "save_steps": 2, "dropout": 0.1}
-    stopped = make(folder, {} if first else None, **saving)
-    stopped.add_callback(Stop(2))
-    stopped.train()
-    trainer = make(folder, {} if second else None, **saving)
-    trainer.train(resume_from_checkpoint=True)
-    assert stopped.state.global_step == 2 < trainer.state.global_step
-    return Ran(parameters(trainer), logged(trainer))
+    return Ran(parameters(trainer), logged(trainer), events.told, trainer)
 
 
 def parameters(trainer: Any) -> list[Tensor]:
     """Return all parameters of a trainer's model, gathered from shards."""
     found = (each.detach() for each in trainer.model.parameters())
-    return [e.full_tensor() if isinstance(e, DTensor) else copy.deepcopy(e) for e in found]
+    return [
+        each.full_tensor() if isinstance(each, DTensor) else copy.deepcopy(each) for each in found
+    ]
 
 
 def logged(trainer: Any) -> list[dict[str, Any]]:
@@ -207,56 +285,9 @@ def logged(trainer: Any) -> list[dict[str, Any]]:
 
 
 def timeless(row: Mapping[str, Any]) -> dict[str, Any]:
-    clocks = ("time", "per_second", "flos")
+    clocks = ("runtime", "per_second", "flos", "_time")
     return {k: v for k, v in row.items() if not any(each in k for each in clocks)}
 
 
-# Ranks
-
-
-def shard(trainer: Any) -> Any:
-    """Set up FSDP2 as transformers does on accelerators; elsewhere it falls back to DDP."""
-    from accelerate.state import DistributedType, PartialState
-    from accelerate.utils import FullyShardedDataParallelPlugin
-
-    accelerator = trainer.accelerator
-    policy: dict[str, Any] = {"auto_wrap_policy": "size_based_wrap", "min_num_params": 100}
-    if isinstance(trainer.model, GPT2LMHeadModel):
-        blocks = {"transformer_cls_names_to_wrap": ["GPT2Block"]}
-        policy = {"auto_wrap_policy": "transformer_based_wrap", **blocks}
-    plugin = FullyShardedDataParallelPlugin(fsdp_version=2, **policy)
-    plugin.cpu_ram_efficient_loading = False
-    PartialState._shared_state["distributed_type"] = DistributedType.FSDP
-    accelerator.state.distributed_type = DistributedType.FSDP
-    accelerator.state.fsdp_plugin = plugin
-    trainer.is_fsdp_enabled = True
-    return trainer
-
-
-def compare_on_ranks(
-    rank: int, make: Callable[..., Any], most: int, is_sharded: bool = False, **case: Any
-) -> dict[str, Any]:
-    """Run one rank; only rank 1 runs out of memory above a number of rows."""
-    case |= {"dtype": torch.float64, "eval_on_start": True}
-    if is_sharded:  # otherwise all but the last batch hold back whole gradients
-        each = {"gradient_accumulation_kwargs": {"sync_each_batch": True}}
-        case["accelerator_config"] = each
-
-    def fail(module: Any, args: Any, kwargs: Any) -> None:
-        if torch.is_grad_enabled() and len(kwargs["input_ids"]) > most:
-            raise torch.OutOfMemoryError("CUDA out of memory.")
-
-    alone, trainer = (make(**copy.deepcopy(case)) for _ in range(2))
-    if is_sharded:
-        alone, trainer = shard(alone), shard(trainer)
-    plain = run(alone)
-    enable(trainer, eval_microbatch_size=3)
-    if rank == 1:
-        trainer.model.register_forward_pre_hook(fail, with_kwargs=True)
-    ours = run(trainer)
-    return {
-        "kind": type(alone.model_wrapped).__name__,
-        "gap": max_diff(ours.tensors, plain.tensors),
-        "logged": (ours.logged, plain.logged),
-        "microbatch_size": trainer.automicro.microbatch_size,
-    }
+def losses(rows: Sequence[Mapping[str, Any]]) -> list[float]:
+    return [float(row["loss"]) for row in rows if "loss" in row]

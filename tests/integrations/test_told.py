@@ -1,4 +1,4 @@
-"""Values that microbatches emit, combined into those of the batch."""
+"""Random steps in other trainers; ``told.main`` runs five hundred of them."""
 
 import warnings
 from types import SimpleNamespace
@@ -10,11 +10,31 @@ import torch
 from automicro.errors import MetricWarning
 from automicro.integrations.host import RETURNS, Recorded
 from automicro.loss.passes import extra_pass
+from tests.integrations.told import Program, host_of, judge, quietly
+
+pytest.importorskip("transformers")
+pytest.importorskip("lightning")
 
 
-def recording(**kept: Any) -> tuple[Any, Recorded]:
-    owner = SimpleNamespace(**kept)
-    return owner, Recorded(lambda: {"kept": owner})
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("name", ["lightning", "transformers"])
+def test_reported_values_match_host_or_warn(name: str, seed: int) -> None:
+    host = host_of(name)
+    with quietly():
+        verdict = judge(host, Program.drawn(host, seed))
+    assert verdict.kind != "silent", verdict.about
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("cut", ["size", "oom"])
+@pytest.mark.parametrize("name", ["lightning", "transformers"])
+def test_each_way_of_reporting_matches_host_or_warns(name: str, cut: str) -> None:
+    host = host_of(name)
+    for program in Program.of_every_way(host, cut):
+        with quietly():
+            verdict = judge(host, program)
+        assert verdict.kind != "silent", verdict.about
 
 
 def test_checks_do_not_share_recorded_parts() -> None:
@@ -37,29 +57,10 @@ def test_checks_do_not_share_recorded_parts() -> None:
     assert told == [0.5]
 
 
-def test_range_that_looked_like_a_maximum_warns() -> None:
-    recorded = Recorded()
-
-    def step(*values: float) -> None:
-        with recorded.step(len(values)):
-            recorded.note("range", max(values) - min(values), tell=lambda value, _: None)
-            recorded.came_to(None)
-
-    with extra_pass():
-        for rows in ((0.0, 9.0, 4.0, 5.0), (0.0, 4.0, 9.0, 5.0)):  # the ends in one part, in both
-            step(*rows)
-            step(*rows[:2])
-            step(*rows[2:])
-    recorded.begin()
-    step(0.0, 3.0)
-    step(6.0, 7.0)
-    with pytest.warns(MetricWarning, match="no check has confirmed"):
-        recorded.prepare()
-
-
 def test_list_with_row_count_tensors_is_joined_per_tensor() -> None:
     """Each list has as many entries as a microbatch has rows, and each tensor has those rows."""
-    kept, recorded = recording(both=[])
+    kept = SimpleNamespace(both=[])
+    recorded = Recorded(lambda: {"kept": kept})
     outputs = torch.arange(12.0).reshape(6, 2)
     recorded.begin()
     for rows in outputs.split(2):
@@ -74,7 +75,8 @@ def test_list_with_row_count_tensors_is_joined_per_tensor() -> None:
 
 
 def test_replaced_list_warns() -> None:
-    kept, recorded = recording(last=[0.0])
+    kept = SimpleNamespace(last=[0.0])
+    recorded = Recorded(lambda: {"kept": kept})
     recorded.begin()
     for number in (1.0, 2.0):
         with recorded.step(2):
@@ -83,6 +85,13 @@ def test_replaced_list_warns() -> None:
     with pytest.warns(MetricWarning, match=r"kept\.last changed"):
         recorded.prepare()
     assert kept.last == [2.0]
+
+
+class Counter:
+    """Values that a step counts next to its model, starting unset or from 0."""
+
+    def __init__(self) -> None:
+        self.added, self.here, self.table = 0, torch.zeros(()), {"added": 0.0}
 
 
 def count(kept: Any, way: str, number: int) -> None:
@@ -114,7 +123,8 @@ def test_single_check_distinguishes_set_and_accumulated_counts(
     way: str, hits: tuple[int, ...]
 ) -> None:
     """A value set from 0 also equals the sum of its parts, like a count."""
-    kept, recorded = recording(added=0, here=torch.zeros(()), table={"added": 0.0})
+    kept = Counter()
+    recorded = Recorded(lambda: {"kept": kept})
 
     def step(rows: int, number: int) -> None:
         with recorded.step(rows):
@@ -135,8 +145,8 @@ def test_single_check_distinguishes_set_and_accumulated_counts(
 
 
 def test_filler_step_for_other_ranks_leaves_no_trace() -> None:
-    kept, recorded = recording(total=0.0)
-    told: list[float] = []
+    kept, told = SimpleNamespace(total=0.0), list[float]()
+    recorded = Recorded(lambda: {"kept": kept})
     recorded.begin()
     for is_filler in (False, True):
         recorded.is_filler = is_filler
@@ -150,7 +160,8 @@ def test_filler_step_for_other_ranks_leaves_no_trace() -> None:
 
 
 def test_change_after_many_batches_warns() -> None:
-    kept, recorded = recording(early=0, late=0.0)
+    kept = SimpleNamespace(early=0, late=0.0)
+    recorded = Recorded(lambda: {"kept": kept})
 
     def batch(number: int) -> None:
         recorded.begin()
