@@ -28,7 +28,7 @@ DRAWS := $(if $(AUTOMICRO_SEED),--hypothesis-seed=$(AUTOMICRO_SEED))
 PYTEST := $(BIN)/python -m pytest -n auto --maxprocesses 8 $(DRAWS)
 
 test: $(INSTALLED)  ## run the tests and the doctests
-	@echo "about 3,100 tests, in three minutes on two idle cores (make test-quick: the core of them)"
+	@echo "about 3,100 tests, in three to five minutes on two idle cores (make test-quick: the core of them)"
 	$(PYTEST) --dist loadfile $(addprefix --ignore ,$(HOSTS))
 
 # What most changes would break, of what is fast: no processes, no compiler, no libraries of others.

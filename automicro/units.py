@@ -97,3 +97,12 @@ def describe_count(number: int) -> str:
         if number >= scale:
             return f"{number / scale:.1f}{unit}"
     return str(number)
+
+
+def count_of(number: int, what: str) -> str:
+    """Format a count with its noun.
+
+    >>> count_of(1, "batch"), count_of(1200, "batch")
+    ('1 batch', '1,200 batches')
+    """
+    return f"{number:,} {what}" + ("es" if what.endswith("ch") else "s") * (number != 1)

@@ -10,6 +10,7 @@ from automicro.events.callback import Callback
 from automicro.events.run import IN_EVALUATION, IN_TRAINING, NO_EVALUATION, Run
 from automicro.options import check_choice, read_count
 from automicro.step.results import StepResult
+from automicro.units import count_of
 
 
 class EarlyStopping(Callback):
@@ -167,8 +168,7 @@ class EarlyStopping(Callback):
         self._without_better += 1
         if self._without_better >= self._patience:
             than = "a number" if best is None else f"better than {best:.6g}"
-            whats = f"{self._patience} {'batches' if what == 'batch' else what + 's'} in a row"
-            whats = what if self._patience == 1 else whats
+            whats = what if self._patience == 1 else f"{count_of(self._patience, what)} in a row"
             verb = "was not" if self._patience == 1 else "has not been"
             run.stop(f"{self._monitor} {verb} {than} in {whats} (at last {value:.6g})")
 

@@ -33,9 +33,10 @@ from automicro.trainer.data.loading import (
 )
 from automicro.trainer.evaluators import Evaluator, is_inherited
 from automicro.trainer.metrics import MetricSet
-from automicro.trainer.progress import StatusLine, count_of, evaluation_line, position, size_lines
+from automicro.trainer.progress import StatusLine, evaluation_line, position, size_lines
 from automicro.trainer.same_on_all_ranks import of_all_ranks, require_same_order
 from automicro.trainer.surroundings import noting
+from automicro.units import count_of
 
 
 class Interval:

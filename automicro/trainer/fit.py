@@ -24,7 +24,6 @@ from automicro.trainer.progress import (
     StatusLine,
     TimeLeft,
     batch_status,
-    count_of,
     place_of,
 )
 from automicro.trainer.rehearsal import Rehearsal
@@ -33,6 +32,7 @@ from automicro.trainer.resume.checkpointer import Checkpointer
 from automicro.trainer.same_on_all_ranks import any_rank, require_same_order
 from automicro.trainer.signals import Interruption, catching_signals, is_end_told, say_on_stderr
 from automicro.trainer.step import TrainingStep
+from automicro.units import count_of
 
 
 @dataclass(kw_only=True, eq=False)

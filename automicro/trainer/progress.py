@@ -27,6 +27,7 @@ from automicro.savers.levels import Savers
 from automicro.step.results import EvalResult, StepResult
 from automicro.torch_private import is_uninitialized
 from automicro.trainer.device import describe_device
+from automicro.units import count_of
 
 WINDOW_SECONDS = 5.0
 
@@ -147,16 +148,6 @@ class TimeLeft:
 
 
 _MOST_METRICS = 8  # in one line
-
-
-def count_of(number: int, what: str) -> str:
-    """Format a count with its noun.
-
-    >>> count_of(1, "batch"), count_of(1200, "batch")
-    ('1 batch', '1,200 batches')
-    """
-    plural = what + ("es" if what.endswith("ch") else "s")
-    return f"{number:,} {what if number == 1 else plural}"
 
 
 def describe_parameters(parameters: Iterable[nn.Parameter]) -> str:

@@ -36,9 +36,8 @@ from automicro.trainer.data.feed import Feed
 from automicro.trainer.data.loading import kinds_of_loading
 from automicro.trainer.data.sharing import SharedSampler
 from automicro.trainer.evaluation import Evaluation, EvaluationPlan
-from automicro.trainer.progress import count_of
 from automicro.trainer.step import TrainingStep
-from automicro.units import format_bytes
+from automicro.units import count_of, format_bytes
 from automicro.values import walk
 
 COSTLIEST = 3

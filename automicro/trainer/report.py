@@ -5,8 +5,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from automicro.events.run import GlobalBatch, LoopState, Sizes, describe_hours
-from automicro.trainer.progress import count_of, describe_number
-from automicro.units import format_bytes
+from automicro.trainer.progress import describe_number
+from automicro.units import count_of, format_bytes
 
 TIME_IS_OVER = "max_time is over"
 """The reason to stop of a run that will be resumed."""

@@ -35,11 +35,12 @@ from automicro.trainer.failed_batch import Failures
 from automicro.trainer.metrics import MetricSet, model_metrics
 from automicro.trainer.optimizer import OptimizerMode, OptimizerOrFactory, build_optimizer
 from automicro.trainer.parallel import whole_state_dict
-from automicro.trainer.progress import count_of, describe_parameters
+from automicro.trainer.progress import describe_parameters
 from automicro.trainer.report import FitSummary
 from automicro.trainer.same_on_all_ranks import outline_evaluations, require_same
 from automicro.trainer.setup import MicrobatcherFactory, PlacedModel, assemble_fit
 from automicro.trainer.surroundings import RunSurroundings, noting, prepare_cublas
+from automicro.units import count_of
 
 
 class Trainer:

@@ -15,8 +15,8 @@ from automicro.events.run import IN_EVALUATION, NO_EVALUATION, ExpectedValues
 from automicro.memory.oom import once_more
 from automicro.trainer.context import RunContext
 from automicro.trainer.evaluation import Interval
-from automicro.trainer.progress import count_of
 from automicro.trainer.resume.snapshot import Snapshot
+from automicro.units import count_of
 
 
 def read_checkpoint(checkpoint: object) -> CheckpointConfig | None:

@@ -31,9 +31,9 @@ from automicro.options import unwrapped
 from automicro.sharding import is_sharded
 from automicro.torch_private import is_uninitialized
 from automicro.trainer.context import RunContext
-from automicro.trainer.progress import count_of
 from automicro.trainer.resume import optimizer as by_name
 from automicro.trainer.resume.model import MODEL_KEYS, ModuleState
+from automicro.units import count_of
 
 
 class Scope(enum.Enum):
